@@ -32,7 +32,7 @@ from tests.report.generated import write_results
 MISSING = {
     "artifacts/measured/finetune/tgr/0.json": "finetune",
     "artifacts/measured/robustness/pretrain/dense/0.json": "robustness",
-    "artifacts/data/finetune/card.json": "prepare",
+    "artifacts/data/finetune/card.json": "that",
 }
 METHODS = {"dense": False, "vmoe": True, "tgr": True}
 
@@ -137,7 +137,7 @@ def test_the_best_is_marked_only_outside_the_intervals():
 def test_a_missing_file_is_named(tmp_path, missing):
     write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
     (tmp_path / missing).unlink()
-    told = f"{missing}: no such file; `dvc repro {MISSING[missing]}` writes it"
+    told = f"{missing}: no such file; the stage {MISSING[missing]} writes it"
     with pytest.raises(UserError, match=re.escape(told)):
         read_results(Selection(methods=tuple(METHODS), seeds=(0,)), "", tmp_path)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.headlines import HEADLINES
 from moecore.report.measures import sizes
+from moecore.report.quantities import HEADLINES
 from moecore.report.tables.cells import json_interval
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat
