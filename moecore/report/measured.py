@@ -103,7 +103,7 @@ class Results(NamedTuple):
         return frozenset(
             name
             for name, settings in self._settings.items()
-            if settings.get("permuted") or _router(settings) in UNLEARNED
+            if settings.get("permuted") or (settings.get("router") or {}).get("kind") in UNLEARNED
         )
 
     @property
@@ -134,11 +134,6 @@ class Results(NamedTuple):
 def methods_of(settings: str) -> Mapping[str, Any]:
     """The entry ``methods`` of a params.yaml; {} where it has none."""
     return (parse_yaml(settings).data or {}).get("methods") or {}
-
-
-def _router(settings: Mapping[str, Any]) -> str:
-    """The kind of a method's router; "" without one."""
-    return (settings.get("router") or {}).get("kind", "")
 
 
 def drop_none(values: Iterable[V | None]) -> list[V]:

@@ -95,7 +95,7 @@ class Quantity(NamedTuple):
 
     @property
     def remains(self) -> bool:
-        """Whether what is left of 1 is shown: of a change, what stays."""
+        """Return whether what is left of 1 is shown: of a change, what stays."""
         return self.column.name.startswith(CHANGES)
 
     @property

@@ -48,17 +48,20 @@ def report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, 
 
 def plot_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    files = {
-        f"plots/{phase.name}_{name}.svg": standalone_svg(picture)
+    pictures = {
+        f"{phase.name}_{name}": picture
         for phase in results.phases.values()
         for name, picture in pictures_of(phase)
     }
     if counted := results.alone.get(Sizes):
         for name, figure in sizes.figures(counted):
-            files[f"plots/sizes_{name}.svg"] = standalone_svg(
-                Picture(figure, name.replace("_", " "))
-            )
-    return files
+            pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
+    return {
+        f"plots/{name}.svg": svg(picture.figure, picture.label).replace(
+            "<svg", f'<svg color="{INK}"', 1
+        )
+        for name, picture in pictures.items()
+    }
 
 
 def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
@@ -71,15 +74,8 @@ def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
         yield "attacks", curve_of(phase, WORST if worst else names[-1])
 
 
-def standalone_svg(picture: Picture) -> str:
-    """The picture as a file of its own."""
-    text = svg(picture.figure, picture.label)
-    return text.replace("<svg", f'<svg color="{INK}"', 1)
-
-
 Row = dict[str, Any]
 ITEM = ("phase", "method", "seed")
-PREDICTIONS = ("raw", "pooled", "sex_specific")
 ENDS = {"": "value", "_low": "low", "_high": "high"}
 NUMBERS = ("mae", "corr", "slope", "intercept")
 
@@ -90,8 +86,8 @@ def training_csv(results: Results) -> str:
     scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        trained = model.of(Outcome)
-        yield from () if trained is None else trained.curve
+        if trained := model.of(Outcome):
+            yield from trained.curve
 
     return _csv(results, ("step", "epoch", "train_loss", *scores), rows)
 
@@ -112,17 +108,15 @@ def robustness_csv(results: Results) -> str:
 
 def table_s1_csv(results: Results) -> str:
     """Every kind of prediction of every model: mae, corr, slope and intercept with their limits."""
-    columns = [f"{name}{end}" for name in NUMBERS for end in ENDS]
+    columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
         ages = model.of(Ages)
-        for prediction in PREDICTIONS if ages else ():
-            errors = getattr(ages, prediction)
-            if errors is not None:
+        for prediction in ("raw", "pooled", "sex_specific") if ages else ():
+            if errors := getattr(ages, prediction):
                 values = {
-                    f"{name}{end}": getattr(getattr(errors, name), part)
-                    for name in NUMBERS
-                    for end, part in ENDS.items()
+                    column: getattr(getattr(errors, name), part)
+                    for column, (name, part) in columns.items()
                 }
                 yield {"prediction": prediction, **values}
 
@@ -140,6 +134,6 @@ def _csv(
     for phase in results.phases.values():
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
-                item = {"phase": phase.name, "method": method, "seed": seed}
+                item = dict(zip(ITEM, (phase.name, method, seed), strict=True))
                 writer.writerows(item | row for row in rows(model, phase))
     return text.getvalue()

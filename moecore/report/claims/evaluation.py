@@ -9,7 +9,7 @@ from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, difference_of
 from moecore.report.column import Metric
 from moecore.report.measured import Models, Results
-from moecore.report.tables.cells import Cell, cell_to_json, read_cell
+from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.comparison import build_table
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
@@ -187,7 +187,7 @@ def _evaluate(
 
 
 def _require_cell(metric: Metric, models: Models, method: str, place: str) -> Cell:
-    cells = {name: read_cell(metric, list(seeds.values())) for name, seeds in models.items()}
+    cells = read_cells(metric, models)
     cell = cells[method]
     if cell is None:
         having = ", ".join(name for name, other in cells.items() if other) or "none"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.column import Metric
-from moecore.report.measured import Measured
+from moecore.report.measured import Measured, Models
 from moecore.statistics.intervals import Interval, mean_over_seeds
 
 
@@ -35,6 +35,11 @@ def read_cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))
     return Cell(mean, "t", len(intervals))
+
+
+def read_cells(metric: Metric, models: Models) -> dict[str, Cell | None]:
+    """Return method → its cell; None where a method has no such thing."""
+    return {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
 
 
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from moecore.report.claims import significance
 from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.measures import SHOWN, sizes
-from moecore.report.references import column_context, references
-from moecore.report.tables.cells import Cell, cell_to_json, read_cell
+from moecore.report.references import references
+from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.messages import did_you_mean
@@ -24,6 +24,8 @@ from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.study import Study
 from moecore.tasks.regression import Regression
 
+LISTED = 40  # metrics that a message names
+SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 
 
@@ -35,31 +37,30 @@ class Table(NamedTuple):
 
 
 def metrics_of(phase: Phase) -> list[Metric]:
-    """All metrics in order: those of every paper, then paper by paper."""
+    """Return all metrics in order: those of every paper, then paper by paper."""
     metrics = [
-        Metric(column, kind)
+        Metric(column, shown.result)
         for shown in SHOWN
         if shown.applies(phase.task)
-        for kind in (shown.result,)
-        for entry in shown.columns
-        for column in entry.columns(column_context(phase, kind))
+        for column in shown.named(phase)
     ]
     order = ["", *PAPERS]
     return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
 
 
 def build_table(results: Results, phase: Phase) -> Table:
-    """Every metric of every method; controls are never marked."""
-    metrics = metrics_of(phase)
+    """Return every metric of every method; controls are never marked."""
     columns = {
-        metric.name: column_cells(metric, phase.models, results.controls, results.without_experts)
-        for metric in metrics
+        metric: column_cells(metric, phase.models, results.controls, results.without_experts)
+        for metric in metrics_of(phase)
     }
     cells = {
-        method: {name: of_metric[method] for name, of_metric in columns.items()}
+        method: {metric.name: of_metric[method] for metric, of_metric in columns.items()}
         for method in phase.models
     }
-    return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
+    return Table(
+        [metric for metric, of_metric in columns.items() if any(of_metric.values())], cells
+    )
 
 
 def column_cells(
@@ -70,29 +71,22 @@ def column_cells(
     controls: neither are the best nor have to be beaten; unmarked: have to be beaten, and are not
     marked where they are ahead.
     """
-    cells = {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
-    first = best_method(metric, models, cells, controls)
-    return {
-        method: cell._replace(
-            leads=method == first, marked=method == first and method not in unmarked
-        )
-        if cell
-        else None
-        for method, cell in cells.items()
-    }
-
-
-def best_method(
-    metric: Metric, models: Models, cells: Mapping[str, Cell | None], controls: Collection[str] = ()
-) -> str | None:
-    """The method that is better than every other, and not by chance; None where none is."""
+    cells = read_cells(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
-    if not metric.column.better or len(having) < 2:
+    first = best_method(metric, models, having)
+    if first is not None:
+        cells[first] = having[first]._replace(leads=True, marked=first not in unmarked)
+    return cells
+
+
+def best_method(metric: Metric, models: Models, cells: Mapping[str, Cell]) -> str | None:
+    """The method that is better than every other, and not by chance; None where none is."""
+    if not metric.column.better or len(cells) < 2:
         return None
-    seeds = {method: models[method] for method in having}
+    seeds = {method: models[method] for method in cells}
     if significance.possible_test(metric, list(seeds.values())) == "intervals":
-        return best_by_disjoint_intervals(metric, having)
-    values = {method: cell.interval.value for method, cell in having.items()}
+        return best_by_disjoint_intervals(metric, cells)
+    values = {method: cell.interval.value for method, cell in cells.items()}
     return significance.find_leader(metric, seeds, values)
 
 
@@ -115,12 +109,13 @@ def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str
 
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
-    models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
     tests = set()
     for metric in metrics:
-        having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
+        cells = read_cells(metric, phase.models)
+        having = [name for name, cell in cells.items() if cell and name not in results.controls]
         if len(having) > 1:
-            tests.add(significance.possible_test(metric, having))
+            seeds = [phase.models[name] for name in having]
+            tests.add(significance.possible_test(metric, seeds))
     return tests - {""}
 
 
@@ -137,12 +132,15 @@ def compare_methods(results: Results) -> dict[str, Any]:
         compared["sizes"] = sizes.flat(counted)
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
-            tested = _tested(metric, phase.models)
-            for method, cell in column_cells(metric, phase.models).items():
-                if cell:
-                    compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
-                if method in tested:
-                    compared[method][name][metric.name]["against"] = tested[method]
+            cells = {one: cell for one, cell in read_cells(metric, phase.models).items() if cell}
+            for method, cell in cells.items():
+                compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
+            having = {method: phase.models[method] for method in cells}
+            for reference in references(phase.models):
+                tests = significance.differences_from(metric, having, reference)
+                for method, tested in tests.items():
+                    against = compared[method][name][metric.name].setdefault("against", {})
+                    against[reference] = significance.tested_to_json(tested)
     return compared
 
 
@@ -166,17 +164,13 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
         if isinstance(cell, dict) and "form" not in cell
     ]
     if formless:
-        forms = study_forms(path.parent.parent)
+        folder = path.parent.parent
+        study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
+        stages = load_stages(folder)
+        forms = {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
         for phase, name, cell in formless:
             cell["form"] = forms.get(phase, {}).get(name, "number")
     return compared
-
-
-def study_forms(folder: Path) -> dict[str, dict[str, str]]:
-    """Return phase → metric → its form, by the columns of the study in ``folder``."""
-    study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
-    stages = load_stages(folder)
-    return {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
 
 
 def data_facts(results: Results) -> dict[str, Any]:
@@ -202,23 +196,18 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
 
     stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
     """
+    known = {phase: list(expected_metric_forms(study, stages, phase)) for phase in study.data}
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
-            known = (
-                expected_metric_forms(study, stages, one.phase) if one.phase in study.data else {}
-            )
+            names = known.get(one.phase, [])
             for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
-                if known and name and name not in known:
-                    listed = ", ".join(list(known)[:LISTED])
-                    if len(known) > LISTED:
-                        listed += f" and {len(known) - LISTED} more"
-                    hint = did_you_mean(name, tuple(known))
+                if names and name and name not in names:
+                    listed = ", ".join(names[:LISTED])
+                    if len(names) > LISTED:
+                        listed += f" and {len(names) - LISTED} more"
+                    hint = did_you_mean(name, tuple(names))
                     text = f"found {name!r}{hint}; allowed in {one.phase}: {listed}"
                     yield (section, index, key), text
-
-
-LISTED = 40  # metrics that a message names
-SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 
 
 def expected_metric_forms(
@@ -235,15 +224,3 @@ def expected_metric_forms(
             for entry in shown.columns:
                 forms |= entry.foreseen(ahead)
     return forms
-
-
-def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
-    """method → reference → the test between them."""
-    having = {
-        method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
-    }
-    tests: dict[str, dict[str, Any]] = {}
-    for reference in references(models):
-        for method, tested in significance.differences_from(metric, having, reference).items():
-            tests.setdefault(method, {})[reference] = significance.tested_to_json(tested)
-    return tests
