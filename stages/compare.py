@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.core.files import whole_file
 from moecore.report.claims.evaluation import evaluate_claims, flat_evaluated
 from moecore.report.results import read_results, study_stages
-from moecore.report.tables.comparison import compare_methods, data_facts
+from moecore.report.tables.comparison import compare_methods
 from moecore.report.texts import report_files
 from moecore.run import partial_run
 from moecore.run.inputs import params_path, refuse_changed_document
@@ -45,7 +45,7 @@ def compare() -> None:
         print(partial_run.describe_waiting(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
     claims = flat_evaluated(evaluated, document.data)
-    compared = compare_methods(results) | data_facts(results) | claims
+    compared = compare_methods(results) | claims
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in report_files(results, evaluated).items():

@@ -8,7 +8,6 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import decode_values
-from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import Interval
@@ -16,27 +15,22 @@ from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
 SCORE = "score"  # instead of a form: that of the task's score
-ROUNDING = 1e-5  # between a value and the mean of its items: float32 against float64
 
 
 class Column(NamedTuple):
-    """What is read from one result.
-
-    read: the value of one model, with limits where one model gives them; None where it has none.
-    """
+    """What is read from one result."""
 
     name: str  # a key of compare.json, which claims refer to
     label: str
-    read: Callable[[Any], Value]
+    read: Callable[[Any], Value]  # one model's, with limits if it gives any
     better: str = ""  # "higher", "lower", or "" where neither is better
     form: str = "number"  # or "share", "count", "seconds", "bytes"
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
-    # Which images (N,) bool a share counted; None where that is not known. It takes the whole
-    # model, because the hits of the test split are kept by the calibration, not by the training.
+    # Which images (N,) bool a share counted, None where that is not known: of the whole model, as
+    # the calibration keeps the hits of the test split.
     hits: Callable[[Measured], np.ndarray | None] | None = None
-    # One value per item (N,), whose mean is the value: an image, or a person who has several. None
-    # where a result keeps none, as one of older code; without it the column has no items at all.
+    # One value per item (N,), whose mean is the value: an image, or a person who has several.
     items: Callable[[Any], np.ndarray | None] | None = None
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
@@ -149,49 +143,29 @@ class Metric(NamedTuple):
         return self.column.name
 
     def read(self, model: Measured) -> Interval | None:
-        """The value of one model, None where it has no such result or no such value."""
+        """Return the value of one model, None where it has no such result or no such value."""
         result = model.of(self.result)
-        return None if result is None else interval_of(self.column.read(result))
+        value = None if result is None else self.column.read(result)
+        if value is None or isinstance(value, Interval):
+            return value
+        return value.interval if isinstance(value, Estimate) else Interval(float(value))
 
     def number(self, model: Measured) -> float:
-        """The value itself, of a model that has it."""
+        """Return the value itself, of a model that has it."""
         interval = self.read(model)
         assert interval is not None, f"{self.name} is read of a model that lacks it"
         return interval.value
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """One value per item (N,), whose mean is ``number``; None where the metric has none.
-
-        Raises UserError where they are kept and their mean is another: the result is then of two
-        codes.
-        """
+        """Return one value per item (N,), whose mean is ``number``; None where it has none."""
         result = model.of(self.result)
         if result is None or self.column.items is None:
             return None
-        values = self.column.items(result)
-        if values is None:
-            return None
-        apart = self.number(model) - float(values.mean())
-        if abs(apart) > ROUNDING * max(1.0, abs(self.number(model))):
-            mean = f"the items' mean is {values.mean():g}, the value {self.number(model):g}"
-            raise UserError(f"compare: {self.name}: {mean}; run the stage that measures it again")
-        return values
+        return self.column.items(result)
 
     def hits(self, model: Measured) -> np.ndarray | None:
-        """Which images (N,) bool the share counted; None where that is not known."""
+        """Return which images (N,) bool the share counted; None where that is not known."""
         return None if self.column.hits is None else self.column.hits(model)
-
-
-def interval_of(value: Value) -> Interval | None:
-    """A value as an Interval; None where it is unknown."""
-    match value:
-        case None:
-            return None
-        case Interval():
-            return value
-        case Estimate():
-            return value.interval
-    return Interval(float(value))
 
 
 def key_of(score: Score) -> str:
@@ -201,9 +175,7 @@ def key_of(score: Score) -> str:
 
 def score_title(score: Score) -> str:
     """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
-    if score.name == "mae":
-        return score.name.upper()
-    return score.label.capitalize()
+    return score.name.upper() if score.name == "mae" else score.label.capitalize()
 
 
 def unit_of(score: Score) -> str:

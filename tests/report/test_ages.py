@@ -16,7 +16,7 @@ from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import rows_of
 from moecore.report.page.html import render_report
 from moecore.report.results import read_results
-from moecore.report.tables.comparison import build_table, compare_methods, data_facts, used_tests
+from moecore.report.tables.comparison import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.summary import headline_rows
 from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
@@ -141,15 +141,11 @@ def test_numbers_of_compare_json(three):
         and "test_accuracy" not in found
         and "ece_after" not in found
     )
-    assert data_facts(three) == {
-        "data": {
-            "pretrain": {
-                "name": "Small cohort",
-                "simulated": True,
-                "target": "age",
-                "unit": "years",
-            }
-        }
+    assert compare_methods(three)["data"]["pretrain"] == {
+        "name": "Small cohort",
+        "simulated": True,
+        "target": "age",
+        "unit": "years",
     }
 
 
@@ -357,7 +353,7 @@ def test_csv_files(three):
 
 
 def test_the_summary_in_the_terminal(three):
-    found = headline_rows(compare_methods(three) | data_facts(three))
+    found = headline_rows(compare_methods(three))
     assert (
         [row["method"] for row in found] == list(METHODS)
         and found[2]["test_mae"] == "6.10 [5.85 – 6.35]"

@@ -119,11 +119,19 @@ def render_claims_page(root: Path = Path()) -> str:
         for row in rows:
             of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
             others = [answer for answer in others if answer not in of_row]
-            state = row_state(row, of_row, studies)
+            state, lines = describe_row(row, of_row, studies)
             states[state] += 1
-            cells += _row_lines(row, state, of_row, studies)
+            cells += lines
         tables += [f"## {paper}", "", *markdown_table(HEAD, cells), ""]
-    lines = [*_opening(states, claims), "", *tables, *_other_claims(others)]
+    lines = [*_opening(states, claims), "", *tables]
+    if others:
+        head = ("paper", "where", *HEAD[3:])
+        cells = [
+            [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
+            for answer in others
+            if isinstance(answer.claim, Claim)
+        ]
+        lines += ["## Claims of other sources", "", *markdown_table(head, cells), ""]
     asked = [answer for answer in answers if isinstance(answer.claim, Question)]
     if asked:
         head = ("question", "difference", "answer", "study")
@@ -160,21 +168,6 @@ def load_studies(root: Path) -> Iterator[Study]:
             changed = entry.get("settings", digest) != digest
             answers.append(Answer(folder.name, claim, entry, state, changed))
         yield Study(folder.name, compared, answers)
-
-
-def row_state(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> str:
-    """Return what is known of a row: a key of STATES."""
-    if row.scheme:
-        return "scheme"
-    if row.needs:
-        return "cannot"
-    if any(answer.entry for answer in claims):
-        return "judged"
-    if any(describe_values(printed, studies) for printed in row.columns):
-        return "printed"
-    if any(study.compared and study.name in row.drawn for study in studies):
-        return "drawn"
-    return "not run yet" if claims or row.columns or row.drawn else "no study yet"
 
 
 def describe_values(printed: Printed, studies: Sequence[Study]) -> str:
@@ -223,24 +216,40 @@ def _opening(states: Counter[str], claims: Sequence[Answer]) -> list[str]:
     return lines
 
 
-def _row_lines(
-    row: Row, state: str, claims: Sequence[Answer], studies: Sequence[Study]
-) -> Iterator[list[str]]:
-    """Yield a line for each claim of a row, else one for what is printed, drawn or absent."""
-    start = [row.number, row.shows, row.paper or "–"]
-    for answer in claims:
-        yield [*start, *_answer_cells(answer)]
-        start = ["″", "", ""]
-    if claims:
-        return
+def describe_row(
+    row: Row, claims: Sequence[Answer], studies: Sequence[Study]
+) -> tuple[str, list[list[str]]]:
+    """Return what is known of a row, a key of STATES, and its lines.
+
+    A line for each claim, else one for what is printed, drawn or absent.
+    """
     values = [(one, words) for one in row.columns if (words := describe_values(one, studies))]
+    named = [*row.drawn, *(one.study for one in row.columns)]
+    verdict = "–"
+    if row.scheme:
+        state = "scheme"
+    elif row.needs:
+        state = "cannot"
+        verdict = f"needs {row.needs}"
+    elif any(answer.entry for answer in claims):
+        state = "judged"
+    elif values:
+        state = "printed"
+    elif any(study.compared and study.name in row.drawn for study in studies):
+        state = "drawn"
+        verdict = "drawn on the study's page"
+    else:
+        state = verdict = "not run yet" if claims or named else "no study yet"
+    here = ""
     if values:
         here = "; ".join(f"{printed.phase}, {words}" for printed, words in values)
-        yield [*start, here, "", "no claim", _commands(printed.study for printed, _ in values)]
-        return
-    words = {"cannot": f"needs {row.needs}", "scheme": "–", "drawn": "drawn on the study's page"}
-    named = [*row.drawn, *(one.study for one in row.columns)]
-    yield [*start, "", "", words.get(state, state), _commands(named)]
+        verdict = "no claim"
+        named = [printed.study for printed, _ in values]
+    start = [row.number, row.shows, row.paper or "–"]
+    lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
+    if lines:
+        lines[0][:3] = start
+    return state, lines or [[*start, here, "", verdict, _commands(named)]]
 
 
 def _answer_cells(answer: Answer) -> list[str]:
@@ -265,17 +274,6 @@ def _answer_cells(answer: Answer) -> list[str]:
         verdict += f" ({row.detectable})"
     verdict = "; ".join(filter(None, (verdict, row.holm_note(words))))
     return [here, difference, verdict + (" ‡" if answer.changed else ""), command]
-
-
-def _other_claims(claims: Sequence[Answer]) -> list[str]:
-    """Return the table of claims whose source is in no row."""
-    rows = [
-        [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
-        for answer in claims
-        if isinstance(answer.claim, Claim)
-    ]
-    head = ("paper", "where", "here", "difference", "verdict", "study")
-    return ["## Claims of other sources", "", *markdown_table(head, rows), ""] if rows else []
 
 
 def _commands(studies: Iterable[str]) -> str:

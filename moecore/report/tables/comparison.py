@@ -123,13 +123,21 @@ def compare_methods(results: Results) -> dict[str, Any]:
     """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
     And ``against``: the tests against the baseline MoE and the dense model, by name; only where
-    there is a paired test.
+    there is a paired test. And ``data``: phase → its data, where labels have a unit; and ``sizes``.
     """
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
     if counted := results.alone.get(Sizes):
         compared["sizes"] = sizes.flat(counted)
+    facts = {
+        name: {"name": phase.card["name"], "simulated": phase.card["simulated"]}
+        | {"target": phase.task.target, "unit": phase.task.unit}
+        for name, phase in results.phases.items()
+        if isinstance(phase.task, Regression)
+    }
+    if facts:
+        compared["data"] = facts
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
             cells = {one: cell for one, cell in read_cells(metric, phase.models).items() if cell}
@@ -171,24 +179,6 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
         for phase, name, cell in formless:
             cell["form"] = forms.get(phase, {}).get(name, "number")
     return compared
-
-
-def data_facts(results: Results) -> dict[str, Any]:
-    """The entry ``data`` of compare.json: phase → name, simulated, target and unit.
-
-    Only of data whose labels have a unit; {} without such data.
-    """
-    facts = {
-        name: {
-            "name": phase.card["name"],
-            "simulated": phase.card["simulated"],
-            "target": phase.task.target,
-            "unit": phase.task.unit,
-        }
-        for name, phase in results.phases.items()
-        if isinstance(phase.task, Regression)
-    }
-    return {"data": facts} if facts else {}
 
 
 def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
