@@ -7,7 +7,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.claims.evaluation import evaluate_claims, flat_claims
+from moecore.report.claims.evaluation import evaluate_claims, flat_evaluated
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissues
@@ -270,7 +270,7 @@ def test_claims_over_errors(three):
         "holds",
         "differs",
     ) and differs.difference.value == pytest.approx(2)
-    assert json.dumps(flat_claims([holds]), allow_nan=False)
+    assert json.dumps(flat_evaluated([holds]), allow_nan=False)
     with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
         evaluate_claims(
             [

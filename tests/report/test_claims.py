@@ -21,7 +21,6 @@ from moecore.report.claims.claims_page import read_paper_tables
 from moecore.report.claims.claims_table import ANSWERS, claims_markdown
 from moecore.report.claims.evaluation import (
     evaluate_claims,
-    flat_claims,
     flat_evaluated,
     judge_difference,
     p_of,
@@ -71,6 +70,11 @@ def study(**methods: list) -> Results:
         for number, (name, values) in enumerate(methods.items())
     }
     return Results({"pretrain": Phase("pretrain", card("pretrain"), TASK, models)})
+
+
+def flat_claims(evaluated) -> dict:
+    """The entry ``claims`` of compare.json."""
+    return flat_evaluated(evaluated).get("claims", {})
 
 
 def claim(**changes) -> Claim:

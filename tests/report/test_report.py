@@ -191,7 +191,7 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
     ):
         summary.main(str(path))
     spoil(path, content)
-    for read in (lambda: summary.main(str(path)), lambda: list(load_studies(tmp_path))):
+    for read in (lambda: summary.main(str(path)), lambda: load_studies(tmp_path)):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
             read()
         assert "\n" not in str(error.value)

@@ -6,7 +6,7 @@ pipelines/*/reports/compare.json. Studies that were not run are said to be so.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
 VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
+Studies = Mapping[str, Mapping[str, Any]]  # name → compare.json, {} where it was not run
 STATES = {
     "judged": "judged by a claim",
     "printed": "printed beside the paper's, without a claim",
@@ -91,14 +92,6 @@ class Answer(NamedTuple):
         return "equivalent" if equivalent else verdict
 
 
-class Study(NamedTuple):
-    """A study with what its last run found."""
-
-    name: str
-    compared: Mapping[str, Any]  # {} where it was not run
-    answers: Sequence[Answer]
-
-
 def write_claims_page(root: Path = Path()) -> Path:
     """Write docs/claims.md below ``root``; raises UserError where a file is damaged."""
     target = root / TARGET
@@ -108,8 +101,7 @@ def write_claims_page(root: Path = Path()) -> Path:
 
 def render_claims_page(root: Path = Path()) -> str:
     """Return the text of docs/claims.md."""
-    studies = list(load_studies(root))
-    answers = [answer for study in studies for answer in study.answers]
+    studies, answers = load_studies(root)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = []
@@ -146,33 +138,35 @@ def read_paper_tables() -> dict[str, list[Row]]:
     return {name: [Row.model_validate(row) for row in rows] for name, rows in papers.items()}
 
 
-def load_studies(root: Path) -> Iterator[Study]:
-    """Yield every study under pipelines/, with its numbers where it was run."""
+def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
+    """Return what the last run of every study under pipelines/ found, and all answers."""
+    studies: dict[str, Mapping[str, Any]] = {}
+    answers = []
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
         compared = read_comparison(path) if path.exists() else {}
+        studies[folder.name] = compared
         document = load_yaml(str(folder / "params.yaml"))
         asked = validate_keys(Asked, document)
-        entries = {**compared.get("claims", {}), **compared.get("questions", {})}
+        entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
         current = {
             json.dumps(entry["asked"], sort_keys=True): entry
-            for entry in entries.values()
+            for entry in entries
             if entry.keys() >= {"asked", "form"}  # others are of older versions
         }
         state = "not run yet with this claim" if compared else "not run yet"
-        answers = []
         for claim in (*asked.claims, *asked.questions):
             words = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
             entry = current.get(words, {})
             digest = settings_digest(document.data, claim)
             changed = entry.get("settings", digest) != digest
             answers.append(Answer(folder.name, claim, entry, state, changed))
-        yield Study(folder.name, compared, answers)
+    return studies, answers
 
 
-def describe_values(printed: Printed, studies: Sequence[Study]) -> str:
+def describe_values(printed: Printed, studies: Studies) -> str:
     """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
-    compared = next((one.compared for one in studies if one.name == printed.study), {})
+    compared = studies.get(printed.study, {})
     words = []
     for metric in printed.metrics:
         cells = {}
@@ -217,7 +211,7 @@ def _opening(states: Counter[str], claims: Sequence[Answer]) -> list[str]:
 
 
 def describe_row(
-    row: Row, claims: Sequence[Answer], studies: Sequence[Study]
+    row: Row, claims: Sequence[Answer], studies: Studies
 ) -> tuple[str, list[list[str]]]:
     """Return what is known of a row, a key of STATES, and its lines.
 
@@ -235,7 +229,7 @@ def describe_row(
         state = "judged"
     elif values:
         state = "printed"
-    elif any(study.compared and study.name in row.drawn for study in studies):
+    elif any(studies.get(name) for name in row.drawn):
         state = "drawn"
         verdict = "drawn on the study's page"
     else:

@@ -116,30 +116,20 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     return p if p is None or apart > 0 else p / 2
 
 
-def flat_claims(
-    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return an entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict,
-    and of which settings; {} without any. study: params.yaml as plain data.
-    """
-    entries = {}
-    for number, one in enumerate(evaluated):
-        claim = one.claim
-        start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
-        behind = {} if study is None else {"settings": settings_digest(study, claim)}
-        entries[f"{number}: {start}: {claim.words}"] = claim_entry(one) | behind
-    return entries
-
-
 def flat_evaluated(
     evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the entries ``claims`` and ``questions`` of compare.json that there are."""
-    sections = {
-        "claims": flat_claims(claims_of(evaluated), study),
-        "questions": flat_claims(questions_of(evaluated), study),
-    }
-    return {name: entries for name, entries in sections.items() if entries}
+) -> dict[str, dict[str, Any]]:
+    """Return the entries ``claims`` and ``questions`` of compare.json that there are: what is said
+    → values, verdict, and of which settings. study: params.yaml as plain data.
+    """
+    sections: dict[str, dict[str, Any]] = defaultdict(dict)
+    for one in evaluated:
+        claim = one.claim
+        entries = sections["claims" if isinstance(claim, Claim) else "questions"]
+        start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
+        behind = {} if study is None else {"settings": settings_digest(study, claim)}
+        entries[f"{len(entries)}: {start}: {claim.words}"] = claim_entry(one) | behind
+    return dict(sections)
 
 
 def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
 from moecore.report.measures.shown import Shown
-from moecore.report.quantities import first_columns
+from moecore.report.quantities import HEADLINES, attacked_names, first_columns
 from moecore.report.results import read_card, read_model
 from moecore.report.tables.comparison import metrics_of
 from moecore.study.reading.run_section import Phase as PhaseName
@@ -43,7 +43,7 @@ def run_files(results: Results) -> dict[str, str]:
             for name, compared in metrics.items()
         }
     for phase in results.phases.values():
-        metrics = headline_metrics(phase)[:MOST]
+        metrics = run_metrics(phase)
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
                 numbers[f"{phase.name}/{method}-{seed}"] = {
@@ -57,10 +57,12 @@ def run_files(results: Results) -> dict[str, str]:
     }
 
 
-def headline_metrics(phase: Phase) -> list[Metric]:
-    """Return the metrics of a phase's first table."""
+def run_metrics(phase: Phase) -> list[Metric]:
+    """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in metrics_of(phase)}
-    return [metrics[name] for name in first_columns(phase, metrics)]
+    names = [headline.name for headline in HEADLINES if headline.run]
+    names = list(dict.fromkeys([*names[:4], *attacked_names(phase), *names]))
+    return [metrics[name] for name in names if name in metrics][:MOST]
 
 
 def round_significant(value: float) -> float:
@@ -92,7 +94,8 @@ def headline_numbers(
         phase = Phase(name, card, task, models)
         if not models[method][seed].results:
             continue
-        for metric in headline_metrics(phase):
+        metrics = {metric.name: metric for metric in metrics_of(phase)}
+        for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
             interval = metric.read(models[method][seed])
             if interval is not None and metric.column.form == "count":
                 counts[f"{name}.{metric.name}"] = int(interval.value)

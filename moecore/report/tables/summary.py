@@ -16,33 +16,36 @@ from moecore.report.tables.cells import json_interval
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat
 
+ATTACKED = ("accuracy_", "attacked_mae_")  # columns of scores under attack, all of them begin so
+
 
 def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its limits."""
     methods = {name: one for name, one in compared.items() if name not in NO_METHODS}
-    if not methods:
+    measured = [cells for by_phase in methods.values() for cells in by_phase.values()]
+    if not measured:
         return []
-    phases = list(next(iter(methods.values())))
-    measured = [by_phase[phase] for phase in phases for by_phase in methods.values()]
-    attacked = [name for name in measured[0] if name.startswith(("accuracy_", "attacked_mae_"))]
     names = [headline.name for headline in HEADLINES if headline.terminal]
     place = names.index("ece_after")
-    names[place:place] = attacked
+    names[place:place] = [name for name in measured[0] if name.startswith(ATTACKED)]
     names = [name for name in names if any(name in cells for cells in measured)]
-    printed = []
-    for phase in phases:
-        formats = {}
+    all_rows = []
+    for phase in next(iter(methods.values())):
+        rows = {method: {"phase": phase, "method": method} for method in methods}
         for name in names:
-            cells = [one[phase][name] for one in methods.values() if name in one[phase]]
-            form = cells[0]["form"] if cells else "number"
-            formats[name] = NumberFormat.of(form, map(json_interval, cells))
-        for method, by_phase in methods.items():
-            row = {"phase": phase, "method": method}
-            for name, number_format in formats.items():
-                cell = by_phase[phase].get(name)
-                row[name] = number_format.value_with_limits(json_interval(cell)) if cell else "–"
-            printed.append(row)
-    return printed
+            if not any(name in cells for cells in measured):
+                continue
+            cells = {
+                method: one[phase][name] for method, one in methods.items() if name in one[phase]
+            }
+            form = next((cell["form"] for cell in cells.values()), "number")
+            number_format = NumberFormat.of(form, map(json_interval, cells.values()))
+            for method, row in rows.items():
+                row[name] = "–"
+                if method in cells:
+                    row[name] = number_format.value_with_limits(json_interval(cells[method]))
+        all_rows += rows.values()
+    return all_rows
 
 
 def claim_lines(
