@@ -52,20 +52,14 @@ class NumberFormat(NamedTuple):
 
         What would be printed as 0, but is none, is "< 0.001".
         """
-        if self.form == "seconds":
-            return format_duration(round(number))
-        places = self._decimals(Interval(number))
-        text = self._scaled(number, places)
-        if 0 < number and not re.search("[1-9]", text):
-            text = f"< {10**-places:.{places}f}"
+        text = self._text(number)
+        if 0 < number and not text.strip("0."):
+            text = f"< {text[:-1]}1"
         return text + UNITS.get(self.form, "")
 
     def difference(self, number: float) -> str:
         """Return a difference with its sign; shares in percentage points."""
-        if self.form == "seconds":
-            text = format_duration(abs(round(number)))
-        else:
-            text = self._scaled(abs(number), self._decimals(Interval(number)))
+        text = self._text(abs(number))
         unit = {"share": " pp", "bytes": " MiB"}.get(self.form, "")
         if not re.search("[1-9]", text):
             return f"±{text}{unit}"
@@ -77,10 +71,8 @@ class NumberFormat(NamedTuple):
 
     def interval(self, low: float, high: float) -> str:
         """Return limits, such as 90.5 – 91.9, without a unit."""
-        if self.form == "seconds":
-            return f"{format_duration(round(low))} – {format_duration(round(high))}"
-        places = self._decimals(Interval((low + high) / 2, low, high))
-        return f"{self._scaled(low, places)} – {self._scaled(high, places)}"
+        both = Interval((low + high) / 2, low, high)
+        return f"{self._text(low, both)} – {self._text(high, both)}"
 
     def limits(self, interval: Interval) -> str:
         """Return its limits; "" where it has none, or where every seed has the same count."""
@@ -100,13 +92,13 @@ class NumberFormat(NamedTuple):
         edges = interval.limits or ()
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
-    def _decimals(self, interval: Interval) -> int:
-        places = self.places if self.places is not None else self.of(self.form, [interval]).places
-        assert places is not None
-        return places
-
-    def _scaled(self, number: float, places: int) -> str:
-        """With a real minus, and without one before 0."""
+    def _text(self, number: float, within: Interval | None = None) -> str:
+        """Return a number without its unit, with a real minus, and without one before 0."""
+        if self.form == "seconds":
+            return format_duration(round(number))
+        places = self.places
+        if places is None:
+            places = self.of(self.form, [within or Interval(number)]).places
         text = f"{number * SCALES.get(self.form, 1.0):,.{places}f}"
         negative = text.startswith("-") and re.search("[1-9]", text)
         return (MINUS if negative else "") + text.removeprefix("-")
