@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,14 +90,6 @@ class Seen(NamedTuple):
         return next((other for one, other in self.beside if one is result), None)
 
 
-class Columns(Protocol):
-    """One entry of a measurement's COLUMNS."""
-
-    def columns(self, seen: Seen) -> Iterable[Column]: ...
-
-    def foreseen(self, ahead: Ahead) -> dict[str, str]: ...
-
-
 class Each(NamedTuple):
     """A column for each name that any result has: attacks, transforms, corruptions."""
 
@@ -129,6 +121,9 @@ class Given(NamedTuple):
 
     def foreseen(self, ahead: Ahead) -> dict[str, str]:
         return ahead.forms_of(self.ahead(ahead), self.form)
+
+
+Columns = Column | Each | Given  # an entry of a measurement's COLUMNS
 
 
 class Metric(NamedTuple):

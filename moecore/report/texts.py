@@ -26,7 +26,6 @@ from moecore.report.quantities import names_of_attacks
 from moecore.report.tables.run_files import run_files
 from moecore.training.outcome import Outcome
 
-# Alone in a page of its own, a figure has no text colour to take over.
 INK = "#333"
 
 
@@ -47,31 +46,22 @@ def report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, 
 
 
 def plot_files(results: Results) -> dict[str, str]:
-    """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    pictures = {
-        f"{phase.name}_{name}": picture
-        for phase in results.phases.values()
-        for name, picture in pictures_of(phase)
-    }
+    """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
+    pictures = {}
+    for phase in results.phases.values():
+        trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
+        if trained:
+            picture = Picture(training_curves(trained), f"{phase.name}: training")
+            pictures[f"{phase.name}_training"] = picture
+        if names := names_of_attacks(phase):
+            worst = any(result.worst_case for result in phase.results(Robustness))
+            pictures[f"{phase.name}_attacks"] = curve_of(phase, WORST if worst else names[-1])
     if counted := results.alone.get(Sizes):
         for name, figure in sizes.figures(counted):
             pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
-    return {
-        f"plots/{name}.svg": svg(picture.figure, picture.label).replace(
-            "<svg", f'<svg color="{INK}"', 1
-        )
-        for name, picture in pictures.items()
-    }
-
-
-def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
-    """How the trainings went, and what attacks leave."""
-    trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
-    if trained:
-        yield "training", Picture(training_curves(trained), f"{phase.name}: training")
-    if names := names_of_attacks(phase):
-        worst = any(result.worst_case for result in phase.results(Robustness))
-        yield "attacks", curve_of(phase, WORST if worst else names[-1])
+    texts = {name: svg(picture.figure, picture.label) for name, picture in pictures.items()}
+    ink = f'<svg color="{INK}"'  # alone in a page, a figure has no text colour to take over
+    return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}
 
 
 Row = dict[str, Any]

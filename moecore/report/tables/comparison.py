@@ -13,7 +13,7 @@ from moecore.report.claims import significance
 from moecore.report.column import Ahead, Metric
 from moecore.report.measured import Models, Phase, Results
 from moecore.report.measures import SHOWN, sizes
-from moecore.report.references import references
+from moecore.report.references import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.reading.document import load_yaml
@@ -42,7 +42,9 @@ def metrics_of(phase: Phase) -> list[Metric]:
         Metric(column, shown.result)
         for shown in SHOWN
         if shown.applies(phase.task)
-        for column in shown.named(phase)
+        for seen in (column_context(phase, shown.result),)
+        for entry in shown.columns
+        for column in entry.columns(seen)
     ]
     order = ["", *PAPERS]
     return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
@@ -73,35 +75,30 @@ def column_cells(
     """
     cells = read_cells(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
-    first = best_method(metric, models, having)
+    if not metric.column.better or len(having) < 2:
+        return cells
+    seeds = {method: models[method] for method in having}
+    if significance.possible_test(metric, list(seeds.values())) == "intervals":
+        first = best_by_disjoint_intervals(metric, having)
+    else:
+        values = {method: cell.interval.value for method, cell in having.items()}
+        first = significance.find_leader(metric, seeds, values)
     if first is not None:
         cells[first] = having[first]._replace(leads=True, marked=first not in unmarked)
     return cells
 
 
-def best_method(metric: Metric, models: Models, cells: Mapping[str, Cell]) -> str | None:
-    """The method that is better than every other, and not by chance; None where none is."""
-    if not metric.column.better or len(cells) < 2:
-        return None
-    seeds = {method: models[method] for method in cells}
-    if significance.possible_test(metric, list(seeds.values())) == "intervals":
-        return best_by_disjoint_intervals(metric, cells)
-    values = {method: cell.interval.value for method, cell in cells.items()}
-    return significance.find_leader(metric, seeds, values)
-
-
 def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
-    """The method whose interval lies beyond every other's, or None.
-
-    A difference inside the intervals is no difference.
+    """The method whose interval lies beyond every other's, or None: a difference inside the
+    intervals is no difference.
     """
-    limits = {
-        method: cell.interval.limits for method, cell in cells.items() if cell.interval.limits
-    }
-    if not metric.column.better or len(cells) < 2 or len(limits) < len(cells):
+    limits = {method: cell.interval.limits for method, cell in cells.items()}
+    if not metric.column.better or len(cells) < 2 or None in limits.values():
         return None
     sign = 1 if metric.column.better == "higher" else -1
-    edges = {method: sorted((sign * low, sign * high)) for method, (low, high) in limits.items()}
+    edges = {
+        method: sorted(sign * limit for limit in ends) for method, ends in limits.items() if ends
+    }
     first = max(edges, key=lambda method: edges[method][0])
     beaten = all(edges[first][0] > high for name, (_, high) in edges.items() if name != first)
     return first if beaten else None

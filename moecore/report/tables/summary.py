@@ -69,15 +69,13 @@ def claim_lines(
 
 
 def main(path: str = "reports/compare.json") -> None:
+    """Print a study's numbers; raises UserError where they are damaged, or of an older version."""
     compared = read_comparison(Path(path))
     try:
         print_summary(compared)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        again = "run `dvc repro compare` again"
-        raise UserError(
-            f"{path}: was written by an older version of moecore ({reason}); {again}"
-        ) from error
+        older = f"was written by an older version of moecore ({type(error).__name__}: {error})"
+        raise UserError(f"{path}: {older}; run `dvc repro compare` again") from error
 
 
 def print_summary(compared: Mapping[str, Any]) -> None:
@@ -85,9 +83,9 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    printed = headline_rows(compared)
-    cells = [list(row.values()) for row in printed]
-    heads = [name.replace("_", " ") for name in printed[0]] if printed else []
+    rows = headline_rows(compared)
+    heads = [name.replace("_", " ") for name in rows[0]] if rows else []
+    cells = [list(row.values()) for row in rows]
     if "sizes" in compared:
         heads, *cells = sizes.table(compared["sizes"])
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
