@@ -3,7 +3,6 @@
 Never by a glob: removed methods leave files behind.
 """
 
-import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
-from moecore.core.sources import list_pipeline_files
 from moecore.data.preview import read_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
@@ -30,34 +28,23 @@ MEASURED = Path("artifacts/measured")
 ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Sizes}  # by stage
 
 
-def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
-    """What the dvc.yaml beside ``params`` measures; the usual three where there is no dvc.yaml."""
-    files = list_pipeline_files(Path(params).parent)
-    if not files:
-        return frozenset(USUAL)
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    stages = set(re.findall(r"-m stages\.(?:measure )?(\w+)", text))
-    if re.search(r"-m stages\.measure \$", text):
-        stages |= set(run.measurements)
-    return frozenset(stages)
-
-
 def read_results(
     run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = USUAL
 ) -> Results:
     """Every file that ``run`` asks for, below ``root``.
 
-    settings: the text of params.yaml; stages: what the study measures.
+    settings: the text of params.yaml; stages: of the study's dvc.yaml.
 
     Raises UserError that names a missing or damaged file, or one that other code wrote.
     """
+    measured = {*stages, *(run.measurements if "measure" in stages else ())}
     alone = {
         kind: read_result(Path(root, MEASURED, f"{stage}.json"), kind, stage)
         for stage, kind in ALONE.items()
-        if stage in stages
+        if stage in measured
     }
     phases: dict[str, Phase] = {
-        name: _read_phase(Path(root), run, stages, name) for name in run.phases
+        name: _read_phase(Path(root), run, measured, name) for name in run.phases
     }
     return Results(phases, settings, alone)
 

@@ -85,11 +85,17 @@ class Answer(NamedTuple):
     changed: bool  # whether settings were changed since
 
     @property
+    def words(self) -> Mapping[str, str]:
+        """verdict → how it is printed, if not by its name."""
+        if isinstance(self.claim, Question):
+            return VERDICTS | ANSWERS
+        return VERDICTS | {"holds": "equivalent"} if self.claim.margin else VERDICTS
+
+    @property
     def verdict(self) -> str:
-        """holds, equivalent, open, differs; "" where nothing was found."""
-        verdict = self.entry.get("verdict", "")
-        equivalent = verdict == "holds" and self.claim.better == "equivalent"
-        return "equivalent" if equivalent else verdict
+        """The verdict as it is printed; "not run yet" where nothing was found."""
+        verdict = self.entry.get("verdict", "not run yet")
+        return self.words.get(verdict, verdict)
 
 
 def write_claims_page(root: Path = Path()) -> Path:
@@ -183,7 +189,7 @@ def describe_values(printed: Printed, studies: Studies) -> str:
 
 def _opening(states: Counter[str], claims: Sequence[Answer]) -> list[str]:
     """Return the counts at the page's head."""
-    verdicts = Counter(VERDICTS.get(one.verdict, one.verdict) or "not run yet" for one in claims)
+    verdicts = Counter(one.verdict for one in claims)
     order = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
     told = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
     lines = [
@@ -260,13 +266,11 @@ def _answer_cells(answer: Answer) -> list[str]:
     difference = f"{row.difference}, no interval"
     if limits := row.difference_limits:
         difference = f"{row.difference} [{limits}], over {row.over} ({row.counts})"
-    words = VERDICTS | {"holds": "equivalent"} if claim.better == "equivalent" else VERDICTS
-    if not isinstance(claim, Claim):
-        words = VERDICTS | ANSWERS
-    verdict = words.get(row.verdict, row.verdict)
+    verdict = answer.verdict
     if row.detectable:
         verdict += f" ({row.detectable})"
-    verdict = "; ".join(filter(None, (verdict, row.holm_note(words))))
+    if holm := row.holm_note(answer.words):
+        verdict += f"; {holm}"
     return [here, difference, verdict + (" ‡" if answer.changed else ""), command]
 
 

@@ -10,7 +10,7 @@ from moecore.report.tables.cells import json_interval
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 from moecore.study.reading.claims_section import Claim
 
-ANSWERS = {"holds": "yes", "equivalent": "yes", "differs": "no"}  # to a question
+ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
 HOW = (
     "Difference: the claimed method minus the other, with its 95 % interval. "
