@@ -63,8 +63,8 @@ class Ahead(NamedTuple):
 
     def forms_of(self, names: Iterable[str], form: str) -> dict[str, str]:
         """Return name → form; the form SCORE is that of the task's score."""
-        of_score = "share" if self.score == "accuracy" else "number"
-        return dict.fromkeys(names, of_score if form == SCORE else form)
+        forms = {SCORE: {"accuracy": "share"}.get(self.score, "number")}
+        return dict.fromkeys(names, forms.get(form, form))
 
 
 Names = Callable[[Ahead], Iterable[str]]
@@ -140,10 +140,14 @@ class Metric(NamedTuple):
     def read(self, model: Measured) -> Interval | None:
         """Return the value of one model, None where it has no such result or no such value."""
         result = model.of(self.result)
-        value = None if result is None else self.column.read(result)
+        if result is None:
+            return None
+        value = self.column.read(result)
         if value is None or isinstance(value, Interval):
             return value
-        return value.interval if isinstance(value, Estimate) else Interval(float(value))
+        if isinstance(value, Estimate):
+            return value.interval
+        return Interval(float(value))
 
     def number(self, model: Measured) -> float:
         """Return the value itself, of a model that has it."""
@@ -160,27 +164,29 @@ class Metric(NamedTuple):
 
     def hits(self, model: Measured) -> np.ndarray | None:
         """Return which images (N,) bool the share counted; None where that is not known."""
-        return None if self.column.hits is None else self.column.hits(model)
+        if self.column.hits is None:
+            return None
+        return self.column.hits(model)
 
 
 def key_of(score: Score) -> str:
     """The score inside the name of a column: claims call the precision at 1 accuracy, too."""
-    return "accuracy" if score.form == "share" else score.name
+    return {"share": "accuracy"}.get(score.form, score.name)
 
 
 def score_title(score: Score) -> str:
     """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
-    return score.name.upper() if score.name == "mae" else score.label.capitalize()
+    return {"mae": "MAE"}.get(score.name, score.label.capitalize())
 
 
 def unit_of(score: Score) -> str:
     """What stands behind those words: ", years"."""
-    return f", {score.unit}" if score.unit else ""
+    return score.unit and f", {score.unit}"
 
 
 def limits_of(score: Score) -> str:
     """What one model's limits of a score are."""
-    return "wilson" if score.form == "share" else "bootstrap"
+    return {"share": "wilson"}.get(score.form, "bootstrap")
 
 
 def column_slug(name: str) -> str:
@@ -197,7 +203,9 @@ def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
     """The mean of several values' items, item by item; None where one has none."""
     arrays = [decode_items(text) for text in texts]
     known = [values for values in arrays if values is not None]
-    return np.mean(known, axis=0) if known and len(known) == len(arrays) else None
+    if not known or len(known) < len(arrays):
+        return None
+    return np.mean(known, axis=0)
 
 
 def mean_or_none(values: Sequence[float]) -> float | None:

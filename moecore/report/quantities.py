@@ -187,13 +187,20 @@ def attacked_names(phase: Phase) -> tuple[str, str]:
 
     Those of the worst case, or else of the last attack; the routing's is of the last attack.
     """
-    attacks = names_of_attacks(phase)
-    if not attacks:
+    attack = shown_attack(phase)
+    if not attack:
         return "", ""
-    worst = any(result.worst_case for result in phase.results(Robustness))
     score = phase.task.score
-    begins = "accuracy" if score.form == "share" else f"attacked_{score.name}"
-    return f"{begins}_{WORST if worst else attacks[-1]}", f"routing_change_{attacks[-1]}"
+    begins = {"share": "accuracy"}.get(score.form, f"attacked_{score.name}")
+    return f"{begins}_{attack}", f"routing_change_{names_of_attacks(phase)[-1]}"
+
+
+def shown_attack(phase: Phase) -> str:
+    """Return the worst case, or else the last attack; "" where nothing was attacked."""
+    names = names_of_attacks(phase)
+    if names and any(result.worst_case for result in phase.results(Robustness)):
+        return WORST
+    return next(reversed(names), "")
 
 
 def last_attack(phase: Phase) -> str:
@@ -218,11 +225,12 @@ def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
     """
     score, moved = attacked_names(phase)
     swapped = {}
-    for name in columns if phase.task.long else ():
-        if name.startswith(("swapped_ppl", SWAPPED)):
+    for name in columns:
+        if phase.task.long and name.startswith(("swapped_ppl", SWAPPED)):
             swapped[name.split("_")[1]] = name
     names = [headline.name for headline in HEADLINES if headline.first]
     place = names.index("isolated_wm")
-    shares = phase.task.score.form == "share"
-    names[place:place] = [*swapped.values(), score, *([moved] if shares else [])]
+    names[place:place] = [*swapped.values(), score]
+    if phase.task.score.form == "share":
+        names.insert(names.index("isolated_wm"), moved)
     return [name for name in names if name in columns]

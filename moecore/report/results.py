@@ -16,7 +16,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
-from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measured import Measured, Phase, Results, list_measured
 from moecore.report.measures import SHOWN
 from moecore.report.measures.shown import Shown
 from moecore.study.reading.run_section import Phase as PhaseName
@@ -37,7 +37,7 @@ def read_results(
 
     Raises UserError that names a missing or damaged file, or one that other code wrote.
     """
-    measured = {*stages, *(run.measurements if "measure" in stages else ())}
+    measured = list_measured(stages, run)
     alone = {
         kind: read_result(Path(root, MEASURED, f"{stage}.json"), kind, stage)
         for stage, kind in ALONE.items()
@@ -101,7 +101,9 @@ def read_model(
     skipped = []
     for shown in wanted:
         path = root / MEASURED / shown.stage / phase / f"{model}.json"
-        stage = "measure" if shown.stage in measurements else shown.stage or phase
+        stage = shown.stage or phase
+        if stage in measurements:
+            stage = "measure"
         result = read_result(path, shown.result, stage)
         if isinstance(result, Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")

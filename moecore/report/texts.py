@@ -17,12 +17,12 @@ from moecore.report.claims.evaluation import Evaluated
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
-from moecore.report.measures.robustness import WORST, curve_of
+from moecore.report.measures.robustness import curve_of
 from moecore.report.page.explorer import FILE, explorable, explorer
 from moecore.report.page.html import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
-from moecore.report.quantities import names_of_attacks
+from moecore.report.quantities import shown_attack
 from moecore.report.tables.run_files import run_files
 from moecore.training.outcome import Outcome
 
@@ -53,9 +53,8 @@ def plot_files(results: Results) -> dict[str, str]:
         if trained:
             picture = Picture(training_curves(trained), f"{phase.name}: training")
             pictures[f"{phase.name}_training"] = picture
-        if names := names_of_attacks(phase):
-            worst = any(result.worst_case for result in phase.results(Robustness))
-            pictures[f"{phase.name}_attacks"] = curve_of(phase, WORST if worst else names[-1])
+        if attack := shown_attack(phase):
+            pictures[f"{phase.name}_attacks"] = curve_of(phase, attack)
     if counted := results.alone.get(Sizes):
         for name, figure in sizes.figures(counted):
             pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
@@ -87,11 +86,11 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        attacked = model.of(Robustness)
-        for name, curve in (measured_curves(attacked.attacks) if attacked else {}).items():
-            for row in curve:
-                values = row.model_dump(include={"epsilon", "low", "high"})
-                yield values | {"attack": name, phase.task.history_name: row.score}
+        if attacked := model.of(Robustness):
+            for name, curve in measured_curves(attacked.attacks).items():
+                for row in curve:
+                    values = row.model_dump(include={"epsilon", "low", "high"})
+                    yield values | {"attack": name, phase.task.history_name: row.score}
 
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 
@@ -101,9 +100,8 @@ def table_s1_csv(results: Results) -> str:
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        ages = model.of(Ages)
-        for prediction in ("raw", "pooled", "sex_specific") if ages else ():
-            if errors := getattr(ages, prediction):
+        for prediction in ("raw", "pooled", "sex_specific"):
+            if errors := getattr(model.of(Ages), prediction, None):
                 values = {
                     column: getattr(getattr(errors, name), part)
                     for column, (name, part) in columns.items()

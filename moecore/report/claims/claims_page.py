@@ -89,7 +89,9 @@ class Answer(NamedTuple):
         """verdict → how it is printed, if not by its name."""
         if isinstance(self.claim, Question):
             return VERDICTS | ANSWERS
-        return VERDICTS | {"holds": "equivalent"} if self.claim.margin else VERDICTS
+        if self.claim.margin:
+            return VERDICTS | {"holds": "equivalent"}
+        return VERDICTS
 
     @property
     def verdict(self) -> str:
@@ -150,7 +152,11 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
     answers = []
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
         path = folder / "reports/compare.json"
-        compared = read_comparison(path) if path.exists() else {}
+        compared: Mapping[str, Any] = {}
+        state = "not run yet"
+        if path.exists():
+            compared = read_comparison(path)
+            state = "not run yet with this claim"
         studies[folder.name] = compared
         document = load_yaml(str(folder / "params.yaml"))
         asked = validate_keys(Asked, document)
@@ -160,7 +166,6 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
             for entry in entries
             if entry.keys() >= {"asked", "form"}  # others are of older versions
         }
-        state = "not run yet with this claim" if compared else "not run yet"
         for claim in (*asked.claims, *asked.questions):
             words = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
             entry = current.get(words, {})
@@ -238,8 +243,10 @@ def describe_row(
     elif any(studies.get(name) for name in row.drawn):
         state = "drawn"
         verdict = "drawn on the study's page"
+    elif claims or named:
+        state = verdict = "not run yet"
     else:
-        state = verdict = "not run yet" if claims or named else "no study yet"
+        state = verdict = "no study yet"
     here = ""
     if values:
         here = "; ".join(f"{printed.phase}, {words}" for printed, words in values)
@@ -260,7 +267,7 @@ def _answer_cells(answer: Answer) -> list[str]:
     if not answer.entry:
         return [said, "", answer.state, command]
     row = build_claim_row(answer.entry)
-    other = f"`{claim.against_metric}` " if claim.against_metric else ""
+    other = claim.against_metric and f"`{claim.against_metric}` "
     here = f"{said}: `{claim.metric}` {claim.method} {row.values[0]}, "
     here += f"{other}{claim.against} {row.values[1]}"
     difference = f"{row.difference}, no interval"
@@ -271,7 +278,9 @@ def _answer_cells(answer: Answer) -> list[str]:
         verdict += f" ({row.detectable})"
     if holm := row.holm_note(answer.words):
         verdict += f"; {holm}"
-    return [here, difference, verdict + (" ‡" if answer.changed else ""), command]
+    if answer.changed:
+        verdict += " ‡"
+    return [here, difference, verdict, command]
 
 
 def _commands(studies: Iterable[str]) -> str:

@@ -96,7 +96,8 @@ def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
     section = claims_section(evaluated)
     lines = [f"# {section.title}", "", HOW]
     for block in section.blocks:
-        lines += ["", f"## {block.title}"] if block.title else []
+        if block.title:
+            lines += ["", f"## {block.title}"]
         for grid in block.grids:
             rows = [[_plain_text(item) for item in (one.head, *one.items)] for one in grid.lines]
             lines += ["", *markdown_table(grid.columns, rows)]
@@ -133,5 +134,5 @@ def _statement(evaluated_claim: Evaluated) -> str:
         margin = NumberFormat(evaluated_claim.metric.column.form).size(claim.margin)
         better = f"equivalent within {margin}"
     verb = "claimed" if isinstance(claim, Claim) else "asked"
-    other = f" against {claim.against_metric}" if claim.against_metric else ""
+    other = claim.against_metric and f" against {claim.against_metric}"
     return f"{better} is {verb}{other}, {claim.phase}"

@@ -16,6 +16,7 @@ from moecore.statistics.paired import holm
 from moecore.study.reading.claims_section import Claim, Comparison, Question, settings_digest
 
 T = TypeVar("T")
+SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json
 
 
 class Evaluated(NamedTuple):
@@ -43,15 +44,13 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
     Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
     and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
     """
-    tables = {
-        name: build_table(results, phase).metrics
-        for name, phase in (results.phases.items() if asked else ())
-    }
+    if not asked:
+        return []
+    tables = {name: build_table(results, phase).metrics for name, phase in results.phases.items()}
     counts = {Claim: count(), Question: count()}
     evaluated = []
     for claim in asked:
-        section = "claims" if isinstance(claim, Claim) else "questions"
-        place = f"{section}[{next(counts[type(claim)])}]"
+        place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
         metrics = {metric.name: metric for metric in _choose(tables, claim.phase, f"{place}.phase")}
         models = results.phases[claim.phase].models
         evaluated.append(_evaluate(claim, place, metrics, models))
@@ -125,8 +124,8 @@ def flat_evaluated(
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for one in evaluated:
         claim = one.claim
-        entries = sections["claims" if isinstance(claim, Claim) else "questions"]
-        start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
+        entries = sections[SECTIONS[type(claim)]]
+        start = ", ".join(filter(None, (claim.paper, claim.phase)))
         behind = {} if study is None else {"settings": settings_digest(study, claim)}
         entries[f"{len(entries)}: {start}: {claim.words}"] = claim_entry(one) | behind
     return dict(sections)

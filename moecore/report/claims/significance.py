@@ -53,8 +53,9 @@ def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
     models = [model for seeds in methods for model in seeds.values()]
     if all(len(seeds) > 1 for seeds in methods):
         return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
-    known = all(metric.hits(model) is not None for model in models)
-    return "mcnemar" if known else "intervals"
+    if all(metric.hits(model) is not None for model in models):
+        return "mcnemar"
+    return "intervals"
 
 
 def differences_from(
@@ -69,7 +70,7 @@ def differences_from(
     test = possible_test(metric, list(models.values()))
     if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
         return {}
-    compare = _by_images if test == "mcnemar" else _by_seeds
+    compare = {"mcnemar": _by_images}.get(test, _by_seeds)
     tests = [compare(metric, method, models[method], models[reference]) for method in others]
     corrected = holm([tested.p for tested in tests])
     return {
@@ -86,7 +87,7 @@ def find_leader(
     values: the mean of each method of ``models``. The method with the best mean is tested against
     each of the others; it leads where all corrected p-values are below 5 %.
     """
-    sign = 1 if metric.column.better == "higher" else -1
+    sign = {"higher": 1, "lower": -1}.get(metric.column.better, 0)
     first = max(values, key=lambda method: sign * values[method])
     tests = differences_from(metric, models, first)
     if tests and all(tested.holm < LEVEL for tested in tests.values()):

@@ -48,8 +48,10 @@ def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
     form: how the value is printed, see ``NumberFormat``.
     """
     value, low, high = cell.interval
-    limits = {"low": low, "high": high, "interval": cell.kind} if cell.kind else {}
-    return {"mean": value, **limits, "seeds": cell.seeds, "form": form}
+    entry = {"mean": value, "low": low, "high": high, "interval": cell.kind}
+    if not cell.kind:
+        entry = {"mean": value}
+    return entry | {"seeds": cell.seeds, "form": form}
 
 
 def json_interval(cell: Mapping[str, Any]) -> Interval:

@@ -11,7 +11,7 @@ from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
 from moecore.report.column import Ahead, Metric
-from moecore.report.measured import Models, Phase, Results
+from moecore.report.measured import Models, Phase, Results, list_measured
 from moecore.report.measures import SHOWN, sizes
 from moecore.report.references import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
@@ -95,7 +95,7 @@ def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str
     limits = {method: cell.interval.limits for method, cell in cells.items()}
     if not metric.column.better or len(cells) < 2 or None in limits.values():
         return None
-    sign = 1 if metric.column.better == "higher" else -1
+    sign = {"higher": 1, "lower": -1}[metric.column.better]
     edges = {
         method: sorted(sign * limit for limit in ends) for method, ends in limits.items() if ends
     }
@@ -203,7 +203,7 @@ def expected_metric_forms(
     """Return the metrics that a phase will have, before anything has run, and their forms."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
-    measured = set(stages) | set(study.run.measurements if "measure" in stages else ())
+    measured = list_measured(stages, study.run)
     forms: dict[str, str] = {}
     for shown in SHOWN:
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)

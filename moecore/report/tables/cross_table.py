@@ -110,7 +110,7 @@ def cross_table(compared: Mapping[str, Any]) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        path = Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json")
-        print("\n".join(cross_table(read_comparison(path))))
+        path = next(iter(sys.argv[1:]), "reports/compare.json")
+        print("\n".join(cross_table(read_comparison(Path(path)))))
     except UserError as error:
         sys.exit(str(error))

@@ -85,7 +85,9 @@ class NumberFormat(NamedTuple):
         """Return 79.1 % [76.0 – 82.2], or the value alone."""
         limits = self.limits(interval)
         text = self.value(interval.value)
-        return f"{text} {brackets[0]}{limits}{brackets[1]}" if limits else text
+        if limits:
+            text += f" {brackets[0]}{limits}{brackets[1]}"
+        return text
 
     def difference_limits(self, interval: Interval) -> str:
         """Return the limits of a difference, such as −0.6 to +1.7; "" where it has none."""
@@ -100,8 +102,9 @@ class NumberFormat(NamedTuple):
         if places is None:
             places = self.of(self.form, [within or Interval(number)]).places
         text = f"{number * SCALES.get(self.form, 1.0):,.{places}f}"
-        negative = text.startswith("-") and re.search("[1-9]", text)
-        return (MINUS if negative else "") + text.removeprefix("-")
+        if re.search("[1-9]", text):
+            return text.replace("-", MINUS)
+        return text.removeprefix("-")
 
 
 def count_decimals(size: float, figures: int, form: str) -> int:
@@ -115,7 +118,9 @@ def format_duration(seconds: int) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+    if minutes:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{seconds} s"
 
 
 def format_epsilon(value: float) -> str:

@@ -67,7 +67,9 @@ def run_metrics(phase: Phase) -> list[Metric]:
 
 def round_significant(value: float) -> float:
     """The value with ``DIGITS`` significant digits; counts stay whole."""
-    return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
+    if value.is_integer():
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
 
 
 def headline_numbers(

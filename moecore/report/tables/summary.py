@@ -59,12 +59,16 @@ def claim_lines(
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
-        limits = f"[{row.difference_limits}]" if row.difference_limits else "(no interval)"
-        over = f"over {row.over}" if row.difference_limits else ""
-        notes = "; ".join(filter(None, (over, row.holm_note(words), row.detectable)))
-        text = f"{name.partition(': ')[2]}: {row.difference} {limits}"
+        limits = "(no interval)"
+        notes = [row.holm_note(words), row.detectable]
+        if row.difference_limits:
+            limits = f"[{row.difference_limits}]"
+            notes.insert(0, f"over {row.over}")
         verdict = words.get(row.verdict, row.verdict)
-        lines.append(f"{verdict:<13} {text}" + (f" ({notes})" if notes else ""))
+        line = f"{verdict:<13} {name.partition(': ')[2]}: {row.difference} {limits}"
+        if told := "; ".join(filter(None, notes)):
+            line += f" ({told})"
+        lines.append(line)
     return lines
 
 
@@ -84,7 +88,7 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     rows = headline_rows(compared)
-    heads = [name.replace("_", " ") for name in rows[0]] if rows else []
+    heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
     if "sizes" in compared:
         heads, *cells = sizes.table(compared["sizes"])
