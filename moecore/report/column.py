@@ -70,11 +70,6 @@ class Ahead(NamedTuple):
 Names = Callable[[Ahead], Iterable[str]]
 
 
-def no_names(ahead: Ahead) -> Iterable[str]:
-    """Of columns whose names nobody foresees: no claim can name them."""
-    return ()
-
-
 class Seen(NamedTuple):
     """All that the columns of a measurement may depend on besides the result that they read."""
 
@@ -91,29 +86,50 @@ class Seen(NamedTuple):
 
 
 class Each(NamedTuple):
-    """A column for each name that any result has: attacks, transforms, corruptions."""
+    """A column for each row that any result has: attacks, transforms, corruptions."""
 
-    names: Callable[[Any], Iterable[str]]  # those of one result
-    column: Callable[[str, Any], Column]  # takes a name and the first result that has it
-    ahead: Names = no_names  # the names of the columns, before anything has run
-    form: str = "number"  # of all of them
+    rows: Callable[[Any], Mapping[str, Any]]  # of one result, by their keys in columns' names
+    column: Column  # of a row, which read and items take; {} in its texts: the key, the words
+    ahead: Names  # the keys, before anything has run
+    words: Callable[[str, Any], Sequence[str]] = lambda key, row: [key]  # in label and note
 
     def columns(self, seen: Seen) -> list[Column]:
         first: dict[str, Any] = {}
         for result in seen.results:
-            for name in self.names(result):
-                first.setdefault(name, result)
-        return [self.column(name, result) for name, result in first.items()]
+            for key, row in self.rows(result).items():
+                first.setdefault(key, row)
+        return [self.column_of(key, row) for key, row in first.items()]
+
+    def column_of(self, key: str, row: Any) -> Column:
+        """Return the column of the rows with this key, in the words of the first one."""
+        column, words = self.column, self.words(key, row)
+        return column._replace(
+            name=column.name.format(key),
+            label=column.label.format(*words),
+            read=self.reader_of(key, column.read),
+            note=column.note.format(*words),
+            items=column.items and self.reader_of(key, column.items),
+        )
+
+    def reader_of(self, key: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what reads a row of a result; None where the result has none of this key."""
+
+        def read_row(result: Any) -> Any:
+            row = self.rows(result).get(key)
+            return None if row is None else read(row)
+
+        return read_row
 
     def foreseen(self, ahead: Ahead) -> dict[str, str]:
-        return ahead.forms_of(self.ahead(ahead), self.form)
+        names = [self.column.name.format(key) for key in self.ahead(ahead)]
+        return ahead.forms_of(names, self.column.form)
 
 
 class Given(NamedTuple):
     """Columns whose names, words or divisors depend on the task or on other methods."""
 
     of: Callable[[Seen], Iterable[Column]]
-    ahead: Names = no_names  # the names of the columns, before anything has run
+    ahead: Names  # the names of the columns, before anything has run
     form: str = "number"  # of all of them
 
     def columns(self, seen: Seen) -> list[Column]:

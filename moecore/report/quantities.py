@@ -9,7 +9,7 @@ from typing import NamedTuple
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
 from moecore.report.measured import Phase
-from moecore.report.measures.robustness import WORST, attack_title, attacks_of, strongest
+from moecore.report.measures.robustness import WORST, attack_title, attacks_of, largest_epsilon
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import Table
 from moecore.report.tables.number_format import NumberFormat
@@ -207,7 +207,7 @@ def last_attack(phase: Phase) -> str:
     """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
     for name in names_of_attacks(phase)[-1:]:
         met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
-        return f"{attack_title(name)} (ε\u00a0=\u00a0{strongest(met, name)})"
+        return f"{attack_title(name)} (ε\u00a0=\u00a0{largest_epsilon(met, name)})"
     return ""
 
 

@@ -70,14 +70,10 @@ SHOWN = '''\
 
 from moecore.measure.brightness import Result
 from moecore.report.column import Column
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Shown
 
 COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
-
-
-def figures(result: Result) -> Figures:
-    """None."""
-    yield from ()
+SHOWN = Shown("brightness", "b", Result, COLUMNS)
 '''
 
 
@@ -104,8 +100,7 @@ def add_measurement(folder: Path) -> None:
         (folder / "moecore" / room / "brightness.py").write_text(text, encoding="utf-8")
     entry = '"brightness": Measurement.of(brightness, brightness.Brightness)'
     insert_lines(folder / "moecore/measure/__init__.py", "MEASUREMENTS = {\n", entry)
-    entry = 'Shown("brightness", "b", brightness.Result, brightness.COLUMNS, brightness.figures)'
-    insert_lines(folder / "moecore/report/measures/__init__.py", "SHOWN = (\n", entry)
+    insert_lines(folder / "moecore/report/measures/__init__.py", "SHOWN = (\n", "brightness.SHOWN")
 
 
 def insert_lines(file: Path, beginning: str, entry: str) -> None:

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.figures.charts import Look, Point, curves_chart, panels_chart
-from moecore.report.figures.direct_labels import apart
+from moecore.report.figures.direct_labels import spread_heights
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look, share_axis
 from moecore.report.figures.expert_maps import expert_load, expert_maps
 from moecore.report.figures.training_figures import (
@@ -91,10 +91,10 @@ def test_curves_have_their_names_at_their_ends(methods):
 
 
 def test_names_move_as_little_as_they_must():
-    assert apart([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
-    assert apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert apart([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
-    assert apart([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
+    assert spread_heights([0.2, 0.5, 0.9], 0.1) == pytest.approx([0.2, 0.5, 0.9])
+    assert spread_heights([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert spread_heights([0.98, 1.0], 0.1) == pytest.approx([0.9, 1.0])
+    assert spread_heights([0.0, 0.02, 0.5], 0.1) == pytest.approx([0.0, 0.1, 0.5])
 
 
 def test_one_epoch_has_whole_ticks():

@@ -18,6 +18,7 @@ from moecore.report.figures.drawing import (
     share_axis,
     styled,
 )
+from moecore.report.measured import drop_none
 from moecore.report.tables.number_format import PIXEL
 from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
@@ -48,6 +49,7 @@ class Look(NamedTuple):
     y: str
     share: bool = False  # the vertical axis is printed as percent
     top: float | None = None  # where it ends
+    height: float = 3.5  # inches, of one panel
 
 
 def point(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
@@ -59,19 +61,22 @@ def point(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
 
 
 def points_over_seeds(
-    seeds: Sequence[Mapping[float, float]], limits: Limits = EVERYWHERE
+    seeds: Sequence[Mapping[float, float | None]], limits: Limits = EVERYWHERE
 ) -> list[Point]:
-    """One point for each x that all seeds have; each seed maps x to a value."""
-    if not seeds:
-        return []
-    shared = [x for x in seeds[0] if all(x in values for values in seeds)]
-    return [point(x, mean_over_seeds([values[x] for values in seeds]), limits) for x in shared]
+    """One point for each x that has a value in all seeds; each seed maps x to a value."""
+    points = []
+    for x in next(iter(seeds), {}):
+        values = drop_none(of_seed.get(x) for of_seed in seeds)
+        if len(values) == len(seeds):
+            points.append(point(x, mean_over_seeds(values), limits))
+    return points
 
 
 def interval_caption(seeds: Mapping[str, Sequence[object]]) -> str:
     """Return what the bands of ``points_over_seeds`` are, in words; of one seed there are none."""
-    several = any(len(of_method) > 1 for of_method in seeds.values())
-    return "Bands: 95 % intervals over seeds." if several else "One seed."
+    if any(len(of_method) > 1 for of_method in seeds.values()):
+        return "Bands: 95 % intervals over seeds."
+    return "One seed."
 
 
 def draw_curves(axes: Axes, curves: Curves) -> list[End]:
@@ -84,17 +89,10 @@ def draw_curves(axes: Axes, curves: Curves) -> list[End]:
         if not points:
             continue
         look = line_look(index)
-        places = [point.x for point in points]
-        axes.plot(places, [point.value for point in points], label=name, **look)
-        axes.fill_between(
-            places,
-            [point.low for point in points],
-            [point.high for point in points],
-            color=look["color"],
-            alpha=0.13,
-            linewidth=0,
-        )
-        ends.append(End(name, places[-1], points[-1].value, look))
+        places, values, low, high = zip(*points, strict=True)
+        axes.plot(places, values, label=name, **look)
+        axes.fill_between(places, low, high, color=look["color"], alpha=0.13, linewidth=0)
+        ends.append(End(name, places[-1], values[-1], look))
     return ends
 
 
@@ -110,9 +108,9 @@ def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) 
 
 
 @styled
-def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str = "") -> Figure:
+def curves_chart(curves: Curves, look: Look) -> Figure:
     """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
-    figure = new_figure(4.8, height, caption)
+    figure = new_figure(4.8, look.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
     every = [point for points in curves.values() for point in points]
@@ -125,16 +123,16 @@ def curves_chart(curves: Curves, look: Look, height: float = 3.5, caption: str =
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
-    name_curves(figure, axes, ends, height - AROUND)
+    name_curves(figure, axes, ends, look.height - AROUND)
     return figure
 
 
 @styled
-def panels_chart(panels: Mapping[str, Curves], look: Look, caption: str = "") -> Figure:
+def panels_chart(panels: Mapping[str, Curves], look: Look) -> Figure:
     """Panels of one scale, up to three beside each other, with one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down, caption)
+    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
     figure.suptitle(look.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     used = every.flatten()[: len(panels)]
@@ -207,30 +205,21 @@ def heat_table(
 
 def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
     """Shares as text, 0.123 → 12; "" where there is none, or less than ``least``."""
-    texts = np.full(values.shape, "", dtype=object)
-    for place, share in np.ndenumerate(values):
-        if np.isfinite(share) and share >= least:
-            texts[place] = f"{share * 100:.0f}"
-    return texts
+    texts = np.char.mod("%.0f", 100 * values)
+    return np.where(values >= least, texts, "")
 
 
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:
-    """Scores over epsilon."""
-    share = score.form == "share"
-    word = score_title(score) if share else "Error"
-    look = Look(
-        f"{word} under {what}",
-        f"ε in 1/{PIXEL}",
-        score_title(score) + unit_of(score),
-        share,
-        1.02 if share else None,
-    )
+    title = score_title(score)
+    look = Look(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_of(score))
+    if score.form == "share":
+        look = look._replace(title=f"{title} under {what}", share=True, top=1.02)
     return curves_chart(curves, look)
 
 
 def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:
     """One point per epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
-    limits = (0.0, 1.0 if score.form == "share" else np.inf)
+    limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
     for rows in zip(*seeds, strict=True):
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)

@@ -61,8 +61,7 @@ def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
     for column, index in enumerate(chosen):
         flags = " *" if subjects[index]["qc_flags"] else ""
         axes[0, column].set_title(
-            f"{ages[index]:.1f} {unit}, {subjects[index]['sex'] or '?'}{flags}",
-            fontsize=7,
+            f"{ages[index]:.1f} {unit}, {subjects[index]['sex'] or '?'}{flags}", fontsize=7
         )
         for axis, picture in zip(axes[:, column], middle_slices(volumes[index, 0]), strict=True):
             axis.imshow(picture, cmap="gray", vmin=0, vmax=1)

@@ -1,11 +1,14 @@
 """Names beside what they name, so that nobody has to look them up in a legend."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
+from scipy.optimize import isotonic_regression
 
 from moecore.report.figures.drawing import INK, laid_out
 
@@ -34,7 +37,8 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
     at = sorted(ends, key=lambda end: end.y)
     wanted = [(end.y - low) / (high - low) for end in at]
     right = axes.get_xlim()[1]
-    for end, place in zip(at, apart(wanted, LINE / height), strict=True):
+    line = {"arrowstyle": "-", "linewidth": 0.9, "shrinkA": 1, "shrinkB": 2, "alpha": 0.9}
+    for end, place in zip(at, spread_heights(wanted, LINE / height), strict=True):
         axes.annotate(
             end.name,
             (end.x, end.y),
@@ -43,101 +47,66 @@ def label_ends(axes: Axes, ends: Sequence[End], height: float) -> None:
             va="center",
             fontsize=FONT,
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": end.look["color"],
-                "linewidth": 0.9,
-                "shrinkA": 1,
-                "shrinkB": 2,
-                "alpha": 0.9,
-            },
+            arrowprops=line | {"color": end.look["color"]},
         )
     axes.set_xlim(right=right)
 
 
-def apart(wanted: Sequence[float], least: float) -> list[float]:
-    """The rising heights moved as little as it takes to lie ``least`` apart, from 0 to 1.
+def spread_heights(wanted: Sequence[float], least: float) -> np.ndarray:
+    """Return the rising heights moved as little as it takes to lie ``least`` apart, from 0 to 1.
 
     More than fit there keep their distance, and reach below 0.
     """
-    merged: list[list[float]] = []  # groups of names: their middle, and how many they are
-    for height in wanted:
-        merged.append([height, 1.0])
-        while len(merged) > 1 and _overlap(merged[-2], merged[-1], least):
-            last = merged.pop()
-            first = merged.pop()
-            number = first[1] + last[1]
-            middle = (first[0] * first[1] + last[0] * last[1]) / number
-            merged.append([_inside(middle, number, least), number])
-        merged[-1][0] = _inside(merged[-1][0], merged[-1][1], least)
-    return [
-        middle + (place - (number - 1) / 2) * least
-        for middle, number in merged
-        for place in range(int(number))
-    ]
-
-
-def _overlap(lower: Sequence[float], upper: Sequence[float], least: float) -> bool:
-    return upper[0] - lower[0] < least * (upper[1] + lower[1]) / 2 - 1e-9
-
-
-def _inside(middle: float, number: float, least: float) -> float:
-    """A group's middle so that none of it lies above 1, nor below 0 where there is room."""
-    reach = (number - 1) / 2 * least
-    return min(1 - reach, max(reach, middle))
+    steps = least * np.arange(len(wanted))
+    return np.clip(isotonic_regression(wanted - steps).x, 0, 1 - steps[-1]) + steps
 
 
 def label_points(
     figure: Figure,
     axes: Axes,
     points: Mapping[str, tuple[float, float]],
-    whiskers: Callable[[], Sequence[Bbox]],
+    whiskers: Sequence[Line2D],
 ) -> None:
     """A name near each point, where it covers no other name, no point and no whisker.
 
-    points: name → place in the data; whiskers: their boxes in pixels, once the layout of the figure
-    is done, which is done here.
+    points: name → place in the data. The layout of the figure is done here.
     """
     laid_out(figure)
-    taken = whiskers()
     frame = axes.get_window_extent()
-    dots: dict[str, Sequence[float]] = {
-        name: axes.transData.transform(place).tolist() for name, place in points.items()
-    }
-    used = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in dots.values()]
-    for name in sorted(points, key=lambda name: -dots[name][1]):
+    dots = {name: axes.transData.transform(place) for name, place in points.items()}
+    taken = [(line.get_window_extent().padded(1), 3) for line in whiskers]  # box and weight
+    taken += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
+    for name, dot in sorted(dots.items(), key=lambda named: -named[1][1]):
         size = _size(figure, name)
-        tried = [Tried(reach, side, size) for reach in REACHES for side in SIDES]
-        best = min(tried, key=lambda one: _cost(one.box(dots[name]), one, used, taken, frame))
-        box = best.box(dots[name])
-        used.append(box)
-        _write(axes, name, points[name], (box.x0 - dots[name][0], box.y0 - dots[name][1]), best)
+        places = [
+            (reach, box_beside(dot, reach, side, size)) for reach in REACHES for side in SIDES
+        ]
+        reach, box = min(places, key=lambda one: _cost(*one, taken, frame))
+        taken.append((box, 10))
+        line = {"arrowstyle": "-", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+        right, up = (box.get_points().mean(axis=0) - dot) * 72 / figure.dpi
+        axes.annotate(
+            name,
+            points[name],
+            xytext=(right, up),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=FONT,
+            arrowprops=line if reach > REACHES[1] else None,
+        )
 
 
-class Tried(NamedTuple):
-    """A place for a name."""
-
-    reach: float  # pixels between the point and the name
-    side: tuple[int, int]
-    size: tuple[float, float]  # of the name in pixels
-
-    def box(self, dot: Sequence[float]) -> Bbox:
-        """Where the name of this point would stand."""
-        width, height = self.size
-        right, up = self.side
-        middle_x = dot[0] + right * (self.reach + width / 2)
-        middle_y = dot[1] + up * (self.reach + height / 2)
-        return Bbox.from_bounds(middle_x - width / 2, middle_y - height / 2, width, height)
+def box_beside(dot: np.ndarray, reach: float, side: tuple[int, int], size: np.ndarray) -> Bbox:
+    """Return where a name of this size in pixels would stand, ``reach`` from its point."""
+    middle = dot + np.array(side) * (reach + size / 2)
+    return Bbox([middle - size / 2, middle + size / 2])
 
 
-def _cost(
-    box: Bbox, tried: Tried, used: Sequence[Bbox], taken: Sequence[Bbox], frame: Bbox
-) -> float:
+def _cost(reach: float, box: Bbox, taken: Sequence[tuple[Bbox, int]], frame: Bbox) -> float:
     """How bad a place is: names and points count most, then whiskers, then the distance."""
     outside = box.width * box.height - _shared(box, frame)
-    covered = sum(_shared(box, other) for other in used)
-    crossed = sum(_shared(box, other) for other in taken)
-    return 20 * outside + 10 * covered + 3 * crossed + tried.reach
+    return 20 * outside + sum(weight * _shared(box, other) for other, weight in taken) + reach
 
 
 def _shared(first: Bbox, second: Bbox) -> float:
@@ -146,28 +115,8 @@ def _shared(first: Bbox, second: Bbox) -> float:
     return 0.0 if overlap is None else overlap.width * overlap.height
 
 
-def _size(figure: Figure, name: str) -> tuple[float, float]:
-    """Width and height of a name in pixels."""
+def _size(figure: Figure, name: str) -> np.ndarray:
     text = figure.text(0, 0, name, fontsize=FONT)
     box = text.get_window_extent()
     text.remove()
-    return box.width + 4, box.height + 2
-
-
-def _write(
-    axes: Axes, name: str, place: tuple[float, float], moved: tuple[float, float], tried: Tried
-) -> None:
-    """The name, and a line from it to its point where it stands far away."""
-    scale = 72 / axes.figure.dpi
-    offset = ((moved[0] + tried.size[0] / 2) * scale, (moved[1] + tried.size[1] / 2) * scale)
-    line = {"arrowstyle": "-", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
-    axes.annotate(
-        name,
-        place,
-        xytext=offset,
-        textcoords="offset points",
-        ha="center",
-        va="center",
-        fontsize=FONT,
-        arrowprops=line if tried.reach > REACHES[1] else None,
-    )
+    return np.array([box.width + 4, box.height + 2])

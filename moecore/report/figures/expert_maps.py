@@ -1,25 +1,37 @@
 """Experts as pictures: which of them a class prefers (MoGE, figure 2), how many tokens each gets,
-and which patches each sees.
+and which patches, and which words of captions, each sees.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moecore.measure.exploring.overlays import MatchedCrops, Overlays, expert_grid
+from moecore.measure.retrieval import Read
 from moecore.nn.experts.base import map_shape
-from moecore.report.figures.drawing import PALETTE, expert_colours, new_figure, share_axis, styled
-from moecore.report.figures.sheets import Frame, Tile, heat, picture, sheet, tints
+from moecore.report.figures.drawing import (
+    PALETTE,
+    expert_colours,
+    new_figure,
+    share_axis,
+    strip_axes,
+    styled,
+)
+from moecore.report.figures.sheets import Frame, Tile, heat, picture, put, sheet, tints
 
 MOST = 12  # classes of a picture
+# Of pictures beside their captions.
+SIDE = 1.5  # inches of a picture, and of its row
+WIDE = 4.6  # inches of the words beside it
+LETTER = 0.075  # inches of a letter of equal width, with what stands around it
+LINE = 0.27  # inches
+BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def expert_maps(
-    maps: Mapping[str, Sequence[Sequence[float | None]]],
-    classes: Sequence[str],
-    title: str = "Mean routing of each class",
-    caption: str = "",
+    maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
 ) -> Figure:
     """Mean probability of each expert on the experts' grid: a column per class.
 
@@ -35,7 +47,7 @@ def expert_maps(
         for label, line in rows.items()
     ]
     frame = Frame(
-        title,
+        "Mean routing of each class",
         list(rows),
         list(classes)[:MOST],
         [f"0 – {value:.2g}" for value in largest.values()],
@@ -70,14 +82,7 @@ def expert_overlays(stored: Overlays) -> Figure:
     for layer in stored.grids:
         grids = [expert_grid(rows) for rows in layer]
         tiles.append(
-            [
-                Tile(
-                    picture(image),
-                    tints(grid, colours),
-                    np.where(grid < 0, "", grid.astype(str)),
-                )
-                for image, grid in zip(images, grids, strict=True)
-            ]
+            [expert_tile(image, grid, colours) for image, grid in zip(images, grids, strict=True)]
         )
     names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
     caption = "The expert with the largest weight in each patch."
@@ -89,7 +94,7 @@ def corresponding_patches(pair: MatchedCrops) -> Figure:
     grids = [expert_grid(rows) for rows in pair.numbers]
     colours = expert_colours(grids[0].size)
     tiles = [
-        Tile(picture(view), tints(grid, colours), np.where(grid < 0, "", grid.astype(str)))
+        expert_tile(view, grid, colours)
         for view, grid in zip(pair.views.array(), grids, strict=True)
     ]
     caption = (
@@ -99,5 +104,52 @@ def corresponding_patches(pair: MatchedCrops) -> Figure:
     return sheet([tiles], Frame("Corresponding patches", ["Crops"], caption=caption), 1.9, 1.9)
 
 
+def expert_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> Tile:
+    """Return an image (C, H, W) with the colour and the number of each patch's expert."""
+    return Tile(picture(image), tints(grid, colours), np.where(grid < 0, "", grid.astype(str)))
+
+
 def _largest(values: np.ndarray) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
+
+
+@styled
+def read_images(stored: Overlays, captions: Sequence[Sequence[Read]], experts: int) -> Figure:
+    """A row per image: its patches in the colours of their experts in the last layer that has some,
+    and a caption's words in those of theirs, each with its expert's number. A dense tower's stay
+    bare.
+
+    captions: an image → layers of the text tower; experts: of one of its layers.
+    """
+    images = stored.images()
+    size = (SIDE + WIDE, SIDE * len(images) + 0.05)
+    caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."
+    figure = new_figure(*size, caption, raster=True)
+    figure.set_layout_engine("none")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
+    colours = expert_colours(stored.experts)
+    for row, image in enumerate(images):
+        grids = [expert_grid(layer[row]) for layer in stored.grids[-1:]]
+        put(axes, expert_tile(image, grids[0], colours) if grids else Tile(picture(image)), 0, row)
+        if captions[row]:
+            write_words(axes, captions[row][-1], row, expert_colours(experts))
+    strip_axes(axes)
+    return figure
+
+
+def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
+    """Words one after another, in as many lines as they need."""
+    left, line = 0.0, 0
+    for word, expert in words:
+        text = word
+        box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
+        if expert >= 0:
+            text += str(expert).translate(BELOW)
+            box |= {"facecolor": colours[expert], "alpha": 0.45}
+        width = LETTER * (len(text) + 1.5)
+        if left + width > WIDE - 0.2 and left:
+            left, line = 0.0, line + 1
+        x, y = (SIDE + 0.15 + left) / SIDE, row + (0.12 + LINE * line) / SIDE
+        axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
+        left += width

@@ -1,13 +1,12 @@
 """The methods of a phase in a picture: score, score under attack, steadiness of routing, cost."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import Bbox
 
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
@@ -24,15 +23,14 @@ FAR = 0.8  # of its largest value: a panel whose smallest is above does not begi
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
 Looks = Mapping[str, Mapping[str, Any]]
-Line = tuple[list[float], list[float]]
 
 
 def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]:
     """Score against score under attack, then steadiness and cost method by method."""
-    looks = {}
-    for number, method in enumerate(phase.models):
-        look = line_look(number)
-        looks[method] = {"color": look["color"], "marker": look["marker"]}
+    looks = {
+        method: {key: line_look(number)[key] for key in ("color", "marker")}
+        for number, method in enumerate(phase.models)
+    }
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
@@ -55,7 +53,6 @@ def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]
 
 
 def overlap_caption(quantities: Quantities, intervals: bool) -> str:
-    """What the overlap is of, and what the lines are."""
     words = ["Lines: 95\u00a0% intervals." if intervals else "One seed: no intervals."]
     if quantities.steady is not None and quantities.steady.remains:
         words.insert(0, "Overlap: IoU of the experts that a token is sent to, with and without.")
@@ -65,6 +62,7 @@ def overlap_caption(quantities: Quantities, intervals: bool) -> str:
 @styled
 def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
     """A point per method with its name, and thin whiskers."""
+    form = score.column.form
     figure = new_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
@@ -76,23 +74,18 @@ def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
         x = score.interval(method)
         y = attacked.interval(method)
         points[names[method][0]] = (x.value, y.value)
-        for line in (_line(x, y.value), _line(y, x.value)[::-1]):
-            axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
-            whiskers.append(line)
+        thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
+        whiskers += axes.plot(whisker_ends(x), [y.value] * 2, **thin)
+        whiskers += axes.plot([x.value] * 2, whisker_ends(y), **thin)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
-    set_limits_with_margin(
-        axes.set_xlim, [end for xs, _ in whiskers for end in xs], score.column.form
-    )
-    set_limits_with_margin(
-        axes.set_ylim, [end for _, ys in whiskers for end in ys], score.column.form
-    )
-    axes.set_xlabel(score.column.label)
+    axes.set_xlim(limits_with_margin([x for one in whiskers for x in one.get_xdata()], form))
+    axes.set_ylim(limits_with_margin([y for one in whiskers for y in one.get_ydata()], form))
+    axes.set(title="Clean and under attack", xlabel=score.column.label)
     axes.set_ylabel(attacked.column.label)
-    if score.column.form == "share":
+    if form == "share":
         share_axis(axes, attacked.column.label)
         axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
-    axes.set_title("Clean and under attack")
-    label_points(figure, axes, points, lambda: [_box(axes, line) for line in whiskers])
+    label_points(figure, axes, points, whiskers)
     return figure
 
 
@@ -109,22 +102,16 @@ def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
         ends = [0.0]
         for place, method in enumerate(methods):
             if method not in quantity.cells:
-                axes.text(
-                    0.04,
-                    place,
-                    "none",
-                    fontsize=8,
-                    va="center",
-                    transform=axes.get_yaxis_transform(),
-                )
+                across = axes.get_yaxis_transform()
+                axes.text(0.04, place, "none", fontsize=8, va="center", transform=across)
                 continue
             interval = _scaled(quantity, method)
-            line = _line(interval, float(place))
-            axes.plot(*line, color=looks[method]["color"], linewidth=0.9, alpha=0.6)
+            thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
+            axes.plot(whisker_ends(interval), [place] * 2, **thin)
             axes.plot(interval.value, place, linestyle="", markersize=8, **looks[method])
-            ends += line[0]
+            ends += whisker_ends(interval)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
-        set_limits_with_margin(axes.set_xlim, *panel_limits(quantity, ends))
+        axes.set_xlim(panel_limits(quantity, ends))
         print_values(axes, quantity, methods)
         if quantity.column.form == "share":
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
@@ -136,16 +123,14 @@ def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
     return figure
 
 
-def panel_limits(quantity: Quantity, ends: Sequence[float]) -> tuple[Sequence[float], str, bool]:
-    """Return what ``set_limits_with_margin`` takes: from zero, but of errors where zero is so far
-    away that points which differ would lie on each other, such as nats per word.
+def panel_limits(quantity: Quantity, ends: Sequence[float]) -> tuple[float, float]:
+    """Return the limits of a panel: from zero, but of errors where zero is so far away that points
+    which differ would lie on each other, such as nats per word.
     """
-    form = quantity.column.form
     near = [end for end in ends if end]
-    error = quantity.column.name in ERRORS
-    if error and near and min(near) > FAR * max(near):
-        return near, form, False
-    return ends, form, True
+    if quantity.column.name in ERRORS and near and min(near) > FAR * max(near):
+        return limits_with_margin(near, quantity.column.form)
+    return limits_with_margin(ends, quantity.column.form, from_zero=True)
 
 
 def names_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -167,10 +152,9 @@ def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None
             text = f"{value:,.{scaled.places}f}"
             if quantity.column.form == "share":
                 text = quantity.format.value(value)
-            side = "right" if value > middle else "left"
-            look = {"ha": side, "va": "bottom", "fontsize": 8}
-            offset = (4 if side == "right" else -4, 7)
-            axes.annotate(text, (value, place), offset, textcoords="offset points", **look)
+            side, shift = {True: ("right", 4), False: ("left", -4)}[value > middle]
+            look = {"ha": side, "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
+            axes.annotate(text, (value, place), (shift, 7), **look)
 
 
 def panel_title(quantity: Quantity) -> str:
@@ -183,28 +167,28 @@ def panel_title(quantity: Quantity) -> str:
     return PANELS.get(name) or fill(quantity.column.label, WIDE)
 
 
-def set_limits_with_margin(
-    set_limits: Callable[[float, float], Any],
-    ends: Sequence[float],
-    form: str,
-    from_zero: bool = False,
-) -> None:
-    """An axis that holds all of these, with room; of shares it ends a little beyond 0 and 1."""
+def limits_with_margin(
+    ends: Sequence[float], form: str, from_zero: bool = False
+) -> tuple[float, float]:
+    """Return limits that hold all of these, with room; of shares a little beyond 0 and 1."""
     low = min(ends)
     high = max(ends)
     room = ROOM * ((high - low) or abs(high) or 1.0)
-    first = low if from_zero and low >= 0 else low - room
+    first = low - room
     last = high + room
+    if from_zero and low >= 0:
+        first = low
     if form == "share":
         first = max(first, -0.02)
-        last = 1.03 if from_zero else min(last, 1.03)
-    set_limits(first, last)
+        last = min(last, 1.03)
+    if form == "share" and from_zero:
+        last = 1.03
+    return first, last
 
 
-def _line(interval: Interval, across: float) -> Line:
-    """A whisker: its ends, and where it stands on the other axis."""
-    low, high = interval.limits or (interval.value, interval.value)
-    return [low, high], [across, across]
+def whisker_ends(interval: Interval) -> tuple[float, float]:
+    """Return the limits; the value twice where there are none."""
+    return interval.limits or (interval.value, interval.value)
 
 
 def _scaled(quantity: Quantity, method: str) -> Interval:
@@ -215,9 +199,3 @@ def _scaled(quantity: Quantity, method: str) -> Interval:
         return Interval(interval.value * scale)
     low, high = interval.limits
     return Interval(interval.value * scale, low * scale, high * scale)
-
-
-def _box(axes: Axes, line: Line) -> Bbox:
-    """The pixels that a whisker takes."""
-    (left, low), (right, high) = axes.transData.transform(list(zip(*line, strict=True)))
-    return Bbox.from_extents(left - 1, low - 1, right + 1, high + 1)

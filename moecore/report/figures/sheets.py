@@ -4,7 +4,7 @@ All pictures share one axes: an axes each made a page of 24 methods take minutes
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -48,13 +48,8 @@ def sheet(tiles: Sequence[Sequence[Tile]], frame: Frame, width: float, height: f
     size = (LEFT + across * width + right, top + len(tiles) * height + 0.05)
     figure = new_figure(*size, frame.caption, raster=True)
     figure.set_layout_engine("none")
-    place = (
-        LEFT / size[0],
-        0.05 / size[1],
-        across * width / size[0],
-        len(tiles) * height / size[1],
-    )
-    axes = figure.add_axes(place)
+    low, high = 0.05 / size[1], len(tiles) * height / size[1]
+    axes = figure.add_axes((LEFT / size[0], low, across * width / size[0], high))
     for row, line in enumerate(tiles):
         for column, tile in enumerate(line):
             put(axes, tile, column, row)
@@ -70,18 +65,11 @@ def put(axes: Axes, tile: Tile, column: int, row: int) -> None:
     """A picture in the square that begins at (column, row)."""
     side = 1 - GAP
     box = (column, column + side, row + side, row)
+    look: Any = {"extent": box, "interpolation": "nearest", "aspect": "auto"}
     # matplotlib leaves colours as they are: the map and its ends hold for one channel only.
-    axes.imshow(
-        tile.pixels,
-        extent=box,
-        interpolation="nearest",
-        aspect="auto",
-        cmap="gray",
-        vmin=0,
-        vmax=255,
-    )
+    axes.imshow(tile.pixels, cmap="gray", vmin=0, vmax=255, **look)
     if tile.tint is not None:
-        axes.imshow(tile.tint, extent=box, interpolation="nearest", aspect="auto")
+        axes.imshow(tile.tint, **look)
     if tile.words is None or tile.words.size > PRINTED:
         return
     rows, columns = tile.words.shape

@@ -52,28 +52,27 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     ends = []
     for index, (label, seeds) in enumerate(trained.items()):
         for number, result in enumerate(seeds):
-            look = line_look(index) | {
-                "alpha": 0.9 if number == 0 else 0.45,
-                "label": label if number == 0 else None,
-            }
+            look = line_look(index) | {"alpha": 0.45, "label": None}
+            if number == 0:
+                look |= {"alpha": 0.9, "label": label}
             learned = f"train_{task.history_name}" if task.long else "train_loss"
             _plot(loss, result, learned, look | {"marker": ""})
             last = _plot(below, result, f"validation_{result.task.history_name}", look)
             if number == 0 and last is not None:
                 ends.append(End(label, *last, look))
-    share = score.form == "share"
-    what = "Cross-entropy in training" if share else "Loss in training"
-    loss.set(ylabel="Perplexity in training" if task.long else what, title="Training")
-    title = "perplexity" if task.long else f"{score_title(score)}{unit_of(score)}"
-    below.set_ylabel(f"Validation {title}")
+    loss.set(ylabel="Loss in training", title="Training")
+    below.set_ylabel(f"Validation {score_title(score)}{unit_of(score)}")
     if task.long:
+        loss.set_ylabel("Perplexity in training")
+        below.set_ylabel("Validation perplexity")
         for axes in (loss, below):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
     whole_epochs(below)
-    if share:
+    if score.form == "share":
+        loss.set_ylabel("Cross-entropy in training")
         share_axis(below, f"Validation {score.label}")
     if "" not in trained:
         name_curves(figure, below, ends, 1.7)
@@ -82,14 +81,13 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
 
 def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float, float] | None:
     """One logged value over the epochs, where it is known; its last point."""
-    epochs, values = [], []
-    for row in result.curve:
-        epoch, value = row["epoch"], row.get(name)
-        if epoch is not None and value is not None:
-            epochs.append(epoch)
-            values.append(np.exp(value) if result.task.long else value)
+    logged = np.array([(row["epoch"], row.get(name)) for row in result.curve], dtype=float)
+    logged = logged.reshape(-1, 2)
+    epochs, values = logged[np.isfinite(logged).all(axis=1)].T
+    if result.task.long:
+        values = np.exp(values)
     axes.plot(epochs, values, **look)
-    return (epochs[-1], values[-1]) if epochs else None
+    return (epochs[-1], values[-1]) if len(epochs) else None
 
 
 def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
@@ -119,7 +117,9 @@ def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
     were one epoch after its end, the earliest that is possible. None where nothing was logged, or
     there is no baseline.
     """
-    known = [] if baseline is None else loss_by_epoch(baseline)
+    if baseline is None:
+        return None
+    known = loss_by_epoch(baseline)
     own = loss_by_epoch(result)
     if not known or not own:
         return None
@@ -163,13 +163,8 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
     if not all(lists):
         return []
     epochs = max(len(getattr(result, key) or ()) for result in seeds for key in AGREEMENTS)
-    by_epoch: list[dict[float, float]] = [
-        {
-            epoch: value
-            for epoch, value in enumerate(values, start=1 + epochs - len(values))
-            if value is not None
-        }
-        for values in lists
+    by_epoch: list[dict[float, float | None]] = [
+        dict(enumerate(values, start=1 + epochs - len(values))) for values in lists
     ]
     return points_over_seeds(by_epoch, (0.0, 1.0))
 
@@ -195,9 +190,11 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Fi
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     """Share of each true class (rows) that was predicted as each class (columns)."""
     shares = shares_of(counts)
-    few = len(classes) <= NUMBERED
-    names = list(classes) if few else []
-    texts = texts_of(shares, 0.005) if few else np.full(shares.shape, "", dtype=object)
+    names = classes
+    texts = texts_of(shares, 0.005)
+    if len(classes) > NUMBERED:
+        names = ()
+        texts = np.full(shares.shape, "")
     labels = Labels("Confusion", names, names, "Predicted", "True", slanted=True)
     caption = "Percent of each true class."
     return heat_table(shares, texts, labels, (4.8, 4.7), caption)

@@ -1,16 +1,18 @@
 """Predicted ages before and after correction (ERMoE-ba, supplement, table S1)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from moecore.brain.age_errors import AgeErrors
-from moecore.brain.measured_ages import AgeResult
+from moecore.brain.age_errors import GroupErrors
+from moecore.brain.measured_ages import AgePoints, AgeResult
 from moecore.measure.base import Estimate
-from moecore.report.column import Column, Metric, decode_items
-from moecore.report.figures.age_figures import age_scatter, errors_by_group, pad_against_age
+from moecore.report.column import Column, Metric
+from moecore.report.figures.drawing import GUIDE, PALETTE, legend_of, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, by_name
+from moecore.report.measures.shown import Figures, Shown, by_name, items_of, read_path
 from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.report.tables.cells import read_cell
@@ -23,7 +25,13 @@ NUMBERS = {
     "slope": "slope",
     "intercept": "intercept",
 }
-GROUPS = ("by_decade", "by_sex", "by_site")
+SEXES = {
+    "F": ("women", PALETTE[1], "o"),
+    "M": ("men", PALETTE[0], "s"),
+    "": ("sex unknown", PALETTE[6], "^"),
+}
+PANELS = {"raw": "as predicted", "pooled": "corrected"}
+COLOURS = {"raw": PALETTE[1], "pooled": PALETTE[0]}
 
 
 def applies(task: Task) -> bool:
@@ -35,22 +43,20 @@ def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]
     """One number of the predictions as they are, or corrected; None where nothing was corrected."""
 
     def read(result: AgeResult) -> Estimate | None:
-        errors: AgeErrors | None = getattr(result, prediction)
-        estimate = None if errors is None else getattr(errors, name)
+        estimate = read_path(f"{prediction}.{name}")(result)
         return estimate if estimate is None or np.isfinite(estimate.value) else None
 
     return read
 
 
-def of_median(result: AgeResult) -> float | None:
+def of_median(result: AgeResult) -> float:
     """The error as a share of the median predictor's."""
-    return result.raw.mae.value / result.median_mae if result.median_mae else None
+    return result.raw.mae.value / result.median_mae
 
 
 def shares_of_median(result: AgeResult) -> np.ndarray | None:
-    """The items of ``of_median``."""
-    errors = decode_items(result.items.get("raw"))
-    return errors / result.median_mae if errors is not None and result.median_mae else None
+    errors = items_of("raw")(result)
+    return None if errors is None else errors / result.median_mae
 
 
 COLUMNS = (
@@ -74,7 +80,7 @@ COLUMNS = (
         number("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
-        items=lambda result: decode_items(result.items.get("pooled")),
+        items=items_of("pooled"),
     ),
     Column(
         "mae_sex_specific",
@@ -82,7 +88,7 @@ COLUMNS = (
         number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
-        items=lambda result: decode_items(result.items.get("sex_specific")),
+        items=items_of("sex_specific"),
         paper="ages",
     ),
     *(
@@ -130,38 +136,28 @@ COLUMNS = (
 
 def figures(result: AgeResult) -> Figures:
     """Predicted age, its difference from the known one, and errors by group."""
-    yield "age_scatter", age_scatter(result.points, result.simulated)
-    yield "pad_against_age", pad_against_age(result.points, result.simulated)
-    groups = {name: getattr(result, name) for name in GROUPS}
-    if any(groups.values()):
-        yield "errors_by_group", errors_by_group(groups, result.simulated)
+    yield "age_scatter", age_scatter(result)
+    yield "pad_against_age", pad_against_age(result)
+    groups = {name: getattr(result, f"by_{name}") for name in ("decade", "sex", "site")}
+    if having := {name: rows for name, rows in groups.items() if rows}:
+        yield "errors_by_group", errors_by_group(having, result)
 
 
 def part(phase: Phase) -> Iterator[Block]:
     """Table S1 and the predicted ages of every method."""
-    first = next(iter(phase.first(AgeResult).values()), None)
-    if first is None:
-        return
+    first = phase.results(AgeResult)[0]
     low, high = first.age_range
-    words = [
+    words = (
         f"{first.n_test} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
         f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
         f"(ŷ − a)/b was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
-    ]
-    drawn = by_name(phase, AgeResult, figures)
-    scatter = drawn["age_scatter"]
-    yield Block(
-        "Predicted age",
-        words,
-        [table_s1(phase)],
-        scatter,
-        below=refusals(phase),
-        folded=True,
-        about="mae_pooled",
     )
+    drawn = by_name(phase, AgeResult, figures)
+    block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
+    yield block._replace(below=refusals(phase), about="mae_pooled")
     others = drawn["pad_against_age"] + drawn["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
-    yield Block(title, pictures=others, folded=True, about="corr_raw")
+    yield Block(title, pictures=others, about="corr_raw")
 
 
 def table_s1(phase: Phase) -> Grid:
@@ -169,24 +165,128 @@ def table_s1(phase: Phase) -> Grid:
     pairs = [(method, prediction) for method in phase.models for prediction in TABLE_S1]
     columns = []
     for name in NUMBERS:
-        cells = []
-        for method, prediction in pairs:
-            metric = Metric(Column(name, name, number(prediction, name)), AgeResult)
-            cells.append(read_cell(metric, list(phase.models[method].values())))
-        columns.append(format_column(Column(name, name, number("raw", name)), cells))
+        metrics = {
+            prediction: Metric(Column(name, name, number(prediction, name)), AgeResult)
+            for prediction in TABLE_S1
+        }
+        cells = [
+            read_cell(metrics[prediction], list(phase.models[method].values()))
+            for method, prediction in pairs
+        ]
+        columns.append(format_column(metrics["raw"].column, cells))
     lines = [
-        Line(Item(method, note=TABLE_S1[prediction]), [column[row] for column in columns])
-        for row, (method, prediction) in enumerate(pairs)
+        Line(Item(method, note=TABLE_S1[prediction]), items)
+        for (method, prediction), *items in zip(pairs, *columns, strict=True)
     ]
     return Grid(["Prediction", *NUMBERS.values()], lines)
 
 
 def refusals(phase: Phase) -> list[str]:
-    """Which models got no correction, and why."""
-    words = []
-    for method, seeds in phase.models.items():
-        for seed, model in seeds.items():
-            result = model.of(AgeResult)
-            if result is not None and result.refused:
-                words.append(f"Not corrected: {method}, seed {seed}. {result.refused}")
-    return words
+    return [
+        f"Not corrected: {method}, seed {seed}. {result.refused}"
+        for method, seeds in phase.models.items()
+        for seed, model in seeds.items()
+        if (result := model.of(AgeResult)) and result.refused
+    ]
+
+
+@styled
+def age_scatter(result: AgeResult) -> Figure:
+    """Predicted against known age, before and after correction; a colour and a line per sex."""
+    points = result.points
+    known = predictions_of(points)
+    figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split.")
+    panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
+    every = np.concatenate([points.age, *known.values()])
+    limits = (float(every.min()) - 2, float(every.max()) + 2)
+    look = {"color": GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
+    for axes, (name, values) in zip(panels, known.items(), strict=True):
+        axes.plot(limits, limits, **look)
+        _by_sex(axes, points, values)
+        axes.set(xlabel="Known age, years", title=PANELS[name], xlim=limits, ylim=limits)
+        axes.set_aspect("equal")
+    return name_panels(figure, panels, "Predicted age", "Predicted age, years", result)
+
+
+@styled
+def pad_against_age(result: AgeResult) -> Figure:
+    """Predicted minus known age against known age, with mean, mean ± 1.96 SD, a line per sex."""
+    points = result.points
+    known = predictions_of(points)
+    figure = new_figure(0.6 + 4.3 * len(known), 3.6, "Grey lines: mean and mean ± 1.96 SD.")
+    panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (name, values) in zip(panels, known.items(), strict=True):
+        gaps = values - np.asarray(points.age, float)
+        mean = gaps.mean()
+        width = 1.96 * gaps.std()
+        axes.axhline(0, color=GUIDE, linewidth=1, linestyle=":")
+        for height, dash in ((mean, "-"), (mean - width, "--"), (mean + width, "--")):
+            axes.axhline(height, color=GUIDE, linewidth=1, linestyle=dash)
+        _by_sex(axes, points, gaps)
+        axes.set(xlabel="Known age, years", title=f"{PANELS[name]}: {mean:+.2f} ± {width:.2f}")
+    return name_panels(figure, panels, "Brain-PAD", "Predicted − known age, years", result)
+
+
+@styled
+def errors_by_group(groups: Mapping[str, Sequence[GroupErrors]], result: AgeResult) -> Figure:
+    """MAE as predicted and corrected in each group with its interval; groups: sex → rows."""
+    widths = [len(rows) + 1 for rows in groups.values()]
+    figure = new_figure(1.2 + 0.62 * sum(widths), 3.5, "95 % intervals over participants.")
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axes, (name, rows) in zip(panels, groups.items(), strict=True):
+        _groups(axes, rows)
+        axes.set(title=name, ylim=(0, None), xlim=(-0.6, len(rows) - 0.4))
+    return name_panels(figure, panels, "Error by group", "MAE, years", result)
+
+
+def name_panels(
+    figure: Figure, panels: np.ndarray, title: str, label: str, result: AgeResult
+) -> Figure:
+    """Return the figure with a title that says where volumes are simulated, and one legend."""
+    panels[0].set_ylabel(label)
+    legend_of(figure, panels[0])
+    if result.simulated:
+        title += " (simulated data)"
+    figure.suptitle(title, fontsize=11, fontweight="bold")
+    return figure
+
+
+def _groups(axes: Axes, rows: Sequence[GroupErrors]) -> None:
+    """Two dots a group, as predicted and corrected."""
+    for shift, variant in ((-0.15, "raw"), (0.15, "pooled")):
+        look = {"color": COLOURS[variant]}
+        for place, row in enumerate(rows):
+            errors = getattr(row, variant)
+            if errors is None:
+                continue
+            label = PANELS[variant] if place == 0 else None
+            axes.plot(place + shift, errors.mae.value, "o", label=label, **look)
+            if errors.mae.low is not None:
+                ends = [errors.mae.low, errors.mae.high]
+                axes.plot([place + shift] * 2, ends, linewidth=1.2, **look)
+    names = [f"{row.group or 'unknown'}\nn {row.n}" for row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=8)
+
+
+def predictions_of(points: AgePoints) -> dict[str, np.ndarray]:
+    known = {name: getattr(points, name) for name in PANELS}
+    return {name: np.asarray(ages, float) for name, ages in known.items() if ages is not None}
+
+
+def _by_sex(axes: Axes, points: AgePoints, values: np.ndarray) -> None:
+    """A cloud and its least-squares line for each sex."""
+    ages = np.asarray(points.age, float)
+    sexes = np.array(points.sex, dtype=object)
+    for sex, (label, colour, marker) in SEXES.items():
+        own = sexes == sex
+        if not own.any():
+            continue
+        look = {"color": colour, "marker": marker, "alpha": 0.55, "linewidths": 0}
+        axes.scatter(ages[own], values[own], s=16, label=f"{label}, n {own.sum()}", **look)
+        if own.sum() > 2 and np.ptp(ages[own]) > 0:
+            slope, intercept = np.polyfit(ages[own], values[own], 1)
+            ends = np.array([ages[own].min(), ages[own].max()])
+            axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
+
+
+SHOWN = Shown("calibrate", "calibration", AgeResult, COLUMNS, figures, part, applies)

@@ -1,12 +1,12 @@
 """How sure a model is of its classes, before and after calibration."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
+import numpy as np
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from moecore.measure.base import Estimate
 from moecore.measure.calibration import Result
 from moecore.report.column import Column
 from moecore.report.figures.drawing import (
@@ -18,7 +18,7 @@ from moecore.report.figures.drawing import (
     styled,
 )
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Figures, Shown
 from moecore.report.page.view import Block, Picture
 from moecore.tasks.base import Task
 from moecore.tasks.class_scores import ReliabilityBins
@@ -29,46 +29,33 @@ def applies(task: Task) -> bool:
     return task.needs_classes("confidence") is None
 
 
-def quality(when: str, name: str) -> Callable[[Result], Estimate]:
-    """One number before or after calibration."""
-
-    def read(result: Result) -> Estimate:
-        return getattr(getattr(result, when), name)
-
-    return read
-
-
 COLUMNS = (
     Column(
         "ece_before",
         "ECE",
-        quality("before", "ece"),
+        attrgetter("before.ece"),
         "lower",
         note="expected calibration error, 15 bins",
     ),
     Column(
         "ece_after",
         "ECE, calibrated",
-        quality("after", "ece"),
+        attrgetter("after.ece"),
         "lower",
         note="with the temperature of the validation split",
     ),
-    Column("nll_after", "NLL, calibrated", quality("after", "nll"), "lower"),
-    Column("brier_after", "Brier, calibrated", quality("after", "brier"), "lower"),
+    Column("nll_after", "NLL, calibrated", attrgetter("after.nll"), "lower"),
+    Column("brier_after", "Brier, calibrated", attrgetter("after.brier"), "lower"),
 )
 
 
 def figures(result: Result) -> Figures:
-    """Reliability before and after."""
     curves = {"before": result.before.bins, "after": result.after.bins}
     yield "reliability", reliability_diagram(curves, "Reliability")
 
 
 def part(phase: Phase) -> Iterator[Block]:
-    """Reliability of all methods before and after."""
     first = phase.first(Result)
-    if not first:
-        return
     fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
     captions = {
         "before": "A point is a bin of confidence; the larger, the more images.",
@@ -80,7 +67,7 @@ def part(phase: Phase) -> Iterator[Block]:
         title = f"Reliability {when} calibration"
         chart = reliability_diagram(bins, title)
         drawn.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
-    yield Block("Calibration", pictures=drawn, folded=True, about="ece_after")
+    yield Block("Calibration", pictures=drawn, about="ece_after")
 
 
 def temperature(result: Result) -> str:
@@ -95,21 +82,14 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
-        x, y, counts = [], [], []
-        for confidence, accuracy, count in zip(
-            bins.confidence, bins.accuracy, bins.count, strict=True
-        ):
-            if confidence is not None and accuracy is not None:
-                x.append(confidence)
-                y.append(accuracy)
-                counts.append(count)
-        total = max(1, sum(counts))
+        points = np.array([bins.confidence, bins.accuracy, bins.count], dtype=float)
+        x, y, counts = points[:, np.isfinite(points).all(axis=0)]
         look = line_look(index)
         axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
         axes.scatter(
             x,
             y,
-            s=[14 + 180 * math.sqrt(count / total) for count in counts],
+            s=14 + 180 * np.sqrt(counts / max(1, counts.sum())),
             color=look["color"],
             marker=look["marker"],
             alpha=0.75,
@@ -124,3 +104,6 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
         if isinstance(handle, PathCollection):
             handle.set_sizes([30])
     return figure
+
+
+SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, part, applies)

@@ -3,20 +3,18 @@ experts know.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
-from moecore.report.column import Column, Metric, decode_items
+from moecore.report.column import Column, decode_items
 from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
-from moecore.report.measured import Phase
+from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
-from moecore.report.measures.shown import Figures, each_method
-from moecore.report.page.rows import format_column
-from moecore.report.page.view import Block, Grid, Item, Line
-from moecore.report.tables.cells import read_cell
+from moecore.report.measures.shown import Figures, Shown, each_method, read_path
+from moecore.report.page.rows import read_items
+from moecore.report.page.view import NONE, Block, Grid, Item, Line
 from moecore.statistics.intervals import Interval
 
 ORDER = {
@@ -32,98 +30,60 @@ PROBED = (
     f"{LEFT}, of {PROBE}; a model may be far off on such volumes, and still know much of age from "
     "them"
 )
-Read = Callable[[Result], Interval | None]
+WHOLE = ""  # instead of a tissue's name: nothing is left out
 
 
-def whole(result: Result) -> TissueErrors:
-    return result.whole
+def of_tissue(name: str, read: Callable[[TissueErrors], Any]) -> Callable[[Result], Any]:
+    """Return what reads the errors with one tissue left; None where they were not measured."""
+
+    def read_errors(result: Result) -> Any:
+        errors = {WHOLE: result.whole, **(result.isolated or {})}.get(name)
+        return None if errors is None else read(errors)
+
+    return read_errors
 
 
-def tissue(name: str) -> Callable[[Result], TissueErrors | None]:
-    """The errors with one tissue left."""
-    return lambda result: (result.isolated or {}).get(name)
+def model_error(errors: TissueErrors) -> Interval:
+    return Interval(errors.mae, errors.low, errors.high)
 
 
-def of_model(errors: Callable[[Result], TissueErrors | None]) -> Read:
-    """The model's own error."""
-
-    def read(result: Result) -> Interval | None:
-        error = errors(result)
-        return None if error is None else Interval(error.mae, error.low, error.high)
-
-    return read
+def probe_error(errors: TissueErrors) -> Interval:
+    return Interval(errors.probe_mae, errors.probe_low, errors.probe_high)
 
 
-def of_probe(errors: Callable[[Result], TissueErrors | None]) -> Read:
-    """The linear probe's error."""
-
-    def read(result: Result) -> Interval | None:
-        error = errors(result)
-        if error is None:
-            return None
-        return Interval(error.probe_mae, error.probe_low, error.probe_high)
-
-    return read
+ERRORS = {  # name → label, what reads them, one error per person, note
+    "isolated": ("", model_error, lambda errors: decode_items(errors.items), LEFT),
+    "probe": (", probe", probe_error, lambda errors: decode_items(errors.probe_items), PROBED),
+}
 
 
-def items_of(
-    errors: Callable[[Result], TissueErrors | None], name: Literal["items", "probe_items"]
-) -> Callable[[Result], np.ndarray | None]:
-    """One error a person, of the model or of the probe."""
-
-    def read(result: Result) -> np.ndarray | None:
-        error = errors(result)
-        return None if error is None else decode_items(getattr(error, name))
-
-    return read
-
-
-def over(more: str, less: str) -> Read:
+def over(more: str, less: str) -> Callable[[Result], Interval | None]:
     """Years by which the probe errs more on one tissue alone than on another."""
 
     def read(result: Result) -> Interval | None:
-        for row in result.order or ():
-            if (row.more, row.less) == (more, less):
-                return Interval(row.difference, row.low, row.high)
-        return None
+        rows = [row for row in result.order or () if (row.more, row.less) == (more, less)]
+        return next((Interval(row.difference, row.low, row.high) for row in rows), None)
 
     return read
 
 
 def rescan(result: Result) -> Interval | None:
-    """Years between the predictions for two scans of a subject."""
     scans = result.rescan
     return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
-
-
-def of_ageing(name: str) -> Callable[[Result], float | None]:
-    """A number of the simulated subjects that age."""
-    return lambda result: None if result.ageing is None else getattr(result.ageing, name)
 
 
 COLUMNS = (
     *(
         Column(
-            f"isolated_{name}",
-            f"MAE, {name.upper()} alone",
-            of_model(tissue(name)),
+            f"{kind}_{name}",
+            f"MAE, {name.upper()} alone{end}",
+            of_tissue(name, read),
             "lower",
-            note=LEFT,
+            note=note,
             paper="ages",
-            items=items_of(tissue(name), "items"),
+            items=of_tissue(name, items),
         )
-        for name in TISSUES
-    ),
-    *(
-        Column(
-            f"probe_{name}",
-            f"MAE, {name.upper()} alone, probe",
-            of_probe(tissue(name)),
-            "lower",
-            note=PROBED,
-            paper="ages",
-            items=items_of(tissue(name), "probe_items"),
-        )
+        for kind, (end, read, items, note) in ERRORS.items()
         for name in TISSUES
     ),
     *(
@@ -139,7 +99,7 @@ COLUMNS = (
     Column(
         "monotone",
         "Ageing, rising steps",
-        of_ageing("monotone_share"),
+        read_path("ageing.monotone_share"),
         "higher",
         "share",
         "steps from one age to the next in which the prediction for the same simulated subject "
@@ -149,7 +109,7 @@ COLUMNS = (
     Column(
         "ageing_rank",
         "Ageing, rank correlation",
-        of_ageing("rank_correlation"),
+        read_path("ageing.rank_correlation"),
         "higher",
         note="of age and prediction",
         paper="ages",
@@ -167,7 +127,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """The same simulated subjects as they age."""
     if result.ageing is not None:
         yield "ageing", ageing_curves(result.ageing)
 
@@ -189,46 +148,36 @@ def part(phase: Phase) -> Iterator[Block]:
             "Region experts where they were not taught",
             words=[f"Mixtures: of one model each.{phase.first_seed}"],
             grids=[tried, *each_mixture],
-            folded=True,
             about="whole_over_chance",
         )
     yield Block(
         "Tissues alone, ageing, rescans",
         words=[f"Probe: {PROBE}."] if probed else [],
-        grids=[] if grid is None else [grid],
+        grids=drop_none([grid]),
         pictures=each_method(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
-        folded=True,
         about="isolated_gm",
     )
 
 
 def tissues(phase: Phase) -> Grid | None:
     """Errors with one tissue left, of the model and of a linear probe; the rescans' difference."""
-    errors = {"Whole volume": whole}
-    errors |= {f"{words} alone": tissue(name) for name, words in TISSUES.items()}
-    reads = {words: of_model(read) for words, read in errors.items()}
-    reads |= {f"{words}, probe": of_probe(read) for words, read in errors.items()}
+    names = {"Whole volume": WHOLE} | {f"{words} alone": name for name, words in TISSUES.items()}
+    reads = {
+        f"{words}{end}": of_tissue(name, read)
+        for end, read, *_ in ERRORS.values()
+        for words, name in names.items()
+    }
     reads |= {f"{more.upper()} − {less.upper()}, probe": over(more, less) for more, less in ORDER}
     reads["Rescan, years apart"] = rescan
-    metrics = {words: Metric(Column(words, words, read), Result) for words, read in reads.items()}
-    having = {
-        words: metric
-        for words, metric in metrics.items()
-        if any(metric.read(model) for model in phase.every)
-    }
+    columns = {words: Column(words, words, read) for words, read in reads.items()}
+    cells = {words: read_items(column, Result, phase.models) for words, column in columns.items()}
+    having = {words: items for words, items in cells.items() if set(items) != {NONE}}
     if not having:
         return None
-    columns = [
-        format_column(
-            metric.column,
-            [read_cell(metric, list(seeds.values())) for seeds in phase.models.values()],
-        )
-        for metric in having.values()
-    ]
     lines = [
-        Line(Item(method), [column[row] for column in columns])
-        for row, method in enumerate(phase.models)
+        Line(Item(method), items)
+        for method, *items in zip(phase.models, *having.values(), strict=True)
     ]
     return Grid(["MAE, years", *having], lines)
 
@@ -247,3 +196,6 @@ def ageing_curves(ageing: Ageing) -> Figure:
     axes.set_title("Simulated subjects, aged")
     legend_of(figure, axes)
     return figure
+
+
+SHOWN = Shown("cohort_checks", "checks on the cohort", Result, COLUMNS, figures, part)

@@ -1,6 +1,7 @@
 """Errors under common corruptions (Hendrycks & Dietterich, 2019)."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import get_args
 
@@ -8,27 +9,18 @@ import numpy as np
 
 from moecore.measure.corruptions import Errors, Name, Result, mean_corruption_error
 from moecore.report.column import Column, Each, Given, Seen, column_slug, mean_or_none
-from moecore.report.figures.charts import (
-    Labels,
-    Look,
-    curves_chart,
-    heat_table,
-    interval_caption,
-    points_over_seeds,
-    texts_of,
-)
+from moecore.report.figures.charts import Labels, Look, heat_table, texts_of
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Figures, Shown, draw_method_curves
 from moecore.report.page.rows import percent_grid
-from moecore.report.page.view import Block, Grid, Picture
+from moecore.report.page.view import Block, Grid
 from moecore.statistics.intervals import Interval
 
 
 def errors_of(result: Result) -> Errors:
-    """Errors by corruption and severity."""
-    errors: dict[str, dict[int, float]] = {}
+    errors: dict[str, dict[int, float]] = defaultdict(dict)
     for row in result.corruptions:
-        errors.setdefault(row.name, {})[row.severity] = row.error
+        errors[row.name][row.severity] = row.error
     return errors
 
 
@@ -50,7 +42,6 @@ def relative(seen: Seen) -> list[Column]:
 
 
 def errors_of_dense(seen: Seen) -> Errors | None:
-    """Means over the seeds of the dense model."""
     by_seed = [errors_of(result) for result in seen.of_dense]
     if not by_seed:
         return None
@@ -59,20 +50,6 @@ def errors_of_dense(seen: Seen) -> Errors | None:
         for name, row in by_seed[0].items()
     }
     return errors if all(any(row.values()) for row in errors.values()) else None
-
-
-def of_one(name: str, result: Result) -> Column:
-    """The error under one corruption."""
-    return Column(
-        f"error_{column_slug(name)}",
-        f"Error, {name.replace('_', ' ')}",
-        lambda result: mean_or_none([row.error for row in result.corruptions if row.name == name]),
-        "lower",
-        "share",
-        "mean over severities",
-        "corruptions",
-        detail=True,
-    )
 
 
 COLUMNS = (
@@ -87,18 +64,24 @@ COLUMNS = (
     ),
     Given(relative, lambda ahead: ["mce"]),
     Each(
-        lambda result: [row.name for row in result.corruptions],
-        of_one,
-        lambda ahead: [
-            f"error_{column_slug(name)}" for name in ahead.study.corruptions.names or get_args(Name)
-        ],
-        "share",
+        lambda result: {column_slug(name): row for name, row in errors_of(result).items()},
+        Column(
+            "error_{}",
+            "Error, {}",
+            lambda errors: mean_or_none(list(errors.values())),
+            "lower",
+            "share",
+            "mean over severities",
+            "corruptions",
+            detail=True,
+        ),
+        lambda ahead: map(column_slug, ahead.study.corruptions.names or get_args(Name)),
+        lambda slug, errors: [slug.replace("_", " ")],
     ),
 )
 
 
 def figures(result: Result) -> Figures:
-    """Error in percent of each corruption at each severity."""
     errors = errors_of(result)
     severities = sorted({row.severity for row in result.corruptions})
     table = np.array(
@@ -113,29 +96,22 @@ def figures(result: Result) -> Figures:
 
 def part(phase: Phase) -> Iterator[Block]:
     """Error over severity for all methods, and each method's table."""
-    results = phase.of(Result)
-    first = next(iter(phase.first(Result).values()), None)
-    if first is None:
-        return
-    curves = {
-        method: points_over_seeds([by_severity(result) for result in seeds])
-        for method, seeds in results.items()
-    }
-    look = Look("Error under corruption", "Severity", "Error", share=True)
-    corruptions = len(errors_of(first))
-    caption = f"Mean over {corruptions} corruptions. {interval_caption(results)}"
-    drawn = Picture(curves_chart(curves, look, 3.2), f"{phase.name}: corruptions", caption)
-    yield Block("Common corruptions", pictures=[drawn], folded=True, about="corruption_error")
-    tiles = [printed(result)._replace(title=name) for name, result in phase.first(Result).items()]
-    yield Block("Each corruption", tiles=tiles, folded=True, finding=hardest(phase))
+    first = phase.first(Result)
+    look = Look("Error under corruption", "Severity", "Error", share=True, height=3.2)
+    corruptions = len(errors_of(phase.results(Result)[0]))
+    words = f"Mean over {corruptions} corruptions."
+    drawn = draw_method_curves(phase, Result, by_severity, look, words, "corruptions")
+    yield Block("Common corruptions", pictures=drawn, about="corruption_error")
+    tiles = [printed(result)._replace(title=name) for name, result in first.items()]
+    yield Block("Each corruption", tiles=tiles, finding=hardest(first.values()))
 
 
-def hardest(phase: Phase) -> str:
+def hardest(results: Iterable[Result]) -> str:
     """The corruption with the largest error, and that with the smallest, over the methods."""
-    errors: dict[str, list[float]] = {}
-    for result in phase.first(Result).values():
+    errors = defaultdict(list)
+    for result in results:
         for row in result.corruptions:
-            errors.setdefault(row.name.replace("_", " "), []).append(row.error)
+            errors[row.name.replace("_", " ")].append(row.error)
     means = {name: fmean(values) for name, values in errors.items()}
     worst = max(means, key=means.__getitem__)
     least = min(means, key=means.__getitem__)
@@ -144,7 +120,6 @@ def hardest(phase: Phase) -> str:
 
 
 def printed(result: Result) -> Grid:
-    """The error of each corruption at each severity."""
     severities = sorted({row.severity for row in result.corruptions})
     rows = {
         name.replace("_", " "): [row.get(severity) for severity in severities]
@@ -155,8 +130,10 @@ def printed(result: Result) -> Grid:
 
 
 def by_severity(result: Result) -> dict[float, float]:
-    """severity → mean error over the corruptions."""
-    errors: dict[float, list[float]] = {}
+    errors = defaultdict(list)
     for row in result.corruptions:
-        errors.setdefault(row.severity, []).append(row.error)
+        errors[row.severity].append(row.error)
     return {severity: sum(values) / len(values) for severity, values in sorted(errors.items())}
+
+
+SHOWN = Shown("corruptions", "corruptions", Result, COLUMNS, figures, part)

@@ -1,9 +1,23 @@
 """What a trained model takes for an image (ERMoE, tables S2 and S4)."""
 
+from functools import partial
+from operator import attrgetter
+
 from moecore.measure.cost import Result
 from moecore.report.column import Column
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Shown
 from moecore.statistics.intervals import Interval
+
+PRODUCTS = "products of matrices and convolutions, a multiplication and an addition as two"
+ROUTING = "MoE layers without their experts"
+
+
+def model_gflops(result: Result) -> float:
+    return result.flops_per_image * 1e-9
+
+
+def routing_gflops(result: Result) -> float:
+    return result.routing_flops_per_image * 1e-9
 
 
 def latency(result: Result) -> Interval:
@@ -13,71 +27,41 @@ def latency(result: Result) -> Interval:
 
 
 # No timing is better or worse: it is of this machine, and differs from run to run.
+cost_column = partial(Column, paper="cost", limits="quartiles")
 COLUMNS = (
-    Column(
-        "gflops",
-        "GFLOPs / image",
-        lambda result: result.flops_per_image * 1e-9,
-        note="products of matrices and convolutions, a multiplication and an addition as two",
-        paper="cost",
-    ),
-    Column(
-        "routing_gflops",
-        "GFLOPs of routing",
-        lambda result: result.routing_flops_per_image * 1e-9,
-        note="MoE layers without their experts",
-        paper="cost",
-    ),
-    Column(
-        "latency_ms",
-        "Latency, ms",
-        latency,
-        note="of one image; median and quartiles",
-        paper="cost",
-        limits="quartiles",
-    ),
-    Column(
+    cost_column("gflops", "GFLOPs / image", model_gflops, note=PRODUCTS),
+    cost_column("routing_gflops", "GFLOPs of routing", routing_gflops, note=ROUTING),
+    cost_column("latency_ms", "Latency, ms", latency, note="of one image; median and quartiles"),
+    cost_column(
         "inference_images_per_second",
         "Images / s, inference",
-        lambda result: result.images_per_second,
+        attrgetter("images_per_second"),
         form="count",
         note="in batches",
-        paper="cost",
     ),
-    Column(
+    cost_column(
         "peak_memory",
         "Peak memory",
-        lambda result: result.peak_memory_bytes,
+        attrgetter("peak_memory_bytes"),
         form="bytes",
         note="weights and tensors of a batch, without gradients",
-        paper="cost",
     ),
-    Column(
-        "routing_ms",
-        "Routing, ms",
-        lambda result: result.routing_ms,
-        note="of one image; MoE layers without their experts",
-        paper="cost",
+    cost_column(
+        "routing_ms", "Routing, ms", attrgetter("routing_ms"), note=f"of one image; {ROUTING}"
     ),
-    Column(
+    cost_column(
         "routing_share",
         "Routing's share",
-        lambda result: result.routing_share,
+        attrgetter("routing_share"),
         form="share",
         note="of the time of one image",
-        paper="cost",
     ),
-    Column(
+    cost_column(
         "routing_batch_share",
         "Routing's share, batch",
-        lambda result: result.routing_batch_share,
+        attrgetter("routing_batch_share"),
         form="share",
         note="of the time of a batch",
-        paper="cost",
     ),
 )
-
-
-def figures(result: Result) -> Figures:
-    """None: a few numbers need no picture."""
-    yield from ()
+SHOWN = Shown("cost", "cost", Result, COLUMNS)

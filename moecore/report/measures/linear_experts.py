@@ -17,7 +17,6 @@ TARGETS = {
 
 
 def figures(result: Result) -> Figures:
-    """A figure for each kind of targets."""
     for targets in dict.fromkeys(row.targets for row in result.theorem_1):
         rows = [row for row in result.theorem_1 if row.targets == targets]
         yield f"ratio_over_angle_{targets}", ratio_over_angle(rows, targets)

@@ -1,44 +1,39 @@
 """The Lipschitz estimate of a trained model, and Lemma 1 on its layers."""
 
+from functools import partial
+
 from matplotlib.figure import Figure
 
 from moecore.measure.lipschitz import LemmaPoints, Result
 from moecore.report.column import Column
 from moecore.report.figures.drawing import INK, PALETTE, legend_of, new_figure, styled
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Figures, Shown
 
+slope_column = partial(Column, better="lower", paper="adversarial")
 COLUMNS = (
-    Column(
+    slope_column(
         "lipschitz_local_mean",
         "Local Lipschitz",
         lambda result: result.local_mean,
-        "lower",
         note="spectral norm of the gradient image → logits, mean over images",
-        paper="adversarial",
     ),
-    Column(
+    slope_column(
         "lipschitz_margin_mean",
         "Slope of the margin",
         lambda result: result.margin_mean,
-        "lower",
         note="how fast an ℓ∞ attack can change the margin between two classes, mean over images",
-        paper="adversarial",
     ),
-    Column(
+    slope_column(
         "lipschitz_lower_bound_mean",
         "Lipschitz, at least",
         lambda result: result.lower_bound_mean,
-        "lower",
         note="steepest pair of images that was found around an image; mean over images",
-        paper="adversarial",
     ),
-    Column(
+    slope_column(
         "lipschitz_lower_bound",
         "Lipschitz, at least (largest)",
         lambda result: result.lower_bound,
-        "lower",
         note="of all images",
-        paper="adversarial",
     ),
     Column(
         "lemma1_router_share",
@@ -90,3 +85,6 @@ def lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
     panels[1].set_xlabel("Lemma 1's bound")
     legend_of(figure, panels[0])
     return figure
+
+
+SHOWN = Shown("lipschitz", "a Lipschitz estimate", Result, COLUMNS, figures)

@@ -3,19 +3,18 @@ where training did not show the answer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.probes.generalisation import GeneralisationResult
-from moecore.report.column import Column, Metric, mean_or_none
+from moecore.report.column import Column, mean_or_none
 from moecore.report.figures.charts import Labels, heat_table, texts_of
-from moecore.report.measured import Phase
-from moecore.report.page.rows import format_column
+from moecore.report.measured import Phase, drop_none
+from moecore.report.measures.shown import read_path
+from moecore.report.page.rows import read_items
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.tables.cells import read_cell
 from moecore.report.tables.number_format import NumberFormat
 from moecore.training.outcome import Outcome, ProbedEpoch, RegionRow
 
@@ -43,11 +42,11 @@ GENERALISED = (
     "other people's cubes of the same places, which experts that go by the place reach too."
 )
 TRIED = {  # words → where it lies in the result
-    "Isolated, as taught": ("test", "isolated"),
-    "Two tissues mixed": ("mixed",),
-    "Whole volumes": ("test", "whole"),
-    "Other generator, isolated": ("other", "isolated"),
-    "Other generator, whole": ("other", "whole"),
+    "Isolated, as taught": "test.isolated",
+    "Two tissues mixed": "mixed",
+    "Whole volumes": "test.whole",
+    "Other generator, isolated": "other.isolated",
+    "Other generator, whole": "other.whole",
 }
 NUMBERS = {
     "share": "Agreement",
@@ -58,32 +57,21 @@ NUMBERS = {
 }
 
 
-def at(*path: str) -> Callable[[CohortChecks], Any]:
-    """What lies at this path below ``generalisation``; None where a step is."""
-
-    def read(result: CohortChecks) -> Any:
-        value: Any = result.generalisation
-        for name in path:
-            value = None if value is None else getattr(value, name)
-        return value
-
-    return read
-
-
-def pair(name: str, label: str, *path: str) -> tuple[Column, Column]:
+def pair(name: str, label: str, path: str) -> tuple[Column, Column]:
     """The agreement, and by how much it is above chance."""
-    over = at(*path, "over_chance")
+    share = read_path(f"generalisation.{path}.share")
+    over = read_path(f"generalisation.{path}.over_chance")
     label = f"Own tissue, {label}"
     return (
-        Column(f"{name}_agreement", label, at(*path, "share"), "higher", "share", NOTE, "ages"),
+        Column(f"{name}_agreement", label, share, "higher", "share", NOTE, "ages"),
         Column(f"{name}_over_chance", f"{label} − chance", over, "higher", "number", LESS, "ages"),
     )
 
 
 GENERALISATION = (
     *pair("mixed", "two tissues mixed", "mixed"),
-    *pair("whole", "whole volumes", "test", "whole"),
-    *pair("other_generator", "another generator's whole volumes", "other", "whole"),
+    *pair("whole", "whole volumes", "test.whole"),
+    *pair("other_generator", "another generator's whole volumes", "other.whole"),
 )
 
 
@@ -96,8 +84,8 @@ def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
 
     def read(result: Outcome) -> float | None:
         shares = {row.region: row.share for row in last_probe(result)}
-        own = [shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES]
-        return mean_or_none([share for share in own if share is not None])
+        own = (shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES)
+        return mean_or_none(drop_none(own))
 
     return read
 
@@ -166,7 +154,6 @@ def part(phase: Phase) -> Iterator[Block]:
         [WORDS + phase.first_seed],
         grids,
         drawn,
-        folded=True,
         about="own_expert_gain",
     )
 
@@ -182,9 +169,10 @@ def generalised(phase: Phase) -> Grid | None:
         for words, path in TRIED.items():
             items = []
             for name, label in NUMBERS.items():
-                form = "number" if name == "over_chance" else "share"
-                metric = Metric(Column(name, label, at(*path, name), form=form), CohortChecks)
-                items += format_column(metric.column, [read_cell(metric, list(seeds.values()))])
+                form = {"over_chance": "number"}.get(name, "share")
+                read = read_path(f"generalisation.{path}.{name}")
+                column = Column(name, label, read, form=form)
+                items += read_items(column, CohortChecks, {method: seeds})
             lines.append(Line(Item(words), items))
     if not lines:
         return None
@@ -210,7 +198,7 @@ def mixtures(result: GeneralisationResult, method: str) -> Grid:
     two_decimals = NumberFormat("number", 2)
     below = "Rank correlation of a tissue's share of a cube and its expert's score"
     for name, volumes in {"whole volumes": result.test, "other generator": result.other}.items():
-        ranks = {} if volumes is None else volumes.correlation
+        ranks = getattr(volumes, "correlation", {})
         values = [
             f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()
         ]

@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
-from moecore.measure.base import Estimate
 from moecore.measure.retrieval import Recall, Result, Retrieval, TextLayer
 from moecore.report.column import Ahead, Column, Each, decode_items, mean_or_none
-from moecore.report.figures.caption_sheets import read_images
+from moecore.report.figures.expert_maps import read_images
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, by_name
+from moecore.report.measures.shown import Figures, Shown, by_name
 from moecore.report.page.view import Block, Grid, Item, Line
 
 WAYS = {"text_to_image": "text → image", "image_to_text": "image → text"}
@@ -20,50 +17,26 @@ NOTES = {
 }
 
 
-def row_of(result: Result, way: str, k: str) -> Recall | None:
-    """The row of this k; None where it was not measured."""
-    return next((row for row in getattr(result, way) if row.k == int(k)), None)
+def recall_at(way: str) -> Each:
 
+    def rows(result: Result) -> dict[str, Recall]:
+        return {str(row.k): row for row in getattr(result, way)}
 
-def names_of(result: Result) -> list[str]:
-    """1, 5, 10."""
-    return [str(row.k) for row in result.text_to_image]
-
-
-def ahead_of(way: str) -> Callable[[Ahead], list[str]]:
-    """The names of the columns, of all the numbers that are asked for."""
-
-    def names(ahead: Ahead) -> list[str]:
+    def numbers_ahead(ahead: Ahead) -> list[str]:
         settings = ahead.study.retrieval or Retrieval()
-        return [f"{way}_r{k}" for k in settings.at]
+        return [str(k) for k in settings.at]
 
-    return names
-
-
-def recall_at(way: str) -> Callable[[str, Result], Column]:
-    """The column of one direction, for a k."""
-
-    def made(k: str, result: Result) -> Column:
-        def read(result: Result) -> Estimate | None:
-            row = row_of(result, way, k)
-            return None if row is None else row.recall
-
-        def items(result: Result) -> np.ndarray | None:
-            row = row_of(result, way, k)
-            return None if row is None else decode_items(row.items)
-
-        return Column(
-            f"{way}_r{k}",
-            f"{WAYS[way]} R@{k}",
-            read,
-            "higher",
-            "share",
-            NOTES[way].format(k),
-            "ermoe",
-            items=items,
-        )
-
-    return made
+    column = Column(
+        f"{way}_r{{}}",
+        f"{WAYS[way]} R@{{}}",
+        lambda row: row.recall,
+        "higher",
+        "share",
+        NOTES[way],
+        "ermoe",
+        items=lambda row: decode_items(row.items),
+    )
+    return Each(rows, column, numbers_ahead)
 
 
 def of_layers(value: Callable[[TextLayer], float]) -> Callable[[Result], float | None]:
@@ -72,7 +45,7 @@ def of_layers(value: Callable[[TextLayer], float]) -> Callable[[Result], float |
 
 
 COLUMNS = (
-    *(Each(names_of, recall_at(way), ahead_of(way), "share") for way in WAYS),
+    *map(recall_at, WAYS),
     Column(
         "text_load_cv2",
         "Load CV², words",
@@ -109,7 +82,7 @@ def figures(result: Result) -> Figures:
     """A few images beside their captions, where a tower has experts."""
     stored = result.overlays
     if stored is not None and (stored.grids or result.layers):
-        experts = len(result.layers[0].words[0].experts) if result.layers else 0
+        experts = next((len(layer.words[0].experts) for layer in result.layers), 0)
         yield "images_and_words", read_images(stored, result.captions_read, experts)
 
 
@@ -120,21 +93,20 @@ def part(phase: Phase) -> Iterator[Block]:
         for number, layer in enumerate(result.layers, 1):
             title = f"{method}, layer {number}"
             grids.append(words_grid(layer, f"{title}{phase.first_seed}", title))
-    gallery = next((f"{one.images:,} images" for one in phase.results(Result)), "")
-    words = [f"Gallery: {gallery}. A tie counts for the share of its orders that hit."]
-    about = next(
-        (f"text_to_image_r{k}" for one in phase.results(Result) for k in names_of(one)), ""
-    )
-    yield Block(
-        "Images and captions", words=words, grids=grids, folded=True, about=about, choice=True
-    )
+    first = phase.results(Result)[0]
+    words = [
+        f"Gallery: {first.images:,} images. A tie counts for the share of its orders that hit."
+    ]
+    about = f"text_to_image_r{first.text_to_image[0].k}"
+    title = "Images and captions"
+    yield Block(title, words, grids, about=about, choice=True)
     pictures = by_name(phase, Result, figures)["images_and_words"]
-    yield Block("Experts of patches and words", pictures=pictures, folded=True)
+    yield Block("Experts of patches and words", pictures=pictures)
 
 
 def words_grid(layer: TextLayer, title: str, short: str) -> Grid:
     """Words down, experts across, deeper where more of the word's occurrences go."""
-    experts = range(len(layer.words[0].experts)) if layer.words else range(0)
+    experts = [number for word in layer.words[:1] for number, _ in enumerate(word.experts)]
     lines = [
         Line(
             Item(word.word, small=f"{word.count:,}"),
@@ -145,3 +117,6 @@ def words_grid(layer: TextLayer, title: str, short: str) -> Grid:
     columns = ["word", *(f"expert {number}" for number in experts)]
     below = "First expert of each occurrence of the most frequent words, in percent."
     return Grid(columns, lines, title=title, below=below, small=True, short=short)
+
+
+SHOWN = Shown("retrieval", "images and captions", Result, COLUMNS, figures, part)

@@ -1,41 +1,83 @@
-"""Scores and routing under attack, and whether the attacks can be believed."""
+"""Scores and routing under attack, attacked pictures, and whether the attacks can be believed."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from moecore.measure.robustness import Result
-from moecore.measure.under_attack.curves import worst_scores
+from moecore.measure.under_attack.curves import AttackRow, LeftScores, measured_curves, worst_scores
+from moecore.measure.under_attack.curves import AuditLine as Audited
 from moecore.report.column import (
     SCORE,
     Ahead,
     Column,
     Each,
-    decode_items,
+    Given,
+    Seen,
     key_of,
     limits_of,
     mean_or_none,
     score_title,
 )
-from moecore.report.figures.charts import attack_points, under_attack
-from moecore.report.measured import Measured, Phase
-from moecore.report.measures.attack_blocks import (
-    WORST,
-    attack_title,
-    attacked,
-    attacks_of,
-    audit,
-    moved_by,
-    moved_by_layer,
-    moves_of,
-    rows_of,
-    strongest,
+from moecore.report.figures.charts import (
+    Look,
+    attack_points,
+    interval_caption,
+    panels_chart,
+    points_over_seeds,
+    under_attack,
 )
-from moecore.report.measures.shown import Figures
-from moecore.report.page.view import Block, Picture
+from moecore.report.figures.sheets import Frame, Tile, picture, sheet
+from moecore.report.measured import Measured, Phase, drop_none
+from moecore.report.measures.shown import Figures, Shown, draw_method_curves, items_of
+from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
+from moecore.report.references import references
+from moecore.report.tables.number_format import PIXEL, format_epsilon, with_named_epsilons
 from moecore.statistics.crossed import values_by_person
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
+
+MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
+LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
+WORST_FIRST = (False, None, True)
+
+WORST = "worst_case"
+FIGURES = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
+ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
+
+
+class LayerChange(NamedTuple):
+    """The change of the experts of one MoE layer under one attack at its largest epsilon."""
+
+    attack: str
+    layer: int  # from 1
+    epsilon: float
+    change: float
+
+
+def attacks_of(result: Result) -> list[str]:
+    """The attacks that the model met; a routing attack has nothing for a dense one."""
+    return list(measured_curves(result.attacks))
+
+
+def rows_of(result: Result, attack: str) -> tuple[LeftScores, ...]:
+    """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
+    if attack == WORST:
+        return result.worst_case
+    return measured_curves(result.attacks).get(attack, ())
+
+
+def attack_title(name: str) -> str:
+    """An attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
+    words = name.replace("_", "-").split("-")
+    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
+
+
+def largest_epsilon(result: Result, attack: str) -> str:
+    """The largest epsilon of an attack: 8/255."""
+    return format_epsilon(rows_of(result, attack)[-1].epsilon)
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
@@ -51,7 +93,7 @@ def hits_under(model: Measured, attack: str) -> np.ndarray | None:
 
 def left_under(result: Result, attack: str) -> np.ndarray | None:
     """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
-    names = attacks_of(result) if attack == WORST else [attack]
+    names = {WORST: attacks_of(result)}.get(attack, [attack])
     last = [rows_of(result, name)[-1] for name in names if rows_of(result, name)]
     return worst_scores(result.task, last, result.images).numpy() if last else None
 
@@ -67,31 +109,39 @@ def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
     return read
 
 
-def asked(ahead: Ahead) -> list[str]:
-    """The attacks of a study that is still to be run."""
+def attacks_ahead(ahead: Ahead) -> list[str]:
     return [attack.name for attack in ahead.study.robustness.attacks]
 
 
-def scored(ahead: Ahead, attack: str) -> str:
-    """The name of the score under an attack."""
-    share = ahead.score == "accuracy"
-    return f"{ahead.score}_{attack}" if share else f"attacked_{ahead.score}_{attack}"
+def attacked_name(score: str, attack: str) -> str:
+    """Return the name of the column of a score, as names of columns have it, under an attack."""
+    beginning = {"accuracy": ""}.get(score, "attacked_")
+    return f"{beginning}{score}_{attack}"
+
+
+def scores_under_attack(seen: Seen) -> list[Column]:
+    """The score at the largest epsilon of each attack, and of the worst of them for each image."""
+    first: dict[str, Result] = {}
+    for result in seen.results:
+        for attack in attacks_of(result):
+            first.setdefault(attack, result)
+    if worst := [result for result in seen.results if result.worst_case]:
+        first[WORST] = worst[0]
+    return [score_under(attack, result) for attack, result in first.items()]
 
 
 def score_under(attack: str, result: Result) -> Column:
     """The score at the largest epsilon of an attack, or of the worst of them for each image."""
 
     def read(result: Result) -> Interval | None:
-        rows = rows_of(result, attack)
-        return Interval(rows[-1].score, rows[-1].low, rows[-1].high) if rows else None
+        last = rows_of(result, attack)[-1:]
+        return next((Interval(row.score, row.low, row.high) for row in last), None)
 
     score = result.task.score
-    share = score.form == "share"
     title, note = words_under(attack, score)
-    name = f"{key_of(score)}_{attack}" if share else f"attacked_{score.name}_{attack}"
     return Column(
-        name,
-        f"{title}, ε\u00a0=\u00a0{strongest(result, attack)}",  # never broken into two lines
+        attacked_name(key_of(score), attack),
+        f"{title}, ε\u00a0=\u00a0{largest_epsilon(result, attack)}",  # never broken into two lines
         read,
         score.better,
         score.form,
@@ -104,7 +154,6 @@ def score_under(attack: str, result: Result) -> Column:
 
 
 def words_under(attack: str, score: Score) -> tuple[str, str]:
-    """The label without its epsilon, and the note."""
     if score.form == "share":
         if attack == WORST:
             return "Worst case", "accuracy where an image counts only if no attack broke it"
@@ -116,83 +165,59 @@ def words_under(attack: str, score: Score) -> tuple[str, str]:
 
 def change_under(name: str, word: str, what: str) -> Each:
     """Change of the experts that are chosen, or that process a token, under each attack."""
-
-    def column(attack: str, result: Result) -> Column:
-        def read(result: Result) -> float | None:
-            rows = moves_of(result, attack)
-            return mean_or_none(getattr(rows[-1], name)) if rows else None
-
-        def items(result: Result) -> np.ndarray | None:
-            rows = moves_of(result, attack)
-            return decode_items(rows[-1].items.get(name)) if rows else None
-
-        at = strongest(result, attack)
-        return Column(
-            f"{name}_{attack}",
-            f"{word} change, {attack_title(attack)}, ε\u00a0=\u00a0{at}",
-            read,
-            "lower",
-            note=f"1 − IoU of the experts that {what} a token at ε = {at}, mean over layers",
-            paper="adversarial",
-            items=items,
-        )
-
-    return Each(attacks_of, column, lambda ahead: [f"{name}_{one}" for one in asked(ahead)])
-
-
-def change_by_layer(attack_and_layer: str, result: Result) -> Column:
-    """Change of the chosen experts of one MoE layer under one attack."""
-    attack, layer = attack_and_layer.rsplit(" ", 1)
-    place = int(layer) - 1
-
-    def read(result: Result) -> float | None:
-        rows = moves_of(result, attack)
-        moved = rows[-1].routing_change if rows else ()
-        return moved[place] if place < len(moved) else None
-
-    at = strongest(result, attack)
-    return Column(
-        f"routing_change_{attack}_layer_{layer}",
-        f"Routing change, {attack_title(attack)}, MoE {layer}, ε\u00a0=\u00a0{at}",
-        read,
+    column = Column(
+        f"{name}_{{}}",
+        f"{word} change, {{}}, ε\u00a0=\u00a0{{}}",
+        lambda row: mean_or_none(getattr(row, name)),
         "lower",
-        note=f"1 − IoU of the experts that are chosen at ε = {at} in MoE layer {layer}",
+        note=f"1 − IoU of the experts that {what} a token at ε = {{1}}, mean over layers",
         paper="adversarial",
-        detail=True,
+        items=items_of(name),
     )
+    words = lambda attack, row: [attack_title(attack), format_epsilon(row.epsilon)]
+    return Each(strongest_rows, column, attacks_ahead, words)
 
 
-def attacks_and_layers(result: Result) -> list[str]:
-    """pgd-10 1, pgd-10 2, …"""
-    return [
-        f"{attack} {layer}"
-        for attack in attacks_of(result)
-        for layer in range(1, 1 + len(moves_of(result, attack)[-1].routing_change))
-    ]
+def strongest_rows(result: Result) -> dict[str, AttackRow]:
+    """Attack → its row of the largest epsilon."""
+    return {attack: rows[-1] for attack, rows in measured_curves(result.attacks).items()}
 
 
-def layers_ahead(ahead: Ahead) -> list[str]:
-    """The names of those columns, of as many layers as the model has blocks."""
-    names = asked(ahead)
-    return [f"routing_change_{one}_layer_{layer}" for one in names for layer in ahead.layers]
+def changes_by_layer(result: Result) -> dict[str, LayerChange]:
+    """pgd-10_layer_1 and so on → the change of the chosen experts."""
+    return {
+        f"{attack}_layer_{layer}": LayerChange(attack, layer, row.epsilon, change)
+        for attack, row in strongest_rows(result).items()
+        for layer, change in enumerate(row.routing_change, 1)
+    }
 
 
 COLUMNS = (
-    Each(
-        attacks_of,
-        score_under,
-        lambda ahead: [scored(ahead, attack) for attack in asked(ahead)],
-        SCORE,
-    ),
-    Each(
-        lambda result: [WORST] if result.worst_case else [],
-        score_under,
-        lambda ahead: [scored(ahead, WORST)],
+    Given(
+        scores_under_attack,
+        lambda ahead: [
+            attacked_name(ahead.score, attack) for attack in [*attacks_ahead(ahead), WORST]
+        ],
         SCORE,
     ),
     change_under("routing_change", "Routing", "are chosen for"),
     change_under("processing_change", "Processing", "process"),
-    Each(attacks_and_layers, change_by_layer, layers_ahead),
+    Each(
+        changes_by_layer,
+        Column(
+            "routing_change_{}",
+            "Routing change, {}, MoE {}, ε\u00a0=\u00a0{}",
+            lambda row: row.change,
+            "lower",
+            note="1 − IoU of the experts that are chosen at ε = {2} in MoE layer {1}",
+            paper="adversarial",
+            detail=True,
+        ),
+        lambda ahead: [
+            f"{attack}_layer_{layer}" for attack in attacks_ahead(ahead) for layer in ahead.layers
+        ],
+        lambda key, row: [attack_title(row.attack), str(row.layer), format_epsilon(row.epsilon)],
+    ),
 )
 
 
@@ -208,35 +233,133 @@ def figures(result: Result) -> Figures:
 def part(phase: Phase) -> Iterator[Block]:
     """The score over epsilon for each attack and their worst, the routing's change, the audit."""
     results = phase.results(Result)
-    if not results:
-        return
     attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
     drawn = [curve_of(phase, attack) for attack in attacks]
     if all(result.worst_case for result in results):
         drawn.append(curve_of(phase, WORST))
-    moved = [of(phase, attack) for of in (moved_by, moved_by_layer) for attack in attacks]
-    every = [*drawn, *(one for one in moved if one is not None)]
-    about = score_under(WORST if results[0].worst_case else attacks[-1], results[0]).name
-    yield Block("Robustness", pictures=every, folded=True, about=about)
-    yield Block("Attacked pictures", pictures=attacked(phase), folded=True, about=about)
-    lines = {
-        method: [result.audit for result in seeds] for method, seeds in phase.of(Result).items()
-    }
-    yield audit(lines)
+    for draw in (draw_changes, draw_layer_changes):
+        drawn += [picture for attack in attacks for picture in draw(phase, attack)]
+    worst = WORST if results[0].worst_case else attacks[-1]
+    about = attacked_name(key_of(results[0].task.score), worst)
+    yield Block("Robustness", pictures=drawn, about=about)
+    yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
+    yield audit_block(phase)
 
 
 def curve_of(phase: Phase, attack: str) -> Picture:
-    """One attack, a line per method."""
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
         method: attack_points([rows_of(result, attack) for result in of_method], first.task.score)
         for method, of_method in seeds.items()
     }
-    what = "the worst attack for each image" if attack == WORST else attack_title(attack)
+    what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
     images = f"{first.images} test images, the same for every method."
     return Picture(
         under_attack(curves, what, first.task.score),
         f"{phase.name}: {attack_title(attack)}",
         f"{images} Bands: 95 % intervals.",
     )
+
+
+def draw_changes(phase: Phase, attack: str) -> list[Picture]:
+    """The change of the routing under one attack; [] where no method has it."""
+
+    def changes(result: Result) -> dict[float, float | None]:
+        rows = measured_curves(result.attacks).get(attack, ())
+        return {row.epsilon * PIXEL: mean_or_none(row.routing_change) for row in rows}
+
+    label = f"routing under {attack}"
+    words = "Mean over MoE layers."
+    return draw_method_curves(phase, Result, changes, change_look(attack), words, label, (0.0, 1.0))
+
+
+def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
+    """The change of the routing of each MoE layer under one attack; [] where nothing moved."""
+
+    def changes(result: Result, layer: int) -> dict[float, float]:
+        rows = measured_curves(result.attacks).get(attack, ())
+        having = [row for row in rows if layer < len(row.routing_change)]
+        return {row.epsilon * PIXEL: row.routing_change[layer] for row in having}
+
+    last = [strongest_rows(result).get(attack) for result in phase.results(Result)]
+    layers = max((len(row.routing_change) for row in drop_none(last)), default=0)
+    panels = {
+        f"MoE {layer + 1}": {
+            method: points_over_seeds([changes(result, layer) for result in seeds], (0.0, 1.0))
+            for method, seeds in phase.of(Result).items()
+        }
+        for layer in range(layers)
+    }
+    if not panels:
+        return []
+    drawn = FIGURES.get(re.split("[-_]", attack)[0], "")
+    caption = f"By MoE layer{drawn}. {interval_caption(phase.of(Result))}"
+    chart = panels_chart(panels, change_look(attack))
+    return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
+
+
+def change_look(attack: str) -> Look:
+    title = f"Routing change under {attack_title(attack)}"
+    return Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
+
+
+def draw_attacked_images(phase: Phase) -> list[Picture]:
+    """A few images under the strongest attack, of the methods that all others are held against."""
+    pictures = []
+    first = phase.first(Result)
+    for method in references(phase.models):
+        shown = getattr(first.get(method), "attacked", None)
+        if shown is None:
+            continue
+        tiles = [[Tile(picture(one)) for one in row.pictures.array()] for row in shown.rows]
+        names = [
+            {0: "clean"}.get(row.epsilon, f"ε = {format_epsilon(row.epsilon)}")
+            for row in shown.rows
+        ]
+        title = f"{attack_title(shown.attack)} on {method}"
+        figure = sheet(tiles, Frame(title, names), 1.1, 1.1)
+        caption = f"{method}. Images as the strongest attack made them (figure 5)."
+        label = f"{phase.name}: attacked pictures of {method}"
+        pictures.append(Picture(figure, label, caption + phase.first_seed))
+    return pictures
+
+
+def audit_block(phase: Phase) -> Block:
+    """A row per question."""
+    lines = {
+        method: [line for result in seeds for line in result.audit]
+        for method, seeds in phase.of(Result).items()
+    }
+    every = [line for of_method in lines.values() for line in of_method]
+    rows = [
+        Line(
+            Item(name.replace("_", " ")),
+            [worst_answer([line for line in one if line.name == name]) for one in lines.values()],
+        )
+        for name in dict.fromkeys(line.name for line in every)
+    ]
+    grids = [Grid(["Question", *lines], rows)] if rows else []
+    return Block("Can the attacks be believed?", grids=grids, finding=tally_verdicts(every))
+
+
+def worst_answer(audited: Sequence[Audited]) -> Item:
+    """Return what all seeds say of a question: the worst verdict, with its words."""
+    if not audited:
+        return NONE
+    worst = min(audited, key=lambda line: WORST_FIRST.index(line.holds))
+    return Item(
+        MARKS[worst.holds],
+        note=with_named_epsilons(worst.text.removeprefix("not judged: ")),
+        look=LOOKS[worst.holds],
+    )
+
+
+def tally_verdicts(audited: Sequence[Audited]) -> str:
+    """Return how many of the questions that could be told hold."""
+    verdicts = [line.holds for line in audited]
+    told = len(verdicts) - verdicts.count(None)
+    return f"{verdicts.count(True)} of {told} lines of the audit hold"
+
+
+SHOWN = Shown("robustness", "robustness", Result, COLUMNS, figures, part)

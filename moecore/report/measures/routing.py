@@ -1,11 +1,12 @@
 """Which experts tokens choose: balance, agreement of views, eligibility, sureness."""
 
-from collections.abc import Callable, Iterator
-
-import numpy as np
+from collections.abc import Iterator
+from functools import partial
+from operator import attrgetter
 
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.augmentations import resolve_augmentation
+from moecore.measure.routing_metrics.matching import AugmentedRow
 from moecore.report.column import (
     SCORE,
     Ahead,
@@ -14,9 +15,7 @@ from moecore.report.column import (
     Each,
     Given,
     column_slug,
-    decode_items,
     mean_or_none,
-    rows_by_name,
 )
 from moecore.report.figures.expert_maps import corresponding_patches, expert_load, expert_overlays
 from moecore.report.measured import Phase, drop_none
@@ -31,7 +30,7 @@ from moecore.report.measures.routing_sweeps import (
     swept_columns,
     swept_most,
 )
-from moecore.report.measures.shown import Figures, by_name
+from moecore.report.measures.shown import Figures, Shown, by_name, items_of
 from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
@@ -47,15 +46,12 @@ SURE = {
 }
 
 
-def of_routing(name: str, label: str, better: str, form: str, note: str, paper: str) -> Column:
+def of_routing(
+    name: str, label: str, better: str = "", form: str = "number", note: str = "", paper: str = ""
+) -> Column:
     """A number that the result has under the column's own name."""
-    column = Column(name, label, lambda result: getattr(result, name), better, form, note, paper)
-    return column._replace(items=items_of(name))
-
-
-def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
-    """The items that a result keeps under this name."""
-    return lambda result: decode_items(result.items.get(name))
+    read = attrgetter(name)
+    return Column(name, label, read, better, form, note, paper, items=items_of(name))
 
 
 def sureness(place: str) -> Column:
@@ -71,33 +67,30 @@ def sureness(place: str) -> Column:
 
 def matched_under(match: str) -> Each:
     """A match of two views under each recorded augmentation (PRC, table 4)."""
-
-    def column(name: str, result: Result) -> Column:
-        def read(result: Result) -> Interval | None:
-            row = rows_by_name(result.augmentations).get(name)
-            if row is None:
-                return None
-            ends = (f"{match}_low", f"{match}_high")
-            return Interval(getattr(row, match), *(getattr(row, end) for end in ends))
-
-        def items(result: Result) -> np.ndarray | None:
-            row = rows_by_name(result.augmentations).get(name)
-            return None if row is None else decode_items(row.items.get(match))
-
-        label = f"Match, {MATCHES[match][0]}: {name}"
-        key = f"{match}_{column_slug(name)}"
-        return Column(key, label, read, "higher", "share", paper="prc", items=items, detail=True)
-
-    def foreseen(ahead: Ahead) -> list[str]:
-        volumes = ahead.score == "mae"
-        if ahead.score == "nats":
-            return []  # a text has no augmentations
-        asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
-        return [f"{match}_{column_slug(one.name)}" for one in asked]
-
-    return Each(
-        lambda result: [row.name for row in result.augmentations], column, foreseen, "share"
+    column = Column(
+        f"{match}_{{}}",
+        f"Match, {MATCHES[match][0]}: {{}}",
+        lambda row: Interval(*(getattr(row, f"{match}{end}") for end in ("", "_low", "_high"))),
+        "higher",
+        "share",
+        paper="prc",
+        items=items_of(match),
+        detail=True,
     )
+    return Each(augmentations_of, column, augmentations_ahead, lambda key, row: [row.name])
+
+
+def augmentations_of(result: Result) -> dict[str, AugmentedRow]:
+    return {column_slug(row.name): row for row in result.augmentations}
+
+
+def augmentations_ahead(ahead: Ahead) -> list[str]:
+    """Return those that are asked for; a text has none."""
+    if ahead.score == "nats":
+        return []
+    volumes = ahead.score == "mae"
+    asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
+    return [column_slug(one.name) for one in asked]
 
 
 PLACES = {
@@ -123,6 +116,10 @@ def on_map(place: str) -> list[Columns]:
     return columns
 
 
+TEACHER = ("teacher_agreement", "Agreement with teacher", "", "share")
+AGREED = "tokens that agree on the first expert"
+ermoe_column = partial(of_routing, paper="ermoe")
+tgr_column = partial(of_routing, paper="tgr")
 COLUMNS = (
     *(
         of_routing(
@@ -132,78 +129,38 @@ COLUMNS = (
     ),
     *(sureness(place) for place in SURE),
     *(matched_under(match) for match in MATCHES),
-    of_routing(
+    ermoe_column(
         "load_cv2",
         "Load CV²",
         "lower",
-        "number",
-        "variance / mean² of the tokens per expert, mean over layers",
-        "ermoe",
+        note="variance / mean² of the tokens per expert, mean over layers",
     ),
-    of_routing(
-        "fallback",
-        "Fallback",
-        "lower",
-        "share",
-        "tokens with no expert above the threshold",
-        "ermoe",
+    ermoe_column(
+        "fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"
     ),
-    of_routing(
+    ermoe_column(
         "below_k",
         "Fewer than k",
         "",
         "share",
         "tokens with fewer than k experts above the threshold",
-        "ermoe",
     ),
-    of_routing(
-        "tail_mass",
-        "Tail mass",
-        "lower",
-        "number",
-        "weight above the threshold but outside the best k",
-        "ermoe",
+    ermoe_column(
+        "tail_mass", "Tail mass", "lower", note="weight above the threshold but outside the best k"
     ),
-    of_routing(
-        "tail_of_probs",
-        "Tail of the probabilities",
-        "",
-        "number",
-        "probability outside the best k",
-        "ermoe",
+    ermoe_column(
+        "tail_of_probs", "Tail of the probabilities", note="probability outside the best k"
     ),
-    of_routing(
-        "teacher_agreement",
-        "Agreement with teacher",
-        "",
-        "share",
-        "tokens that agree on the first expert; mean over layers",
-        "tgr",
-    ),
-    by_layer(
-        "teacher_agreement",
-        "Agreement with teacher",
-        "",
-        "share",
-        "tokens that agree on the first expert",
-        "tgr",
-        detail=False,
-    ),
-    of_routing(
+    tgr_column(*TEACHER, f"{AGREED}; mean over layers"),
+    by_layer(*TEACHER, AGREED, "tgr", detail=False),
+    tgr_column(
         "entropy",
         "Expert entropy",
         "higher",
-        "number",
-        "normalised entropy of expert use, mean over layers",
-        "tgr",
+        note="normalised entropy of expert use, mean over layers",
     ),
-    of_routing(
-        "token_entropy",
-        "Token entropy",
-        "",
-        "number",
-        "nats, of a token's probabilities; mean over layers",
-        "tgr",
+    tgr_column(
+        "token_entropy", "Token entropy", note="nats, of a token's probabilities; mean over layers"
     ),
     *(column for place in PLACES for column in on_map(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
@@ -213,7 +170,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """Load of the experts, and which expert sees which patch."""
     if result.layers:
         yield "expert_load", expert_load([layer.load for layer in result.layers])
     if result.overlays.shape[0] and result.overlays.grids:
@@ -224,25 +180,25 @@ def part(phase: Phase) -> Iterator[Block]:
     """Load and patches of the methods with MoE layers, then other settings of their routers."""
     drawn = by_name(phase, Result, figures)
     loads = drawn["expert_load"]
-    yield Block("Load of the experts", pictures=loads, folded=True, about="load_cv2")
+    yield Block("Load of the experts", pictures=loads, about="load_cv2")
     patches = drawn["expert_overlays"]
     yield Block(
-        "Which expert sees which patch",
-        pictures=patches,
-        folded=True,
-        finding=neighbours(phase.first(Result)),
+        "Which expert sees which patch", pictures=patches, finding=neighbours(phase.first(Result))
     )
-    yield Block("Corresponding patches", pictures=crops(phase), folded=True, about="match_top1")
+    pairs = drop_none(result.corresponding for result in phase.results(Result))
+    crops = [  # the same for every method
+        Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))
+        for figure in map(corresponding_patches, pairs[:1])
+    ]
+    yield Block("Corresponding patches", pictures=crops, about="match_top1")
     yield Block(
         "Agreement with the teacher by layer",
         pictures=agreement_by_layer(phase),
-        folded=True,
         about="teacher_agreement",
     )
     yield Block(
         "Other thresholds and other k at test time",
         pictures=sweeps(phase),
-        folded=True,
         finding=swept_most(
             {method: swept(result, "k", "score") for method, result in phase.first(Result).items()},
             phase.task.score,
@@ -250,10 +206,4 @@ def part(phase: Phase) -> Iterator[Block]:
     )
 
 
-def crops(phase: Phase) -> list[Picture]:
-    """Two crops of one image; they are the same for every method."""
-    pairs = drop_none(result.corresponding for result in phase.results(Result))
-    if not pairs:
-        return []
-    figure = corresponding_patches(pairs[0])
-    return [Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))]
+SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, part)

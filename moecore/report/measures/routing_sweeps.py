@@ -1,15 +1,17 @@
 """Sweeps over the router's settings, and what the pictures of routing show, in a line each."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import numpy as np
 
 from moecore.measure.cost import Result as Cost
 from moecore.measure.exploring.overlays import expert_grid
-from moecore.measure.routing import Result
+from moecore.measure.routing import Result, RoutingLayer
 from moecore.report.column import Ahead, Column, Each, Seen, score_title
-from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
+from moecore.report.figures.charts import Look
 from moecore.report.measured import Phase
+from moecore.report.measures.shown import draw_method_curves
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
 from moecore.tasks.base import Score
@@ -23,21 +25,16 @@ def neighbours(first: Mapping[str, Result]) -> str:
     """
     shares = {}
     for method, result in first.items():
-        layers = result.overlays.grids
-        same = [row[:, 1:] == row[:, :-1] for row in map(expert_grid, layers[-1] if layers else ())]
-        pairs = [one for one in same if one.size]
-        if pairs:
-            shares[method] = float(np.mean([one.mean() for one in pairs]))
+        grids = [expert_grid(rows) for layer in result.overlays.grids[-1:] for rows in layer]
+        same = [(row[:, 1:] == row[:, :-1]).mean() for row in grids if row.shape[1] > 1]
+        if same:
+            shares[method] = float(np.mean(same))
     if not shares:
         return ""
-    return f"patches side by side share their expert in {ends_of(shares)} of the pairs"
-
-
-def ends_of(values: Mapping[str, float]) -> str:
-    """40 % (prc) to 61 % (moge)."""
-    least = min(values, key=values.__getitem__)
-    most = max(values, key=values.__getitem__)
-    return " to ".join(f"{100 * values[one]:.0f} % ({one})" for one in dict.fromkeys((least, most)))
+    least = min(shares, key=shares.__getitem__)
+    most = max(shares, key=shares.__getitem__)
+    ends = [f"{100 * shares[one]:.0f} % ({one})" for one in dict.fromkeys((least, most))]
+    return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
 def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
@@ -61,21 +58,16 @@ def preferred(first: Mapping[str, Outcome]) -> str:
     """The class and the expert that belong together most, in the last MoE layer and epoch."""
     most = (0.0, "")
     for method, result in first.items():
-        if not result.class_maps:
-            continue
-        last = list(result.class_maps.values())[-1]
-        maps = np.array([layers[-1] for layers in last], dtype=float)  # (classes, experts)
-        if not np.isfinite(maps).any():
-            continue
-        label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
-        share = float(maps[label, expert])
-        words = f"{result.task.classes[label]} for expert {expert} of {method}"
-        most = max(most, (share, words))
-    if not most[1]:
+        for layers in list(result.class_maps.values())[-1:]:
+            maps = np.array([of_class[-1] for of_class in layers], dtype=float)
+            if np.isfinite(maps).any():
+                label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
+                words = f"{result.task.classes[label]} for expert {expert} of {method}"
+                most = max(most, (float(maps[label, expert]), words))
+    share, words = most
+    if not words:
         return ""
-    return (
-        f"the strongest preference is that of {most[1]} ({100 * most[0]:.0f} % of its probability)"
-    )
+    return f"the strongest preference is that of {words} ({100 * share:.0f} % of its probability)"
 
 
 FIGURES = {"threshold": "S3", "k": "S5"}  # of ERMoE's supplement
@@ -94,44 +86,27 @@ def sweeps(phase: Phase) -> list[Picture]:
         ("k", "tail_mass", "Tail mass", False),
         ("k", "load_cv2", "Load CV²", False),
     )
-    drawn = [sweep(phase, *panel) for panel in panels]
-    drawn.append(step_time(phase))
-    return [one for one in drawn if one is not None]
+    drawn = [picture for panel in panels for picture in draw_sweep(phase, *panel)]
+    look = Look(
+        "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
+    )
+    words = "Forward passes of this machine (ERMoE, figure S5)."
+    return drawn + draw_method_curves(phase, Cost, relative_times, look, words)
 
 
-def sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> Picture | None:
-    """One value over one setting, a line per method; None where no model was swept."""
+def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> list[Picture]:
+    """One value over one setting, a line per method; [] where no model was swept."""
     words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
     over_what, axis = words[setting]
-    curves = {
-        method: points_over_seeds([swept(result, setting, name) for result in seeds])
-        for method, seeds in phase.of(Result).items()
-    }
-    if not any(curves.values()):
-        return None
-    look = Look(f"{label} over {over_what}", axis, label, share)
+    look = Look(f"{label} over {over_what}", axis, label, share, height=3.2)
     what = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[setting]})."
-    caption = f"{what} {interval_caption(phase.of(Result))}"
-    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
+    return draw_method_curves(phase, Result, lambda one: swept(one, setting, name), look, what)
 
 
-def step_time(phase: Phase) -> Picture | None:
-    """The time of a batch over k, as a multiple of that with one expert per token."""
-
-    def of(result: Cost) -> dict[float, float]:
-        times = {row.k: row.batch_ms.median for row in result.by_k}
-        return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
-
-    curves = {
-        method: points_over_seeds([of(result) for result in seeds])
-        for method, seeds in phase.of(Cost).items()
-    }
-    if not any(curves.values()):
-        return None
-    look = Look("Step time over k", "Experts per token k", "Time of a batch / that of k = 1")
-    what = "Forward passes of this machine (ERMoE, figure S5)."
-    caption = f"{what} {interval_caption(phase.of(Cost))}"
-    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
+def relative_times(result: Cost) -> dict[float, float]:
+    """k → the time of a batch, as a multiple of that with one expert per token."""
+    times = {row.k: row.batch_ms.median for row in result.by_k}
+    return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
 
 
 def swept(result: Result, setting: str, name: str) -> dict[float, float]:
@@ -145,91 +120,65 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
     """A value at each setting that was tried: a claim compares it as any other column."""
     symbol = {"threshold": "T", "k": "k"}[setting]
 
-    def column(value: str, result: Result) -> Column:
-        def read(result: Result) -> float | None:
-            return swept(result, setting, name).get(float(value))
+    def values(result: Result) -> dict[str, tuple[float, float]]:
+        points = swept(result, setting, name)
+        return {slug_of(tried): (tried, value) for tried, value in points.items()}
 
-        return Column(
-            f"{name}_{setting}_{value}".replace(".", "_"),
-            f"{label}, {symbol}\u00a0=\u00a0{value}",
-            read,
-            better,
-            form,
-            f"trained weights with {symbol} = {value} at test time (figure {FIGURES[setting]})",
-            "ermoe",
-            detail=True,
-        )
-
-    def values(result: Result) -> list[str]:
-        return [f"{value:g}" for value in swept(result, setting, name)]
-
-    def foreseen(ahead: Ahead) -> list[str]:
-        tried = getattr(ahead.study.routing.sweeps, setting)
-        return [f"{name}_{setting}_{value:g}".replace(".", "_") for value in tried]
-
-    return Each(values, column, foreseen, form)
+    column = Column(
+        f"{name}_{setting}_{{}}",
+        f"{label}, {symbol}\u00a0=\u00a0{{}}",
+        lambda point: point[1],
+        better,
+        form,
+        f"trained weights with {symbol} = {{}} at test time (figure {FIGURES[setting]})",
+        "ermoe",
+        detail=True,
+    )
+    foreseen = lambda ahead: map(slug_of, getattr(ahead.study.routing.sweeps, setting))
+    return Each(values, column, foreseen, lambda key, point: [f"{point[0]:g}"])
 
 
-def layers_of(result: Result) -> list[str]:
-    """The MoE layers, from 1."""
-    return [str(place) for place, _ in enumerate(result.layers, 1)]
+def slug_of(tried: float) -> str:
+    """A setting inside the name of a column: 0_5."""
+    return f"{tried:g}".replace(".", "_")
+
+
+def layers_of(result: Result) -> dict[str, RoutingLayer]:
+    return {str(place): layer for place, layer in enumerate(result.layers, 1)}
 
 
 def by_layer(
     name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
 ) -> Each:
     """A column for each MoE layer that has the value, from 1."""
-
-    def column(layer: str, result: Result) -> Column:
-        def read(result: Result) -> float | None:
-            place = int(layer) - 1
-            return getattr(result.layers[place], name) if place < len(result.layers) else None
-
-        return Column(
-            f"{name}_layer_{layer}",
-            f"{label}, MoE {layer}",
-            read,
-            better,
-            form,
-            f"{note}; MoE layer {layer}",
-            paper,
-            detail=detail,
-        )
-
-    def foreseen(ahead: Ahead) -> list[str]:
-        return [f"{name}_layer_{layer}" for layer in ahead.layers]
-
-    return Each(layers_of, column, foreseen, form)
+    column = Column(
+        f"{name}_layer_{{}}",
+        f"{label}, MoE {{}}",
+        attrgetter(name),
+        better,
+        form,
+        f"{note}; MoE layer {{}}",
+        paper,
+        detail=detail,
+    )
+    return Each(layers_of, column, lambda ahead: map(str, ahead.layers))
 
 
 def scores_over_k(seen: Seen) -> list[Column]:
-    """The task's score with each k at test time."""
     score = seen.task.score
     return swept_columns("k", "score", score_title(score), score.better, score.form).columns(seen)
 
 
 def scores_ahead(ahead: Ahead) -> list[str]:
-    """The names of those columns."""
     return [f"score_k_{value}" for value in ahead.study.routing.sweeps.k]
 
 
 def agreement_by_layer(phase: Phase) -> list[Picture]:
     """Agreement with the teacher over the MoE layers, a line per method (TGR, table 7)."""
 
-    def of(result: Result) -> dict[float, float]:
-        shares = {place: layer.teacher_agreement for place, layer in enumerate(result.layers, 1)}
-        return {place: share for place, share in shares.items() if share is not None}
+    def shares(result: Result) -> dict[float, float | None]:
+        return {place: layer.teacher_agreement for place, layer in enumerate(result.layers, 1)}
 
-    seeds = phase.of(Result)
-    curves = {
-        method: points_over_seeds([of(result) for result in of_method])
-        for method, of_method in seeds.items()
-    }
-    if not any(curves.values()):
-        return []
-    look = Look("Agreement with the teacher", "MoE layer", "Tokens", share=True, top=1.02)
-    what = "Tokens whose first expert is the teacher's (TGR, table 7)."
-    chart = curves_chart(curves, look, 3.2)
-    return [
-        Picture(chart, f"{phase.name}: teacher's agreement", f"{what} {interval_caption(seeds)}")
-    ]
+    look = Look("Agreement with the teacher", "MoE layer", "Tokens", True, 1.02, 3.2)
+    words = "Tokens whose first expert is the teacher's (TGR, table 7)."
+    return draw_method_curves(phase, Result, shares, look, words, "teacher's agreement")

@@ -35,12 +35,10 @@ TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
 
 
 def figures(result: Result) -> Figures:
-    """How far every number is from the paper's."""
     yield "difference_from_the_papers", differences(result)
 
 
 def section(result: Result) -> Iterator[Block]:
-    """The table, then the figure."""
     yield Block("Ours beside the papers'", grids=[grid(result)])
     drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
     yield Block("Difference from the papers' numbers", pictures=drawn)
@@ -58,20 +56,15 @@ def told(result: Result) -> str:
 
 def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
     """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
-    comparisons = {}
+    comparisons: dict[str, dict[str, dict[str, float]]] = {}
     for row in result.rows:
-        paper = printed(row).values
-        comparisons[row.name] = {
-            count.metric: compared(value, paper[count.metric])
-            for count in COUNTS
-            if (value := ours(row, count)) is not None and count.metric in paper
-        }
+        comparisons[row.name] = {}
+        for count in COUNTS:
+            value, paper = ours(row, count), printed(row).values.get(count.metric)
+            if value is not None and paper is not None:
+                both = {"ours": value, "paper": paper, "difference": value / paper - 1}
+                comparisons[row.name][count.metric] = both
     return comparisons
-
-
-def compared(value: float, paper: float) -> dict[str, float]:
-    """One number beside the paper's."""
-    return {"ours": value, "paper": paper, "difference": value / paper - 1}
 
 
 def printed(row: SizeRow) -> Reported:
@@ -79,7 +72,7 @@ def printed(row: SizeRow) -> Reported:
     if not row.reported:
         return Reported("cost", row.name, "", {})
     for model in REPORTED:
-        if model.paper == "cost" and model.model == row.reported:
+        if (model.paper, model.model) == ("cost", row.reported):
             return model
     raise ValueError(f"{row.reported} is not in moecore/report/paper_numbers.yaml under cost")
 
@@ -115,13 +108,12 @@ def cell(row: SizeRow, count: Count) -> Item:
 
 
 def reason(row: SizeRow) -> Item:
-    """Why it could not be built, or where it differs."""
-    words = f"Needs {row.needs}. {row.why}".strip() if row.needs else row.why
-    return Item(words, look="reason") if words else EMPTY
+    if row.needs:
+        return Item(f"Needs {row.needs}. {row.why}".strip(), look="reason")
+    return Item(row.why, look="reason") if row.why else EMPTY
 
 
 def number(value: float, count: Count) -> str:
-    """A number of the paper's unit as it is shown."""
     return f"{value * count.shown:,.{count.places}f}"
 
 
@@ -144,7 +136,7 @@ def differences(result: Result) -> Figure:
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(-200, 200)
     axes.set_xticks(
-        TICKS, [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in TICKS], minor=False
+        TICKS, [f"{tick:+d}".replace("-", "−").replace("+0", "0") for tick in TICKS], minor=False
     )
     axes.minorticks_off()
     axes.set(xlabel="Difference in %, linear from −1 to 1", yticks=range(len(names)))

@@ -1,6 +1,7 @@
 """Predictions and choices of experts under noise (PRC, figures 1 and 5)."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ from moecore.report.column import (
     score_title,
     unit_of,
 )
-from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
+from moecore.report.figures.charts import Look
 from moecore.report.figures.drawing import (
     PALETTE,
     legend_of,
@@ -31,40 +32,28 @@ from moecore.report.figures.drawing import (
 )
 from moecore.report.figures.sheets import Frame, Tile, picture, sheet, tints
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, each_method
-from moecore.report.page.view import Block, Picture
+from moecore.report.measures.shown import Figures, Shown, draw_method_curves, each_method, items_of
+from moecore.report.page.view import Block
 from moecore.statistics.intervals import Interval
 
 
-def largest(result: Result) -> NoiseRow:
-    """The row of the largest sigma."""
-    return max(result.noise, key=lambda row: row.sigma)
-
-
-def score(result: Result) -> Interval:
-    """The score under the largest noise."""
-    row = largest(result)
-    return Interval(row.score, row.low, row.high)
-
-
-def items_of(name: str) -> Callable[[Result], np.ndarray | None]:
-    """The items under the largest noise."""
-    return lambda result: decode_items(largest(result).items.get(name))
+def in_noise(read: Callable[[NoiseRow], Any]) -> Callable[[Result], Any]:
+    """Return what reads the row of the largest sigma."""
+    return lambda result: read(max(result.noise, key=lambda row: row.sigma))
 
 
 def scored(seen: Seen) -> list[Column]:
-    """The task's score under noise."""
     known = seen.task.score
     return [
         Column(
             f"noise_{key_of(known)}",
             f"{score_title(known)}{unit_of(known)}, noise",
-            score,
+            in_noise(lambda row: Interval(row.score, row.low, row.high)),
             known.better,
             known.form,
             "under the largest noise",
             "prc",
-            items=items_of("score"),
+            items=in_noise(items_of("score")),
             limits=limits_of(known),
         )
     ]
@@ -75,21 +64,21 @@ COLUMNS = (
     Column(
         "noise_selection_change",
         "Selection change, noise",
-        lambda result: mean_or_none(largest(result).selection_change),
+        in_noise(lambda row: mean_or_none(row.selection_change)),
         "lower",
         note="1 − IoU of the chosen experts under the largest noise, mean over layers",
         paper="prc",
-        items=items_of("selection_change"),
+        items=in_noise(items_of("selection_change")),
     ),
     Column(
         "noise_agreement",
         "Same expert, noise",
-        lambda result: largest(result).agreement,
+        in_noise(lambda row: row.agreement),
         "higher",
         "share",
         "tokens whose first expert stays under that noise",
         "prc",
-        items=items_of("agreement"),
+        items=in_noise(items_of("agreement")),
     ),
     Column(
         "jumps",
@@ -105,7 +94,6 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """A few ramps, and patches under noise."""
     if result.ramp.shown:
         yield "noise_ramp", noise_ramp(result.ramp)
     if result.overlays:
@@ -114,46 +102,25 @@ def figures(result: Result) -> Figures:
 
 def part(phase: Phase) -> Iterator[Block]:
     """The choice of experts and the score under noise; ramps and patches of each method."""
-    results = phase.results(Result)
-    if not results:
-        return
-    images = results[0].images
     known = phase.task.score
     sigma = "σ of the noise"
+    changed = Look("Selection change under noise", sigma, "1 − IoU of experts", True, height=3.2)
     title = score_title(known)
-    changed = Look("Selection change under noise", sigma, "1 − IoU of experts", share=True)
-    scores = Look(
-        f"{title} under noise", sigma, title + unit_of(known), share=known.form == "share"
-    )
-    drawn = [
-        noisy(
-            phase, changed, "Mean over MoE layers.", lambda row: mean_or_none(row.selection_change)
-        ),
-        noisy(phase, scores, f"{images} test images.", lambda row: row.score),
-    ]
-    known_ones = [one for one in drawn if one is not None]
-    yield Block("Noise", pictures=known_ones, folded=True, about="noise_selection_change")
+    axis = title + unit_of(known)
+    scores = Look(f"{title} under noise", sigma, axis, known.form == "share", height=3.2)
+    images = phase.results(Result)[0].images
+
+    def changes(result: Result) -> dict[float, float | None]:
+        return {row.sigma: mean_or_none(row.selection_change) for row in result.noise}
+
+    def scores_of(result: Result) -> dict[float, float]:
+        return {row.sigma: row.score for row in result.noise}
+
+    drawn = draw_method_curves(phase, Result, changes, changed, "Mean over MoE layers.")
+    drawn += draw_method_curves(phase, Result, scores_of, scores, f"{images} test images.")
+    yield Block("Noise", pictures=drawn, about="noise_selection_change")
     title = "Predictions along a ramp, and patches under noise"
-    yield Block(title, pictures=each_method(phase, Result, figures), folded=True, about="jumps")
-
-
-def noisy(
-    phase: Phase, look: Look, words: str, read: Callable[[NoiseRow], float | None]
-) -> Picture | None:
-    """One value over sigma, a line per method; None where no method has it."""
-
-    def of(result: Result) -> dict[float, float]:
-        values = {row.sigma: read(row) for row in result.noise}
-        return {sigma: value for sigma, value in values.items() if value is not None}
-
-    curves = {
-        method: points_over_seeds([of(result) for result in seeds])
-        for method, seeds in phase.of(Result).items()
-    }
-    if not any(curves.values()):
-        return None
-    caption = f"{words} {interval_caption(phase.of(Result))}"
-    return Picture(curves_chart(curves, look, 3.2), f"{phase.name}: {look.title}", caption)
+    yield Block(title, pictures=each_method(phase, Result, figures), about="jumps")
 
 
 @styled
@@ -199,7 +166,10 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
             tint = tints(np.where(changed, 0, -1), (PALETTE[1],))
             line.append(Tile(picture(image), tint, words))
         tiles.append(line)
-    rows = [f"σ = {row.sigma:g}" if row.sigma else "clean" for row in stored]
+    rows = [{0.0: "clean"}.get(row.sigma, f"σ = {row.sigma:g}") for row in stored]
     caption = "Last MoE layer. Tinted: another expert."
     frame = Frame("Experts under noise: changed ones are tinted", rows, caption=caption)
     return sheet(tiles, frame, 1.5, 1.5)
+
+
+SHOWN = Shown("stability", "stability under noise", Result, COLUMNS, figures, part)

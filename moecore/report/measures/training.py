@@ -1,6 +1,7 @@
-"""What trainings came to: scores on the test split, curves, and how the routing settles."""
+"""What trainings came to: scores on the test split, curves, how the routing settles, mistakes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -20,22 +21,25 @@ from moecore.report.column import (
 from moecore.report.figures.charts import interval_caption
 from moecore.report.figures.training_figures import (
     AGREEMENTS,
+    NUMBERED,
     agreement_points,
     class_maps,
     confusion_matrix,
     routing_agreement,
+    shares_of,
     training_curves,
 )
 from moecore.report.measured import Measured, Phase, drop_none
 from moecore.report.measures import region_blocks as regions
-from moecore.report.measures.confusion_blocks import confusion
 from moecore.report.measures.routing_sweeps import preferred
-from moecore.report.measures.shown import Figures, each_method
+from moecore.report.measures.shown import Figures, Shown, each_method
 from moecore.report.measures.word_swaps import perplexities
-from moecore.report.page.view import Block, Picture
+from moecore.report.page.rows import percent_grid
+from moecore.report.page.view import Block, Grid, Item, Line, Picture
 from moecore.report.references import convergence_columns, overhead_columns
 from moecore.training.outcome import Outcome
 
+LISTED = 10  # mistakes of a method with many classes
 LOSS = {
     "classification": "mean cross-entropy in nats",
     "multi_label": "mean over images of the sigmoids' cross-entropy in nats, summed over classes",
@@ -47,47 +51,43 @@ NOTES = {
 }
 
 
-def test_hits(model: Measured) -> np.ndarray | None:
-    """Which test images (N,) are right; the calibration keeps them."""
-    trained = model.of(Outcome)
-    calibrated = model.of(calibration.Result)
-    if trained is None or calibrated is None:
-        return None
-    return trained.task.decode_scores(calibrated.scores, calibrated.test_images).numpy()
+def hits_of(name: str) -> Callable[[Measured], np.ndarray | None]:
+    """Return what reads which test images (N,) are right by these scores of the calibration."""
 
+    def read(model: Measured) -> np.ndarray | None:
+        trained, calibrated = model.of(Outcome), model.of(calibration.Result)
+        scores = getattr(calibrated, name, None)
+        if trained is None or calibrated is None or scores is None:
+            return None
+        return trained.task.decode_scores(scores, calibrated.test_images).numpy()
 
-def top5_hits(model: Measured) -> np.ndarray | None:
-    """Of which test images (N,) the class is among the five largest."""
-    trained = model.of(Outcome)
-    calibrated = model.of(calibration.Result)
-    if trained is None or calibrated is None or calibrated.top5 is None:
-        return None
-    return trained.task.decode_scores(calibrated.top5, calibrated.test_images).numpy()
+    return read
 
 
 def scored(seen: Seen) -> list[Column]:
-    """Return the score on the test split."""
     score = seen.task.score
     share = score.form == "share"
-    label = score.label.capitalize() if score.name == "precision_at_1" else f"Test {score.label}"
     title = score_title(score)
-    what = title if title.isupper() else title.lower()
+    label = {"precision_at_1": title}.get(score.name, f"Test {score.label}")
+    if not share:
+        what = title if title.isupper() else title.lower()
+        label = f"Test {what}{unit_of(score)}"
     return [
         Column(
             f"test_{key_of(score)}",
-            label if share else f"Test {what}{unit_of(score)}",
+            label,
             lambda result: result.test_score,
             score.better,
             score.form,
             NOTES.get(score.name, ""),
-            hits=test_hits if share else None,
+            hits=hits_of("scores") if share else None,
             items=lambda result: decode_items(result.test_items),
             limits=limits_of(score),
         )
     ]
 
 
-def loss(seen: Seen) -> list[Column]:
+def loss_column(seen: Seen) -> list[Column]:
     """Return the loss on the test split; of numbers and texts the score says the same."""
     if seen.task.kind not in LOSS:
         return []
@@ -97,30 +97,17 @@ def loss(seen: Seen) -> list[Column]:
 
 def throughput(seen: Seen) -> list[Column]:
     """Images, volumes, or blocks of words, a second."""
-    what = "Images" if seen.task.score.form == "share" else "Volumes"
+    what = {"share": "Images"}.get(seen.task.score.form, "Volumes")
     if seen.task.long:
         what = "Blocks"
-    return [
-        Column(
-            "images_per_second",
-            f"{what} / s",
-            lambda result: result.images_per_second,
-            form="count",
-            note="while training",
-        )
-    ]
+    name = "images_per_second"
+    return [Column(name, f"{what} / s", attrgetter(name), form="count", note="while training")]
 
 
 def halfway(result: Outcome) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
-    agreements = result.agreement_with_final
-    return agreements[(len(agreements) - 1) // 2] if agreements else None
-
-
-def last(result: Outcome) -> float | None:
-    """Between the last two epochs."""
-    agreements = result.agreement_consecutive
-    return agreements[-1] if agreements else None
+    agreements = result.agreement_with_final or (None,)
+    return agreements[(len(agreements) - 1) // 2]
 
 
 def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
@@ -130,7 +117,7 @@ def agreeing(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 COLUMNS = (
     Given(scored, lambda ahead: [f"test_{ahead.score}"], SCORE),
-    Given(loss, lambda ahead: ["test_loss"]),
+    Given(loss_column, lambda ahead: ["test_loss"]),
     Given(perplexities, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
     Column(
@@ -157,7 +144,7 @@ COLUMNS = (
     Column(
         "agreement_consecutive",
         "Agreement of epochs",
-        last,
+        lambda result: (result.agreement_consecutive or (None,))[-1],
         "higher",
         "share",
         "tokens, between the last two epochs",
@@ -195,7 +182,7 @@ COLUMNS = (
         "higher",
         "share",
         "Acc@5: the class is among the five largest; none of five classes or fewer",
-        hits=top5_hits,
+        hits=hits_of("top5"),
         limits="wilson",
     ),
     *regions.COLUMNS,
@@ -211,30 +198,26 @@ def figures(result: Outcome) -> Figures:
 
 
 def routed_classes(result: Outcome) -> Figures:
-    """How each class is routed, where the training looked."""
     if result.class_maps:
         yield "class_maps", class_maps(result)
 
 
 def part(phase: Phase) -> Iterator[Block]:
     """Loss and score over the epochs, how the routing settles, and each method's classes."""
-    if not phase.results(Outcome):
-        return
     chart = training_curves(phase.of(Outcome))
     caption = "One line per seed." if phase.seeds > 1 else ""
     drawn = Picture(chart, f"{phase.name}: training", caption)
     score = f"test_{key_of(phase.task.score)}"
-    yield Block("Training", pictures=[drawn], folded=True, about=score)
+    yield Block("Training", pictures=[drawn], about=score)
     yield agreement(phase)
     yield from regions.part(phase)
     maps = each_method(phase, Outcome, routed_classes)
     finding = preferred(phase.first(Outcome))
-    yield Block("Which class goes to which expert", pictures=maps, folded=True, finding=finding)
-    yield confusion(phase)
+    yield Block("Which class goes to which expert", pictures=maps, finding=finding)
+    yield confusion_block(phase)
 
 
 def agreement(phase: Phase) -> Block:
-    """How the routing settles."""
     curves = {
         name: {method: agreement_points(seeds, name) for method, seeds in phase.of(Outcome).items()}
         for name in AGREEMENTS
@@ -246,4 +229,60 @@ def agreement(phase: Phase) -> Block:
     caption = f"{what} {interval_caption(phase.of(Outcome))}"
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
     about = "agreement_with_final"
-    return Block(title, pictures=[drawn], folded=True, about=about)
+    return Block(title, pictures=[drawn], about=about)
+
+
+def confusion_block(phase: Phase) -> Block:
+    """Share of each true class that was predicted as each class, method by method."""
+    tables = {
+        method: shares_of(result.confusion)
+        for method, result in phase.first(Outcome).items()
+        if result.confusion is not None
+    }
+    if not tables:
+        return Block("")
+    classes = phase.task.answers
+    tiles = [
+        confusion_grid(shares, classes)._replace(
+            title=method, below="Percent of each true class." + phase.first_seed
+        )
+        for method, shares in tables.items()
+    ]
+    finding = commonest_mistake(list(tables.values()), classes)
+    return Block("Confusion of classes", tiles=tiles, finding=finding)
+
+
+def confusion_grid(shares: np.ndarray, classes: Sequence[str]) -> Grid:
+    """One method's table; shares: (true, predicted)."""
+    if len(classes) <= NUMBERED:
+        rows = dict(zip(classes, shares.tolist(), strict=True))
+        return percent_grid("True, predicted", rows, classes)
+    lines = [
+        Line(Item(classes[true]), [Item(classes[taken], look="words"), Item(f"{100 * share:.0f}")])
+        for share, true, taken in list_mistakes(shares)
+    ]
+    return Grid(["True class", "Taken for", "Percent"], lines)
+
+
+def list_mistakes(shares: np.ndarray) -> Iterator[tuple[float, int, int]]:
+    """The commonest ones: share, true class, predicted class; shares: (true, predicted)."""
+    wrong = shares * (1 - np.eye(len(shares)))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:LISTED]
+    for true, taken in zip(*np.unravel_index(order, wrong.shape), strict=True):
+        if wrong[true, taken] > 0:
+            yield float(wrong[true, taken]), int(true), int(taken)
+
+
+def commonest_mistake(tables: Sequence[np.ndarray], classes: Sequence[str]) -> str:
+    """The commonest mistake of all methods; "" where none was made."""
+    worst = next(list_mistakes(np.mean(tables, axis=0)), None)
+    if worst is None:
+        return "no test image was taken for another class"
+    share, true, taken = worst
+    methods = ", mean over methods" if len(tables) > 1 else ""
+    return (
+        f"{classes[true]} is taken for {classes[taken]} most often ({100 * share:.0f} %{methods})"
+    )
+
+
+SHOWN = Shown("", "training", Outcome, COLUMNS, figures, part)

@@ -9,15 +9,13 @@ from moecore.measure.transfer import Result, TransferCell
 from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, heat_table
 from moecore.report.measured import Phase
-from moecore.report.measures.attack_blocks import MARKS
-from moecore.report.measures.robustness import attack_title
+from moecore.report.measures.robustness import MARKS, attack_title
 from moecore.report.measures.shown import Figures
 from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
 
 
 def figures(result: Result) -> Figures:
-    """The matrix in colour."""
     if result.cells:
         yield "transfer", matrix(result)
 
@@ -34,26 +32,19 @@ def part(phase: Phase) -> Iterator[Block]:
         "A column: the model that scores them. On the diagonal stands the direct attack; below the "
         "other scores their difference from it, with an interval that holds for the whole matrix "
         "at 95 %. An attack from elsewhere that does more harm than the direct one says that the "
-        "direct one is too weak to be believed (Carlini et al., 2019).",
+        "direct one is too weak to be believed (Carlini et al., 2019)."
     ]
     drawn = [Picture(figure, f"{phase.name}: {name}") for name, figure in figures(result)]
     notes = [f"No image is made on {name}: {reason}." for name, reason in result.skipped.items()]
     if phase.seeds > 1:
         notes.append("First seed.")
     yield Block(
-        "Transfer of attacks",
-        words,
-        [printed(result)],
-        drawn,
-        below=notes,
-        folded=True,
-        finding=verdict,
+        "Transfer of attacks", words, [printed(result)], drawn, below=notes, finding=verdict
     )
 
 
 def printed(result: Result) -> Grid:
-    """The matrix as a table."""
-    cells = by_pair(result)
+    cells = {(cell.made_on, cell.scored_by): cell for cell in result.cells}
     form = result.task.score.form
     lines = [
         Line(Item(source), [item(cells.get((source, target)), form) for target in result.methods])
@@ -80,33 +71,23 @@ def item(cell: TransferCell | None, form: str) -> Item:
     return Item(text, small, value=cell.score.value)
 
 
-def by_pair(result: Result) -> dict[tuple[str, str], TransferCell]:
-    """(made on, scored by) → cell."""
-    return {(cell.made_on, cell.scored_by): cell for cell in result.cells}
-
-
 def matrix(result: Result) -> Figure:
     """Scores in colour: dark where much of the score is left, or where the error is large."""
-    cells = by_pair(result)
-    sources = [name for name in result.methods if name not in result.skipped]
-    values = np.full((len(sources), len(result.methods)), np.nan)
-    texts = np.full(values.shape, "", dtype=object)
+    lines = printed(result).lines
+    values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
+    texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]
     score = result.task.score
-    for row, source in enumerate(sources):
-        for column, target in enumerate(result.methods):
-            if cell := cells.get((source, target)):
-                values[row, column] = cell.score.value
-                text = NumberFormat(score.form).value(cell.score.value)
-                texts[row, column] = text.removesuffix(" %")
+    shades = values
     if score.form != "share":
-        values = values / np.nanmax(values)
+        shades = values / np.nanmax(values)
     labels = Labels(
         f"{score_title(score)} under transferred {attack_title(result.attack)}",
-        sources,
+        [line.head.text for line in lines],
         result.methods,
         "scored by",
         "made on",
         slanted=True,
     )
-    size = (1.9 + 0.5 * len(result.methods), 1.7 + 0.36 * len(sources))
-    return heat_table(values, texts, labels, size, "Of the images that were made on each model.")
+    size = (1.9 + 0.5 * len(result.methods), 1.7 + 0.36 * len(lines))
+    caption = "Of the images that were made on each model."
+    return heat_table(shades, np.where(np.isnan(values), "", texts), labels, size, caption)

@@ -2,20 +2,15 @@
 MomentumSMoE reports it).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-import numpy as np
-
-from moecore.measure.base import Estimate
 from moecore.measure.word_swaps import Result, SwapRow, WordSwaps
-from moecore.report.column import Ahead, Column, Each, Seen, decode_items, mean_or_none
-from moecore.report.figures.charts import Look, curves_chart, interval_caption, points_over_seeds
+from moecore.report.column import Ahead, Column, Each, Seen, Value, decode_items, mean_or_none
+from moecore.report.figures.charts import Look
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures
-from moecore.report.page.view import Block, Picture
-from moecore.statistics.intervals import Interval
-
-KINDS = ("swapped_nats", "swapped_ppl", "swapped_lost", "swapped_change")
+from moecore.report.measures.shown import Shown, draw_method_curves
+from moecore.report.page.view import Block
 
 PERPLEXITIES = (
     Column(
@@ -34,10 +29,22 @@ PERPLEXITIES = (
         note="every word once, in one stream",
     ),
 )
+SPARED = "Stop words are spared; the words to be foretold stay."
+
+
+class Swapped(NamedTuple):
+    """A share of words that are swapped."""
+
+    row: SwapRow
+    clean_nats: float
+
+    @property
+    def change(self) -> float | None:
+        """The change of the chosen experts, mean over layers; None of a dense model."""
+        return mean_or_none([layer.value for layer in self.row.selection_change])
 
 
 def perplexities(seen: Seen) -> list[Column]:
-    """Of text."""
     return list(PERPLEXITIES) if seen.task.long else []
 
 
@@ -46,119 +53,78 @@ def key_of(share: float) -> str:
     return f"{100 * share:g}".replace(".", "_")
 
 
-def row_of(result: Result, key: str) -> SwapRow | None:
-    """The row of this share; None where it was not measured."""
-    return next((row for row in result.rows if key_of(row.share) == key), None)
+def swaps_of(result: Result) -> dict[str, Swapped]:
+    return {key_of(row.share): Swapped(row, result.nats.value) for row in result.rows}
 
 
-def keys_of(result: Result) -> list[str]:
-    """Of every share."""
-    return [key_of(row.share) for row in result.rows]
+def swaps_ahead(ahead: Ahead) -> list[str]:
+    settings = ahead.study.word_swaps or WordSwaps()
+    return [key_of(share) for share in settings.shares]
 
 
-def ahead_of(kind: str) -> Callable[[Ahead], Iterable[str]]:
-    """The names of the columns of all shares that are asked for."""
-
-    def names(ahead: Ahead) -> list[str]:
-        settings = ahead.study.word_swaps or WordSwaps()
-        return [f"{kind}_{key_of(share)}" for share in settings.shares]
-
-    return names
-
-
-def with_swaps(kind: str) -> Callable[[str, Result], Column]:
-    """The column of one kind, for a share."""
-
-    def made(key: str, result: Result) -> Column:
-        words = f"{key.replace('_', '.')} % of words swapped"
-        titles = {
-            "swapped_nats": f"Nats, {words}",
-            "swapped_ppl": f"Perplexity, {words}",
-            "swapped_lost": f"Nats lost, {words}",
-            "swapped_change": f"Routing change, {words}",
-        }
-        notes = {
-            "swapped_nats": "a token; the words to be foretold are those of the clean text",
-            "swapped_ppl": "exp of the nats",
-            "swapped_lost": "above those of the clean text",
-            "swapped_change": "1 − IoU of the chosen experts with those of the clean text, mean "
-            "over layers",
-        }
-        item = {"swapped_nats": "nats", "swapped_lost": "lost"}.get(kind, "selection_change")
-        known = None if kind == "swapped_ppl" else item
-        return Column(
-            f"{kind}_{key}",
-            titles[kind],
-            lambda result: value_of(result, kind, key),
-            "lower",
-            note=notes[kind],
-            items=lambda result: items_of(result, key, known),
-        )
-
-    return made
+def swap_column(
+    name: str, label: str, read: Callable[[Swapped], Value], note: str, item: str = ""
+) -> Each:
+    """Return a column for each share of words; item: the key of its items, if it is their mean."""
+    column = Column(
+        f"swapped_{name}_{{}}",
+        f"{label}, {{}} % of words swapped",
+        read,
+        "lower",
+        note=note,
+        items=lambda swapped: decode_items(swapped.row.items.get(item)),
+    )
+    words = lambda key, swapped: [key.replace("_", ".")]
+    return Each(swaps_of, column, swaps_ahead, words)
 
 
-def value_of(result: Result, kind: str, key: str) -> Interval | Estimate | float | None:
-    """What the column shows."""
-    row = row_of(result, key)
-    if row is None:
-        return None
-    if kind == "swapped_nats":
-        return row.nats
-    if kind == "swapped_ppl":
-        return row.perplexity
-    if kind == "swapped_lost":
-        return row.nats.value - result.nats.value
-    return mean_or_none([layer.value for layer in row.selection_change])
-
-
-def items_of(result: Result, key: str, name: str | None) -> np.ndarray | None:
-    """One value per block; of the perplexity none, as it is no mean of theirs."""
-    row = row_of(result, key)
-    return None if row is None or name is None else decode_items(row.items.get(name))
-
-
-COLUMNS = tuple(Each(keys_of, with_swaps(kind), ahead_of(kind)) for kind in KINDS)
-
-
-def figures(result: Result) -> Figures:
-    """None: one model is a few points."""
-    yield from ()
+COLUMNS = (
+    swap_column(
+        "nats",
+        "Nats",
+        lambda swapped: swapped.row.nats,
+        "a token; the words to be foretold are those of the clean text",
+        "nats",
+    ),
+    swap_column("ppl", "Perplexity", lambda swapped: swapped.row.perplexity, "exp of the nats"),
+    swap_column(
+        "lost",
+        "Nats lost",
+        lambda swapped: swapped.row.nats.value - swapped.clean_nats,
+        "above those of the clean text",
+        "lost",
+    ),
+    swap_column(
+        "change",
+        "Routing change",
+        lambda swapped: swapped.change,
+        "1 − IoU of the chosen experts with those of the clean text, mean over layers",
+        "selection_change",
+    ),
+)
 
 
 def part(phase: Phase) -> Iterator[Block]:
     """Perplexity and routing over the share of swapped words, a line per method."""
-    seeds = phase.of(Result)
-    drawn = []
-    for title, label, read in (
-        ("Perplexity with swapped words", "Perplexity", by_share),
-        ("Routing change with swapped words", "1 − IoU of experts", changes),
-    ):
-        curves = {
-            method: points_over_seeds([read(result) for result in of_method])
-            for method, of_method in seeds.items()
-        }
-        if any(curves.values()):
-            look = Look(title, "Words swapped, %", label)
-            caption = (
-                f"Stop words are spared; the words to be foretold stay. {interval_caption(seeds)}"
-            )
-            drawn.append(Picture(curves_chart(curves, look), f"{phase.name}: {title}", caption))
-    results = phase.results(Result)
-    about = f"swapped_ppl_{keys_of(results[0])[0]}" if results else ""
-    yield Block("Swapped words", pictures=drawn, folded=True, about=about)
+    axis = "Words swapped, %"
+    look = Look("Perplexity with swapped words", axis, "Perplexity")
+    drawn = draw_method_curves(phase, Result, perplexity_by_percent, look, SPARED)
+    look = Look("Routing change with swapped words", axis, "1 − IoU of experts")
+    drawn += draw_method_curves(phase, Result, change_by_percent, look, SPARED)
+    about = f"swapped_ppl_{next(iter(swaps_of(phase.results(Result)[0])), '')}"
+    yield Block("Swapped words", pictures=drawn, about=about)
 
 
-def by_share(result: Result) -> dict[float, float]:
-    """By the percentage of words, from the clean text on."""
+def perplexity_by_percent(result: Result) -> dict[float, float]:
     return {0.0: result.perplexity} | {100 * row.share: row.perplexity for row in result.rows}
 
 
-def changes(result: Result) -> dict[float, float]:
-    """By the percentage of words; {} of a dense model."""
-    by_share = {
-        100 * row.share: mean_or_none([layer.value for layer in row.selection_change])
-        for row in result.rows
-    }
-    known = {share: value for share, value in by_share.items() if value is not None}
-    return {0.0: 0.0} | known if known else {}
+def change_by_percent(result: Result) -> dict[float, float | None]:
+    """Return percent of words → change, from none on; {} of a dense model."""
+    changes = {100 * one.row.share: one.change for one in swaps_of(result).values()}
+    if set(changes.values()) <= {None}:
+        return {}
+    return {0.0: 0.0} | changes
+
+
+SHOWN = Shown("word_swaps", "swapped words", Result, COLUMNS, part=part)

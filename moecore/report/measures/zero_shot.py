@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from moecore.measure.zero_shot import Result
 from moecore.report.column import Column, decode_items
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.shown import Shown
 from moecore.report.page.view import NONE, Block, Grid, Item, Line
 
 NOTE = "the class whose prompts lie nearest, of images that no caption was learned for"
@@ -34,16 +34,9 @@ COLUMNS = (
 )
 
 
-def figures(result: Result) -> Figures:
-    """None: a table says it."""
-    yield from ()
-
-
 def part(phase: Phase) -> Iterator[Block]:
     """The share of right images of each class, a row per method's first seed."""
     by_method = phase.first(Result)
-    if not by_method:
-        return
     first = next(iter(by_method.values()))
     names = [row.name for row in first.rows]
     lines = [
@@ -56,7 +49,7 @@ def part(phase: Phase) -> Iterator[Block]:
     if unknown:
         words.append(f"Words that the vocabulary does not have, by class: {', '.join(unknown)}.")
     grid = Grid(["method", *names], lines, title="Zero-shot, by class", below=below, small=True)
-    yield Block("Zero-shot", words=words, grids=[grid], folded=True, about="zero_shot_accuracy")
+    yield Block("Zero-shot", words=words, grids=[grid], about="zero_shot_accuracy")
 
 
 def _cell(correct: int, images: int) -> Item:
@@ -64,3 +57,6 @@ def _cell(correct: int, images: int) -> Item:
         return NONE
     share = correct / images
     return Item(f"{100 * share:.0f}", share=share, value=share)
+
+
+SHOWN = Shown("zero_shot", "classes by prompts", Result, COLUMNS, part=part)

@@ -6,7 +6,6 @@ as the clean images, is in the page once.
 
 from typing import Any
 
-from moecore.core.config import Config
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
@@ -26,7 +25,11 @@ NO_EXPERTS = "There is nothing to see: no method of this study has experts."
 
 def explorer(results: Results) -> str:
     """The whole page; the same results give the same text."""
-    phases = [phase for phase in results.phases.values() if measured(phase)]
+    phases = [
+        phase
+        for phase in results.phases.values()
+        if phase.first(Explorer) or any(why_not(phase, method) for method in phase.models)
+    ]
     pool: dict[str, int] = {}
     data = [phase_data(phase, pool) for phase in phases]
     missing = ""
@@ -41,11 +44,6 @@ def explorer(results: Results) -> str:
 def explorable(results: Results) -> bool:
     """Whether any model's images can be looked at."""
     return any(phase.first(Explorer) for phase in results.phases.values())
-
-
-def measured(phase: Phase) -> bool:
-    """Whether the measurement looked at any model of the phase, if only to say that it skips it."""
-    return bool(phase.first(Explorer)) or any(why_not(phase, method) for method in phase.models)
 
 
 def why_not(phase: Phase, method: str) -> str:
@@ -89,16 +87,11 @@ def epochs(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
             "label": f"epoch {watched.epoch} of {outcome.epochs}",
             "picture": None,
             "origins": None,
-            "trace": plain(watched.trace),
+            "trace": watched.trace.model_dump(mode="json"),
         }
         for watched in outcome.watched
         if watched.images[:number] == result.images
     ]
-
-
-def plain(part: Config) -> dict[str, Any]:
-    """As JSON has it."""
-    return part.model_dump(mode="json")
 
 
 def intern_texts(value: Any, pool: dict[str, int], key: str = "") -> Any:

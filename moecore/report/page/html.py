@@ -4,6 +4,7 @@ What it shows is built here, as the objects of ``view``; the templates lay it ou
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
@@ -13,14 +14,15 @@ from moecore.report.figures import overview
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import answer_of_claims, describe_phase
-from moecore.report.page.data_card import card_facts
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_title, pluralize, section_of
 from moecore.report.page.templating import template_environment
-from moecore.report.page.view import Grid, Overview, Page, Section
+from moecore.report.page.view import Grid, Item, Line, Overview, Page, Section
 from moecore.report.quantities import Quantities, quantities
 from moecore.report.references import has_routing
 from moecore.report.tables.comparison import build_table
+
+NAMED = 20  # classes of data: of more only their number is told
 
 
 def render_report(
@@ -36,16 +38,16 @@ def render_report(
 
 
 def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
-    """All that the page says."""
-    tables = {name: build_table(results, phase) for name, phase in results.phases.items()}
-    known = {
-        name: quantities(phase, tables[name], results.controls)
-        for name, phase in results.phases.items()
-    }
     sections = [claims_section(evaluated)] if evaluated else []
-    sections += [
-        section_of(results, phase, tables[phase.name]) for phase in results.phases.values()
-    ]
+    overviews = []
+    facts = []
+    known = {}
+    for name, phase in results.phases.items():
+        table = build_table(results, phase)
+        known[name] = quantities(phase, table, results.controls)
+        overviews.append(overview_of(results, phase, known[name]))
+        sections.append(section_of(results, phase, table))
+        facts.append(Grid((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
         blocks = list(linear_experts.section(linear))
         sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
@@ -56,14 +58,9 @@ def page_of(results: Results, evaluated: Sequence[Evaluated]) -> Page:
         simulated=", ".join(results.simulated),
         answer=answer_title(results, known, evaluated),
         opening=opening_words(results),
-        overviews=[
-            overview_of(results, phase, known[phase.name]) for phase in results.phases.values()
-        ],
+        overviews=overviews,
         sections=sections,
-        facts=[
-            Grid((), card_facts(phase), title=phase_title(phase))
-            for phase in results.phases.values()
-        ],
+        facts=facts,
         settings=results.settings,
         words=WORDS,
     )
@@ -99,7 +96,11 @@ def opening_words(results: Results) -> str:
     if not phases:
         return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
-    alike = join_names(what_was_measured(phases[0]))
+    measured = [one.title for one in SHOWN if one.stage and phases[0].results(one.result)]
+    if phases[0].together:
+        measured.append("transfer of attacks")
+    score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
+    alike = join_names([score, *measured])
     each = " each" if len(methods) > 1 else ""
     seeds = pluralize(phases[0].seeds, "seed")
     compared = f"{pluralize(len(methods), 'method')}, {seeds}{each}, on {data}."
@@ -108,14 +109,45 @@ def opening_words(results: Results) -> str:
     return f"{compared} Every model is measured alike: {alike}."
 
 
-def what_was_measured(phase: Phase) -> list[str]:
-    """The score, and what any model of the phase has."""
-    score = "accuracy" if phase.task.score.form == "share" else "error"
-    titles = [
-        shown.title
-        for shown in SHOWN
-        if shown.stage and any(model.of(shown.result) for model in phase.every)
-    ]
-    if phase.together:
-        titles.append("transfer of attacks")
-    return [score, *titles]
+def card_facts(phase: Phase) -> list[Line]:
+    """One row per fact, from the card that `prepare` wrote."""
+    card = phase.card
+    if phase.task.kind == "regression":
+        facts = cohort_facts(card)
+    else:
+        facts = image_facts(card, phase.task.answers)
+    facts |= {
+        "Licence": card["licence"],
+        "Source": card["source"],
+        "Split seed": str(card["seed"]),
+    }
+    return [Line(Item(name), [Item(words, look="words")]) for name, words in facts.items()]
+
+
+def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
+    splits = card["images"].items()
+    return {
+        "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
+        "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
+        "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
+    }
+
+
+def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
+    low, high = card["target_range"]
+    unit = card["task"]["unit"]
+    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    return {
+        "Data": "SIMULATED" if card["simulated"] else "scans of people",
+        "Volumes": "; ".join(count_volumes(card, split) for split in card["counts"]),
+        "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
+        "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
+        "Tissue maps": ", ".join(card["regions"]) or "none",
+        "Left out": str(len(card["skipped"])),
+    }
+
+
+def count_volumes(card: Mapping[str, Any], split: str) -> str:
+    """train 60 (F 30, M 30)."""
+    sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
+    return f"{split} {card['images'][split]:,} ({sexes})"

@@ -2,26 +2,21 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from moecore.report.column import Column
+from moecore.core.config import Config
+from moecore.report.column import Column, Metric
+from moecore.report.measured import Models
 from moecore.report.page.glossary import find_explaining_word
 from moecore.report.page.view import EMPTY, NONE, Grid, Head, Item, Line
-from moecore.report.tables.cells import Cell, Cells
+from moecore.report.tables.cells import Cell, Cells, read_cell
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.paper_numbers import PAPERS
-
-Notes = Callable[[Column], Sequence[str]]
-
-
-def no_notes(column: Column) -> Sequence[str]:
-    """Nothing below a column's name."""
-    return ()
 
 
 def by_method(
     columns: Sequence[Column],
     cells: Cells,
     controls: Collection[str] = (),
-    notes: Notes = no_notes,
+    notes: Callable[[Column], Sequence[str]] = lambda column: (),
 ) -> Grid:
     """Methods as rows, metrics as columns, whose heads have notes below them."""
     items = [
@@ -33,14 +28,12 @@ def by_method(
         )
         for row, method in enumerate(cells)
     ]
-    heads = [Head(), *(column_head(column, notes(column)) for column in columns)]
+    heads = [
+        Head(column.note, column.better, find_explaining_word(column.name), notes(column))
+        for column in columns
+    ]
     names = ["Method", *(column.label for column in columns)]
-    return Grid(names, lines, heads=heads, sortable=len(lines) > 1)
-
-
-def column_head(column: Column, notes: Sequence[str] = ()) -> Head:
-    """What stands with a column's name."""
-    return Head(column.note, column.better, find_explaining_word(column.name), notes)
+    return Grid(names, lines, heads=[Head(), *heads], sortable=len(lines) > 1)
 
 
 def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
@@ -71,6 +64,14 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
         limits = number_format.limits(cell.interval)
         items.append(Item(number_format.value(value), limits, look=look, value=value))
     return items
+
+
+def read_items(column: Column, kind: type[Config], models: Models) -> list[Item]:
+    """Return the cells of one column of the results of this type, one per method."""
+    metric = Metric(column, kind)
+    return format_column(
+        column, [read_cell(metric, list(seeds.values())) for seeds in models.values()]
+    )
 
 
 def percent_grid(

@@ -7,14 +7,14 @@ from moecore.report.column import Column, column_slug
 from moecore.report.figures.training_figures import sigma_schedule
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
-from moecore.report.measures.shown import Shown
+from moecore.report.page.answer import leader_value
 from moecore.report.page.rows import by_method, by_metric
-from moecore.report.page.view import Block, Picture, Section, without_empty
-from moecore.report.quantities import first_columns, of_column
+from moecore.report.page.view import Block, Picture, Section
+from moecore.report.quantities import Quantity, first_columns, of_column
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.comparison import Table, used_tests
 from moecore.report.tables.cross_table import by_paper
-from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
+from moecore.report.tables.number_format import keep_percent_on_line
 
 TITLES = {
     "pretrain": "Pretrained",
@@ -34,20 +34,30 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
     """The numbers of a phase, then a folded part for each measurement."""
     columns = {metric.name: metric.column for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
-    blocks = number_blocks(results, phase, compared, controls)
-    for view in SHOWN:
-        if has_results(view, phase):
-            blocks += view.blocks(phase)
+    first = [columns[name] for name in first_columns(phase, columns)]
+    blocks = [
+        Block(
+            "",
+            grids=[by_method(first, compared.cells, controls)],
+            marks=describe_marks(results, phase, compared, controls),
+            below=[describe_intervals(compared)],
+        ),
+        by_paper(list(columns.values()), compared.cells, controls),
+    ]
+    shown = [one for one in SHOWN if one.applies(phase.task) and phase.results(one.result)]
+    folded = [block for one in shown for block in one.blocks(phase)]
     if phase.name == next(iter(results.phases)):
-        blocks.append(schedule_block(results))
-    blocks += transfer.part(phase)
-    blocks += [full_table_block(compared), left_out(phase)]
+        folded.append(schedule_block(results))
+    folded += [*transfer.part(phase), full_table_block(compared), left_out(phase)]
+    blocks += [block._replace(folded=True) for block in folded]
     told = []
-    for block in without_empty(blocks):
+    for block in blocks:
+        if block.empty:
+            continue
         said = block.finding
         if not said and block.about in columns:
             said = describe_column(columns[block.about], compared.cells, controls)
-        place = f"{phase.name}-{column_slug(block.title).lower()}" if block.title else ""
+        place = block.title and f"{phase.name}-{column_slug(block.title).lower()}"
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
     title = phase_title(phase)
     return Section(phase.name, title, title, (), told)
@@ -64,12 +74,7 @@ def schedule_block(results: Results) -> Block:
         figure = sigma_schedule(results.schedules[method], method)
         drawn.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
     told = f"the schedule of {join_names(list(results.schedules))}" if drawn else ""
-    return Block("How the neighbourhood narrows", pictures=drawn, folded=True, finding=told)
-
-
-def has_results(view: Shown, phase: Phase) -> bool:
-    """Whether any model of the phase has such a result."""
-    return view.applies(phase.task) and bool(phase.results(view.result))
+    return Block("How the neighbourhood narrows", pictures=drawn, finding=told)
 
 
 def left_out(phase: Phase) -> Block:
@@ -83,33 +88,14 @@ def left_out(phase: Phase) -> Block:
     methods = ", ".join(dict.fromkeys(methods_by_reason.values()))
     title = "What does not apply to a method"
     told = f"{pluralize(len(methods_by_reason), 'measurement')} of {methods}"
-    return Block(title, below=list(methods_by_reason), folded=True, finding=told)
+    return Block(title, below=list(methods_by_reason), finding=told)
 
 
 def full_table_block(compared: Table) -> Block:
-    """The table of everything."""
     columns = [metric.column for metric in compared.metrics]
     told = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
     grids = [by_metric(columns, compared.cells)]
-    return Block("All measurements", grids=grids, folded=True, finding=told)
-
-
-def number_blocks(
-    results: Results, phase: Phase, compared: Table, controls: Collection[str]
-) -> list[Block]:
-    """The headline, and the tables of the papers."""
-    columns = {metric.name: metric.column for metric in compared.metrics}
-    first = [columns[name] for name in first_columns(phase, columns)]
-    grid = by_method(first, compared.cells, controls)
-    return [
-        Block(
-            "",
-            grids=[grid],
-            marks=describe_marks(results, phase, compared, controls),
-            below=[describe_intervals(compared)],
-        ),
-        by_paper(list(columns.values()), compared.cells, controls),
-    ]
+    return Block("All measurements", grids=grids, finding=told)
 
 
 def describe_marks(
@@ -131,7 +117,6 @@ def describe_marks(
 
 
 def describe_intervals(compared: Table) -> str:
-    """What the limits below the values are."""
     cells = [cell for row in compared.cells.values() for cell in row.values() if cell]
     kinds = {cell.kind for cell in cells}
     how = ", ".join(text for kind, text in KINDS.items() if kind in kinds)
@@ -144,7 +129,6 @@ def describe_intervals(compared: Table) -> str:
 
 
 def phase_title(phase: Phase) -> str:
-    """A phase and its data."""
     return f"{TITLES.get(phase.name, phase.name)} on {phase.card['name']}"
 
 
@@ -165,19 +149,17 @@ def describe_column(column: Column, cells: Cells, controls: Collection[str] = ()
 
     Who is ahead where that was shown, else from where to where the values reach.
     """
-    having = {
-        method: cell
-        for method, cell in of_column(column.name, cells).items()
-        if method not in controls
-    }
-    if not having:
+    having = of_column(column.name, cells)
+    quantity = Quantity(
+        "", column, {name: cell for name, cell in having.items() if name not in controls}
+    )
+    if not quantity.cells:
         return ""
-    number_format = NumberFormat.of(column.form, (cell.interval for cell in having.values()))
-    values = {method: cell.interval.value for method, cell in having.items()}
-    leader = next((method for method, cell in having.items() if cell.leads), None)
-    if leader is not None:
-        best = number_format.value_with_limits(having[leader].interval, "()")
-        return f"{column.label}: {best} of {leader} is {column.better} than all others"
-    ends = (min(values, key=values.__getitem__), max(values, key=values.__getitem__))
-    told = [f"{number_format.value(values[one])} ({one})" for one in dict.fromkeys(ends)]
+    if leader := quantity.leader:
+        value = leader_value(quantity, leader)
+        return f"{column.label}: {value} of {leader} is {column.better} than all others"
+    told = [
+        f"{quantity.format.value(quantity.interval(method).value)} ({method})"
+        for method in dict.fromkeys(quantity.ends())
+    ]
     return f"{column.label}: {' to '.join(told)}"

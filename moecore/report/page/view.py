@@ -1,6 +1,6 @@
 """What a page shows, ready to be laid out: the templates know these and nothing else."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -61,7 +61,6 @@ class Grid(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether the rows are many."""
         return len(self.lines) > 8
 
     @property
@@ -141,8 +140,3 @@ class Page(NamedTuple):
     settings: str  # the text of params.yaml
     words: Mapping[str, str]  # term → explanation
     explorer: str = ""  # address of the routing explorer; "" where there is none
-
-
-def without_empty(blocks: Iterable[Block]) -> list[Block]:
-    """Blocks that have something to show."""
-    return [block for block in blocks if not block.empty]
