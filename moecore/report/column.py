@@ -227,8 +227,3 @@ def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
 def mean_or_none(values: Sequence[float]) -> float | None:
     """The mean, or None where there is nothing."""
     return sum(values) / len(values) if values else None
-
-
-def rows_by_name(rows: Iterable[Any]) -> Mapping[str, Any]:
-    """Rows by their ``name``."""
-    return {row.name: row for row in rows}

@@ -9,7 +9,13 @@ from typing import NamedTuple
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
 from moecore.report.measured import Phase
-from moecore.report.measures.robustness import WORST, attack_title, attacks_of, largest_epsilon
+from moecore.report.measures.robustness import (
+    WORST,
+    attack_title,
+    attacked_name,
+    attacks_of,
+    largest_epsilon,
+)
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import Table
 from moecore.report.tables.number_format import NumberFormat
@@ -190,9 +196,8 @@ def attacked_names(phase: Phase) -> tuple[str, str]:
     attack = shown_attack(phase)
     if not attack:
         return "", ""
-    score = phase.task.score
-    begins = {"share": "accuracy"}.get(score.form, f"attacked_{score.name}")
-    return f"{begins}_{attack}", f"routing_change_{names_of_attacks(phase)[-1]}"
+    score = attacked_name(key_of(phase.task.score), attack)
+    return score, f"routing_change_{names_of_attacks(phase)[-1]}"
 
 
 def shown_attack(phase: Phase) -> str:
