@@ -16,6 +16,7 @@ from moecore.core.config import Config
 from moecore.core.files import write_whole
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.markdown import markdown_table
+from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import json_interval
 from moecore.report.tables.comparison import read_comparison
 from moecore.report.tables.number_format import NumberFormat
@@ -27,6 +28,7 @@ from moecore.study.reading.run_section import Selection
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
 VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
+ORDER = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 Studies = Mapping[str, Mapping[str, Any]]  # name → compare.json, {} where it was not run
 STATES = {
@@ -112,7 +114,7 @@ def render_claims_page(root: Path = Path()) -> str:
     studies, answers = load_studies(root)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
-    tables = []
+    tables = {}
     others = claims
     for paper, rows in read_paper_tables().items():
         cells = []
@@ -122,22 +124,24 @@ def render_claims_page(root: Path = Path()) -> str:
             state, lines = describe_row(row, of_row, studies)
             states[state] += 1
             cells += lines
-        tables += [f"## {paper}", "", *markdown_table(HEAD, cells), ""]
-    lines = [*_opening(states, claims), "", *tables]
+        tables[paper] = markdown_table(HEAD, cells)
     if others:
-        head = ("paper", "where", *HEAD[3:])
         cells = [
             [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
             for answer in others
             if isinstance(answer.claim, Claim)
         ]
-        lines += ["## Claims of other sources", "", *markdown_table(head, cells), ""]
-    asked = [answer for answer in answers if isinstance(answer.claim, Question)]
+        tables["Claims of other sources"] = markdown_table(("paper", "where", *HEAD[3:]), cells)
+    asked = [_answer_cells(answer) for answer in answers if isinstance(answer.claim, Question)]
     if asked:
         head = ("question", "difference", "answer", "study")
-        title = "## What no paper claims, asked of these runs"
-        lines += [title, "", *markdown_table(head, map(_answer_cells, asked))]
-    return "\n".join(lines).rstrip() + "\n"
+        tables["What no paper claims, asked of these runs"] = markdown_table(head, asked)
+    verdicts = Counter(answer.verdict for answer in claims)
+    template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
+    told = ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name])
+    changed = sum(answer.changed for answer in claims)
+    numbers = {"claims": claims, "told": told, "changed": changed, "states": states}
+    return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
 def read_paper_tables() -> dict[str, list[Row]]:
@@ -190,35 +194,6 @@ def describe_values(printed: Printed, studies: Studies) -> str:
             values = [f"{name} {number_format.value(one['mean'])}" for name, one in cells.items()]
             words.append(f"`{metric}`: {', '.join(values)}")
     return "; ".join(words)
-
-
-def _opening(states: Counter[str], claims: Sequence[Answer]) -> list[str]:
-    """Return the counts at the page's head."""
-    verdicts = Counter(one.verdict for one in claims)
-    order = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
-    told = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
-    lines = [
-        "# What the papers show, and what the studies here found of it",
-        "",
-        "Written by `moecore claims write` from the studies' params.yaml and reports/compare.json;"
-        " not by hand. Data and sizes are not those of the papers: a verdict is about these runs.",
-        "",
-        f"Of {states.total()} tables, figures and sentences:",
-        "",
-        *(f"- {states[name]} {words}" for name, words in STATES.items() if states[name]),
-        "",
-        f"Of {len(claims)} claims: {told}.",
-    ]
-    if changed := sum(one.changed for one in claims):
-        lines.append(f"Since {changed} of them (marked ‡) settings of the study were changed.")
-    lines += [
-        "",
-        "*difference*: the claimed method minus the other with its 95 % interval, and what that is"
-        " over; *not significant* names the smallest difference that the design could detect (80 %"
-        " power at 5 %); *differs*: these runs show the opposite, which says nothing of the paper's"
-        " own. [intervals.md](intervals.md) says how.",
-    ]
-    return lines
 
 
 def describe_row(
