@@ -43,20 +43,16 @@ def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]
     else:
         rest.insert(0, quantities.score)
     shown = [quantity for quantity in rest if quantity is not None]
-    if shown:
-        intervals = any(cell.kind for quantity in shown for cell in quantity.cells.values())
-        yield Picture(
-            draw_method_rows(shown, looks),
-            f"{phase.name}: overview of routing and cost",
-            overlap_caption(quantities, intervals),
-        )
-
-
-def overlap_caption(quantities: Quantities, intervals: bool) -> str:
-    words = ["Lines: 95\u00a0% intervals." if intervals else "One seed: no intervals."]
+    if not shown:
+        return
+    caption = "One seed: no intervals."
+    if any(cell.kind for quantity in shown for cell in quantity.cells.values()):
+        caption = "Lines: 95\u00a0% intervals."
     if quantities.steady is not None and quantities.steady.remains:
-        words.insert(0, "Overlap: IoU of the experts that a token is sent to, with and without.")
-    return " ".join(words)
+        told = "Overlap: IoU of the experts that a token is sent to, with and without."
+        caption = f"{told} {caption}"
+    label = f"{phase.name}: overview of routing and cost"
+    yield Picture(draw_method_rows(shown, looks), label, caption)
 
 
 @styled

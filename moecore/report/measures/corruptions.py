@@ -82,13 +82,11 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    errors = errors_of(result)
-    severities = sorted({row.severity for row in result.corruptions})
-    table = np.array(
-        [[row.get(severity, np.nan) for severity in severities] for row in errors.values()]
-    )
-    names = [name.replace("_", " ") for name in errors]
-    labels = Labels("Error under corruption", names, [str(one) for one in severities], "Severity")
+    grid = printed(result)
+    table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
+    names = [line.head.text for line in grid.lines]
+    severities = grid.columns[1:]
+    labels = Labels("Error under corruption", names, severities, "Severity")
     size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
     caption = "Percent."
     yield "corruption_errors", heat_table(table, texts_of(table), labels, size, caption)

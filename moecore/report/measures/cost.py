@@ -12,14 +12,6 @@ PRODUCTS = "products of matrices and convolutions, a multiplication and an addit
 ROUTING = "MoE layers without their experts"
 
 
-def model_gflops(result: Result) -> float:
-    return result.flops_per_image * 1e-9
-
-
-def routing_gflops(result: Result) -> float:
-    return result.routing_flops_per_image * 1e-9
-
-
 def latency(result: Result) -> Interval:
     """The median and the quartiles, which are no interval of a mean."""
     timed = result.latency_ms
@@ -29,8 +21,15 @@ def latency(result: Result) -> Interval:
 # No timing is better or worse: it is of this machine, and differs from run to run.
 cost_column = partial(Column, paper="cost", limits="quartiles")
 COLUMNS = (
-    cost_column("gflops", "GFLOPs / image", model_gflops, note=PRODUCTS),
-    cost_column("routing_gflops", "GFLOPs of routing", routing_gflops, note=ROUTING),
+    cost_column(
+        "gflops", "GFLOPs / image", lambda result: result.flops_per_image * 1e-9, note=PRODUCTS
+    ),
+    cost_column(
+        "routing_gflops",
+        "GFLOPs of routing",
+        lambda result: result.routing_flops_per_image * 1e-9,
+        note=ROUTING,
+    ),
     cost_column("latency_ms", "Latency, ms", latency, note="of one image; median and quartiles"),
     cost_column(
         "inference_images_per_second",

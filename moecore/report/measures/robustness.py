@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,15 +45,6 @@ WORST_FIRST = (False, None, True)
 WORST = "worst_case"
 FIGURES = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
 ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
-
-
-class LayerChange(NamedTuple):
-    """The change of the experts of one MoE layer under one attack at its largest epsilon."""
-
-    attack: str
-    layer: int  # from 1
-    epsilon: float
-    change: float
 
 
 def attacks_of(result: Result) -> list[str]:
@@ -183,13 +173,19 @@ def strongest_rows(result: Result) -> dict[str, AttackRow]:
     return {attack: rows[-1] for attack, rows in measured_curves(result.attacks).items()}
 
 
-def changes_by_layer(result: Result) -> dict[str, LayerChange]:
-    """pgd-10_layer_1 and so on → the change of the chosen experts."""
+def changes_by_layer(result: Result) -> dict[str, tuple[AttackRow, int]]:
+    """pgd-10_layer_1 and so on → the attack's row of the largest epsilon, and the layer from 0."""
     return {
-        f"{attack}_layer_{layer}": LayerChange(attack, layer, row.epsilon, change)
+        f"{attack}_layer_{layer + 1}": (row, layer)
         for attack, row in strongest_rows(result).items()
-        for layer, change in enumerate(row.routing_change, 1)
+        for layer in range(len(row.routing_change))
     }
+
+
+def words_of_layer(key: str, moved: tuple[AttackRow, int]) -> list[str]:
+    """The attack, the number of the layer, epsilon."""
+    attack, layer = key.rsplit("_layer_", 1)
+    return [attack_title(attack), layer, format_epsilon(moved[0].epsilon)]
 
 
 COLUMNS = (
@@ -207,7 +203,7 @@ COLUMNS = (
         Column(
             "routing_change_{}",
             "Routing change, {}, MoE {}, ε\u00a0=\u00a0{}",
-            lambda row: row.change,
+            lambda moved: moved[0].routing_change[moved[1]],
             "lower",
             note="1 − IoU of the experts that are chosen at ε = {2} in MoE layer {1}",
             paper="adversarial",
@@ -216,7 +212,7 @@ COLUMNS = (
         lambda ahead: [
             f"{attack}_layer_{layer}" for attack in attacks_ahead(ahead) for layer in ahead.layers
         ],
-        lambda key, row: [attack_title(row.attack), str(row.layer), format_epsilon(row.epsilon)],
+        words_of_layer,
     ),
 )
 
@@ -269,9 +265,10 @@ def draw_changes(phase: Phase, attack: str) -> list[Picture]:
         rows = measured_curves(result.attacks).get(attack, ())
         return {row.epsilon * PIXEL: mean_or_none(row.routing_change) for row in rows}
 
+    look = change_look(attack)
     label = f"routing under {attack}"
     words = "Mean over MoE layers."
-    return draw_method_curves(phase, Result, changes, change_look(attack), words, label, (0.0, 1.0))
+    return draw_method_curves(phase, Result, changes, look, words, label, (0.0, 1.0))
 
 
 def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
@@ -282,19 +279,19 @@ def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
         having = [row for row in rows if layer < len(row.routing_change)]
         return {row.epsilon * PIXEL: row.routing_change[layer] for row in having}
 
-    last = [strongest_rows(result).get(attack) for result in phase.results(Result)]
-    layers = max((len(row.routing_change) for row in drop_none(last)), default=0)
+    seeds = phase.of(Result)
+    last = drop_none(strongest_rows(result).get(attack) for result in phase.results(Result))
     panels = {
         f"MoE {layer + 1}": {
-            method: points_over_seeds([changes(result, layer) for result in seeds], (0.0, 1.0))
-            for method, seeds in phase.of(Result).items()
+            method: points_over_seeds([changes(result, layer) for result in results], (0.0, 1.0))
+            for method, results in seeds.items()
         }
-        for layer in range(layers)
+        for layer in range(max((len(row.routing_change) for row in last), default=0))
     }
     if not panels:
         return []
     drawn = FIGURES.get(re.split("[-_]", attack)[0], "")
-    caption = f"By MoE layer{drawn}. {interval_caption(phase.of(Result))}"
+    caption = f"By MoE layer{drawn}. {interval_caption(seeds)}"
     chart = panels_chart(panels, change_look(attack))
     return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
 
