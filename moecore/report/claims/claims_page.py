@@ -15,9 +15,8 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import write_whole
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.markdown import markdown_table
 from moecore.report.page.templating import template_environment
-from moecore.report.tables.cells import json_interval
+from moecore.report.tables.cells import json_interval, markdown_table
 from moecore.report.tables.comparison import read_comparison
 from moecore.report.tables.number_format import NumberFormat
 from moecore.study.reading.claims_section import Claim, Question, settings_digest

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.claims.evaluation import Evaluated, claim_entry, claims_of, questions_of
-from moecore.report.markdown import markdown_table
 from moecore.report.page.view import Block, Grid, Item, Line, Section
-from moecore.report.tables.cells import json_interval
+from moecore.report.tables.cells import json_interval, markdown_table
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 from moecore.study.reading.claims_section import Claim
 

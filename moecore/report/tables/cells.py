@@ -1,6 +1,6 @@
-"""Entries of tables: a value with its limits, over the seeds of a method."""
+"""Entries of tables: a value with its limits, over the seeds of a method; tables in Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.column import Metric
@@ -57,3 +57,15 @@ def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
 def json_interval(cell: Mapping[str, Any]) -> Interval:
     """Return the value and the limits of a cell of compare.json."""
     return Interval(cell["mean"], cell.get("low"), cell.get("high"))
+
+
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---"
+) -> list[str]:
+    """Return the lines of a table; rule: below the heads but the first, ``---:`` for numbers."""
+    rules = ["---", *[rule] * (len(head) - 1)]
+    return [f"| {' | '.join(map(_escape_cell, cells))} |" for cells in (head, rules, *rows)]
+
+
+def _escape_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -10,11 +10,10 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.markdown import markdown_table
 from moecore.report.page.rows import by_method, paper_number
 from moecore.report.page.view import Block, Grid, Item, Line
 from moecore.report.quantities import HEADLINES
-from moecore.report.tables.cells import Cells
+from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
 
