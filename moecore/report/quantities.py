@@ -87,7 +87,7 @@ STEADY = {  # how steady routing is where nothing was attacked or swapped, in or
     "agreement_with_final": "{} of the first experts are settled halfway through training",
 }
 SWAPPED = "swapped_change_"
-CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # shown is what is left of 1
+CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steady is what is left of 1
 SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
@@ -98,11 +98,7 @@ class Quantity(NamedTuple):
     column: Column
     cells: Mapping[str, Cell]
     unit: str = ""  # of an error
-
-    @property
-    def remains(self) -> bool:
-        """Return whether what is left of 1 is shown: of a change, what stays."""
-        return self.column.name.startswith(CHANGES)
+    remains: bool = False  # shown is what is left of 1: of a change, what stays
 
     @property
     def format(self) -> NumberFormat:
@@ -163,9 +159,12 @@ def quantities(phase: Phase, compared: Table, controls: Collection[str] = ()) ->
         for name, words in words_by_name.items():
             having = of_column(name, cells or compared.cells) if name in columns else {}
             if having:
-                form = "share" if name.startswith(CHANGES) else columns[name].form
+                column = columns[name]
+                remains = name.startswith(CHANGES)
+                if remains:
+                    column = column._replace(form="share")
                 unit = phase.task.score.unit if words in SCORED else ""
-                return Quantity(words, columns[name]._replace(form=form), having, unit)
+                return Quantity(words, column, having, unit, remains)
         return None
 
     attacked, moved = attacked_names(phase)
