@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import decode_values
-from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import Interval
@@ -16,27 +15,22 @@ from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
 SCORE = "score"  # instead of a form: that of the task's score
-ROUNDING = 1e-5  # between a value and the mean of its items: float32 against float64
 
 
 class Column(NamedTuple):
-    """What is read from one result.
-
-    read: the value of one model, with limits where one model gives them; None where it has none.
-    """
+    """What is read from one result."""
 
     name: str  # a key of compare.json, which claims refer to
     label: str
-    read: Callable[[Any], Value]
+    read: Callable[[Any], Value]  # one model's, with limits if it gives any
     better: str = ""  # "higher", "lower", or "" where neither is better
     form: str = "number"  # or "share", "count", "seconds", "bytes"
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
-    # Which images (N,) bool a share counted; None where that is not known. It takes the whole
-    # model, because the hits of the test split are kept by the calibration, not by the training.
+    # Which images (N,) bool a share counted, None where that is not known: of the whole model, as
+    # the calibration keeps the hits of the test split.
     hits: Callable[[Measured], np.ndarray | None] | None = None
-    # One value per item (N,), whose mean is the value: an image, or a person who has several. None
-    # where a result keeps none, as one of older code; without it the column has no items at all.
+    # One value per item (N,), whose mean is the value: an image, or a person who has several.
     items: Callable[[Any], np.ndarray | None] | None = None
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
@@ -69,8 +63,8 @@ class Ahead(NamedTuple):
 
     def forms_of(self, names: Iterable[str], form: str) -> dict[str, str]:
         """Return name → form; the form SCORE is that of the task's score."""
-        of_score = "share" if self.score == "accuracy" else "number"
-        return dict.fromkeys(names, of_score if form == SCORE else form)
+        forms = {SCORE: {"accuracy": "share"}.get(self.score, "number")}
+        return dict.fromkeys(names, forms.get(form, form))
 
 
 Names = Callable[[Ahead], Iterable[str]]
@@ -89,14 +83,6 @@ class Seen(NamedTuple):
     def baseline_of(self, result: Any) -> Any | None:
         """The baseline's result of the seed that this very result is of; None where it has none."""
         return next((other for one, other in self.beside if one is result), None)
-
-
-class Columns(Protocol):
-    """One entry of a measurement's COLUMNS."""
-
-    def columns(self, seen: Seen) -> Iterable[Column]: ...
-
-    def foreseen(self, ahead: Ahead) -> dict[str, str]: ...
 
 
 class Each(NamedTuple):
@@ -154,6 +140,9 @@ class Given(NamedTuple):
         return ahead.forms_of(self.ahead(ahead), self.form)
 
 
+Columns = Column | Each | Given  # an entry of a measurement's COLUMNS
+
+
 class Metric(NamedTuple):
     """A column together with the type of the results that it reads."""
 
@@ -166,71 +155,55 @@ class Metric(NamedTuple):
         return self.column.name
 
     def read(self, model: Measured) -> Interval | None:
-        """The value of one model, None where it has no such result or no such value."""
+        """Return the value of one model, None where it has no such result or no such value."""
         result = model.of(self.result)
-        return None if result is None else interval_of(self.column.read(result))
+        if result is None:
+            return None
+        value = self.column.read(result)
+        if value is None or isinstance(value, Interval):
+            return value
+        if isinstance(value, Estimate):
+            return value.interval
+        return Interval(float(value))
 
     def number(self, model: Measured) -> float:
-        """The value itself, of a model that has it."""
+        """Return the value itself, of a model that has it."""
         interval = self.read(model)
         assert interval is not None, f"{self.name} is read of a model that lacks it"
         return interval.value
 
     def items(self, model: Measured) -> np.ndarray | None:
-        """One value per item (N,), whose mean is ``number``; None where the metric has none.
-
-        Raises UserError where they are kept and their mean is another: the result is then of two
-        codes.
-        """
+        """Return one value per item (N,), whose mean is ``number``; None where it has none."""
         result = model.of(self.result)
         if result is None or self.column.items is None:
             return None
-        values = self.column.items(result)
-        if values is None:
-            return None
-        apart = self.number(model) - float(values.mean())
-        if abs(apart) > ROUNDING * max(1.0, abs(self.number(model))):
-            mean = f"the items' mean is {values.mean():g}, the value {self.number(model):g}"
-            raise UserError(f"compare: {self.name}: {mean}; run the stage that measures it again")
-        return values
+        return self.column.items(result)
 
     def hits(self, model: Measured) -> np.ndarray | None:
-        """Which images (N,) bool the share counted; None where that is not known."""
-        return None if self.column.hits is None else self.column.hits(model)
-
-
-def interval_of(value: Value) -> Interval | None:
-    """A value as an Interval; None where it is unknown."""
-    match value:
-        case None:
+        """Return which images (N,) bool the share counted; None where that is not known."""
+        if self.column.hits is None:
             return None
-        case Interval():
-            return value
-        case Estimate():
-            return value.interval
-    return Interval(float(value))
+        return self.column.hits(model)
 
 
 def key_of(score: Score) -> str:
     """The score inside the name of a column: claims call the precision at 1 accuracy, too."""
-    return "accuracy" if score.form == "share" else score.name
+    return {"share": "accuracy"}.get(score.form, score.name)
 
 
 def score_title(score: Score) -> str:
     """The score as a column's words begin: Accuracy, Precision at 1, Cross-entropy, MAE."""
-    if score.name == "mae":
-        return score.name.upper()
-    return score.label.capitalize()
+    return {"mae": "MAE"}.get(score.name, score.label.capitalize())
 
 
 def unit_of(score: Score) -> str:
     """What stands behind those words: ", years"."""
-    return f", {score.unit}" if score.unit else ""
+    return score.unit and f", {score.unit}"
 
 
 def limits_of(score: Score) -> str:
     """What one model's limits of a score are."""
-    return "wilson" if score.form == "share" else "bootstrap"
+    return {"share": "wilson"}.get(score.form, "bootstrap")
 
 
 def column_slug(name: str) -> str:
@@ -247,14 +220,11 @@ def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
     """The mean of several values' items, item by item; None where one has none."""
     arrays = [decode_items(text) for text in texts]
     known = [values for values in arrays if values is not None]
-    return np.mean(known, axis=0) if known and len(known) == len(arrays) else None
+    if not known or len(known) < len(arrays):
+        return None
+    return np.mean(known, axis=0)
 
 
 def mean_or_none(values: Sequence[float]) -> float | None:
     """The mean, or None where there is nothing."""
     return sum(values) / len(values) if values else None
-
-
-def rows_by_name(rows: Iterable[Any]) -> Mapping[str, Any]:
-    """Rows by their ``name``."""
-    return {row.name: row for row in rows}

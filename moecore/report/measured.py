@@ -1,12 +1,13 @@
 """What the stages wrote of a study, typed: model by model, phase by phase."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
 from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.run_section import Selection
 from moecore.tasks.base import Task
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -84,8 +85,7 @@ class Results(NamedTuple):
     @property
     def methods(self) -> list[str]:
         """The same in every phase; none where nothing is trained."""
-        first = next(iter(self.phases.values()), None)
-        return [] if first is None else list(first.models)
+        return next((list(phase.models) for phase in self.phases.values()), [])
 
     @property
     def simulated(self) -> list[str]:
@@ -103,7 +103,7 @@ class Results(NamedTuple):
         return frozenset(
             name
             for name, settings in self._settings.items()
-            if settings.get("permuted") or _router(settings) in UNLEARNED
+            if settings.get("permuted") or (settings.get("router") or {}).get("kind") in UNLEARNED
         )
 
     @property
@@ -136,9 +136,11 @@ def methods_of(settings: str) -> Mapping[str, Any]:
     return (parse_yaml(settings).data or {}).get("methods") or {}
 
 
-def _router(settings: Mapping[str, Any]) -> str:
-    """The kind of a method's router; "" without one."""
-    return (settings.get("router") or {}).get("kind", "")
+def list_measured(stages: Collection[str], run: Selection) -> set[str]:
+    """Return the stages of a study, and what its stage ``measure`` measures."""
+    if "measure" in stages:
+        return {*stages, *run.measurements}
+    return set(stages)
 
 
 def drop_none(values: Iterable[V | None]) -> list[V]:

@@ -1,19 +1,94 @@
-"""The four numbers that a person asks for first: score, score under attack, steadiness, cost."""
+"""The headline numbers: one list for the page's first table, MLflow, a run's file, the terminal.
+
+And of a phase the four that a person asks for first: score, score under attack, steadiness, cost.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, key_of
-from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Phase
-from moecore.report.measures.robustness import WORST, attack_title, attacks_of, largest_epsilon
+from moecore.report.measures.robustness import (
+    WORST,
+    attack_title,
+    attacked_name,
+    attacks_of,
+    largest_epsilon,
+)
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import Table
 from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
+
+class Headline(NamedTuple):
+    """A column that is shown first."""
+
+    name: str  # of the column, a key of compare.json
+    short: str = ""  # its name in the table of all methods; "" where it is not in it
+    digits: str = ""  # how that table prints the mean
+    first: bool = False  # in the first table of a phase, and of MLflow's parent runs
+    run: bool = False  # in the file of a run
+    terminal: bool = False  # in the summary on the terminal
+
+
+HEADLINES = (
+    Headline("test_accuracy", "accuracy", ".1%", first=True, run=True, terminal=True),
+    Headline("test_mae", first=True, run=True, terminal=True),
+    Headline("ppl", "PPL", ".1f", first=True, run=True, terminal=True),
+    Headline("test_nats", first=True, run=True),
+    Headline("swapped_ppl_15", "PPL, swapped", ".1f", terminal=True),
+    Headline("image_to_text_r1", "image → text R@1", ".1%"),
+    Headline("zero_shot_accuracy", "zero-shot", ".1%"),
+    Headline("median_mae", first=True),
+    Headline("mae_of_median", first=True, terminal=True),
+    Headline("mae_pooled", first=True, run=True, terminal=True),
+    Headline("ece_after", "ECE", ".3f", first=True, run=True, terminal=True),
+    Headline("isolated_wm", first=True, terminal=True),
+    Headline("isolated_gm", first=True, terminal=True),
+    Headline("isolated_csf", first=True, terminal=True),
+    Headline("probe_wm", first=True, terminal=True),
+    Headline("probe_gm", first=True, terminal=True),
+    Headline("probe_csf", first=True, terminal=True),
+    Headline("own_expert_gain", first=True, run=True, terminal=True),
+    Headline("monotone", first=True, terminal=True),
+    Headline("rescan", first=True, terminal=True),
+    Headline("accuracy_worst_case", "attacked", ".1%"),
+    Headline("routing_change_pgd-10", "routing change", ".3f"),
+    Headline("mce", "mCE", ".3f", first=True, run=True),
+    Headline("noise_selection_change", "change by noise", ".3f", run=True),
+    Headline("match_top1", "match top-1", ".1%", first=True, run=True),
+    Headline("agreement_with_final", "agreement", ".1%"),
+    Headline("imed", "IMED", ".4f", run=True),
+    Headline("swapped_change_1_5", run=True),
+    Headline("confidence_highest", "confidence", ".3f"),
+    Headline("load_cv2", "load CV²", ".3f", first=True, run=True, terminal=True),
+    Headline("entropy", "entropy", ".3f", run=True, terminal=True),
+    Headline("fallback", "fallback", ".1%"),
+    Headline("jumps", "jumps", ".2f"),
+    Headline("lipschitz_margin_mean", "margin slope", ".0f"),
+    Headline("active_parameters", "active parameters", ",.0f", first=True, run=True, terminal=True),
+    Headline("gflops", "GFLOPs", ".4f"),
+    Headline("latency_ms", "latency (ms)", ".2f", first=True, run=True),
+    Headline("images_per_second", terminal=True),
+    Headline("training_overhead", "training time", ".2f"),
+)
+PANELS = {  # titles in the overview
+    "noise_selection_change": "Routing: overlap\nunder noise",
+    "match_top1": "Routing: match of\ntwo views",
+    "agreement_with_final": "Routing: agreement\nwith the end",
+    "active_parameters": "Cost: million\nactive parameters",
+    "gflops": "Cost: million\nFLOPs an input",
+}
+STEADY = {  # how steady routing is where nothing was attacked or swapped, in order of preference
+    "noise_selection_change": "under noise routing overlap is {}",
+    "match_top1": "two views of an image share {} of the first experts",
+    "agreement_with_final": "{} of the first experts are settled halfway through training",
+}
 SWAPPED = "swapped_change_"
+CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steady is what is left of 1
+SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
 class Quantity(NamedTuple):
@@ -22,8 +97,8 @@ class Quantity(NamedTuple):
     words: str  # what it is, within a sentence; of steadiness with a place for the values
     column: Column
     cells: Mapping[str, Cell]
-    remains: bool = False  # shown is what is left of 1: of a change, what stays
     unit: str = ""  # of an error
+    remains: bool = False  # shown is what is left of 1: of a change, what stays
 
     @property
     def format(self) -> NumberFormat:
@@ -36,7 +111,7 @@ class Quantity(NamedTuple):
         return next((method for method, cell in self.cells.items() if cell.leads), None)
 
     def interval(self, method: str) -> Interval:
-        """The value to be shown."""
+        """Return the value to be shown."""
         interval = self.cells[method].interval
         if not self.remains:
             return interval
@@ -52,7 +127,7 @@ class Quantity(NamedTuple):
     def ends(self) -> tuple[str, str]:
         """The methods with the smallest and the largest value."""
         values = {method: self.interval(method).value for method in self.cells}
-        return min(values, key=lambda one: values[one]), max(values, key=lambda one: values[one])
+        return min(values, key=values.__getitem__), max(values, key=values.__getitem__)
 
 
 class Quantities(NamedTuple):
@@ -66,54 +141,43 @@ class Quantities(NamedTuple):
 
     def missing(self, routed: bool) -> list[str]:
         """What the stages did not measure, and which of them would."""
-        if self.text:
-            return []
-        wanted = {"the score under attack": (self.attacked, "robustness")}
-        if routed:
-            wanted["how steady the routing is"] = (self.steady, "robustness")
-        return [
-            f"Not measured: {words} (the stage {stage} would)."
-            for words, (quantity, stage) in wanted.items()
-            if quantity is None
-        ]
-
-
-SCORED = ("on clean test data", "under the worst attack", "under attack")
+        wanted = []
+        if self.attacked is None and not self.text:
+            wanted.append("the score under attack")
+        if self.steady is None and routed and not self.text:
+            wanted.append("how steady the routing is")
+        return [f"Not measured: {words} (the stage robustness would)." for words in wanted]
 
 
 def quantities(phase: Phase, compared: Table, controls: Collection[str] = ()) -> Quantities:
     """Those of a phase, without its controls."""
     columns = {metric.name: metric.column for metric in compared.metrics}
     cells = {method: row for method, row in compared.cells.items() if method not in controls}
-    if not cells:
-        cells = compared.cells
 
-    def named(name: str, words: str, remains: bool = False) -> Quantity | None:
-        column = columns.get(name)
-        if column is None:
-            return None
-        if remains:
-            column = column._replace(form="share")
-        having = of_column(name, cells)
-        unit = phase.task.score.unit if words in SCORED else ""
-        return Quantity(words, column, having, remains, unit) if having else None
+    def choose(words_by_name: Mapping[str, str]) -> Quantity | None:
+        """Return the first that any method has; words_by_name: a column → its words."""
+        for name, words in words_by_name.items():
+            having = of_column(name, cells or compared.cells) if name in columns else {}
+            if having:
+                column = columns[name]
+                remains = name.startswith(CHANGES)
+                if remains:
+                    column = column._replace(form="share")
+                unit = phase.task.score.unit if words in SCORED else ""
+                return Quantity(words, column, having, unit, remains)
+        return None
 
-    under, moved = attacked_names(phase)
-    words = f"under {last_attack(phase)} routing overlap is {{}}"
-    steady = named(moved, words, remains=True)
+    attacked, moved = attacked_names(phase)
+    steady = {moved: f"under {last_attack(phase)} routing overlap is {{}}"}
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # of most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
-        words = f"with {part} swapped routing overlap is {{}}"
-        steady = steady or named(swaps[-1], words, remains=True)
-    for one in HEADLINES:  # in order of preference
-        if one.sentence:
-            steady = steady or named(one.name, one.sentence, one.remains)
+        steady[swaps[-1]] = f"with {part} swapped routing overlap is {{}}"
     return Quantities(
-        named(f"test_{key_of(phase.task.score)}", SCORED[0]),
-        named(under, SCORED[1] if under.endswith(WORST) else SCORED[2]),
-        steady,
-        named("gflops", "GFLOPs") or named("active_parameters", "active parameters"),
+        choose({f"test_{key_of(phase.task.score)}": SCORED[0]}),
+        choose({attacked: SCORED[1] if attacked.endswith(WORST) else SCORED[2]}),
+        choose(steady | STEADY),
+        choose({"gflops": "GFLOPs", "active_parameters": "active parameters"}),
         phase.task.long,
     )
 
@@ -128,24 +192,27 @@ def attacked_names(phase: Phase) -> tuple[str, str]:
 
     Those of the worst case, or else of the last attack; the routing's is of the last attack.
     """
-    results = phase.results(Robustness)
-    attacks = names_of_attacks(phase)
-    if not attacks:
+    attack = shown_attack(phase)
+    if not attack:
         return "", ""
-    worst = any(result.worst_case for result in results)
-    shown = WORST if worst else attacks[-1]
-    score = phase.task.score
-    begins = "accuracy" if score.form == "share" else f"attacked_{score.name}"
-    return f"{begins}_{shown}", f"routing_change_{attacks[-1]}"
+    score = attacked_name(key_of(phase.task.score), attack)
+    return score, f"routing_change_{names_of_attacks(phase)[-1]}"
+
+
+def shown_attack(phase: Phase) -> str:
+    """Return the worst case, or else the last attack; "" where nothing was attacked."""
+    names = names_of_attacks(phase)
+    if names and any(result.worst_case for result in phase.results(Robustness)):
+        return WORST
+    return next(reversed(names), "")
 
 
 def last_attack(phase: Phase) -> str:
-    """Return PGD 10 (ε = 8/255)."""
-    attacks = names_of_attacks(phase)
-    if not attacks:
-        return ""
-    met = next(one for one in phase.results(Robustness) if attacks[-1] in attacks_of(one))
-    return f"{attack_title(attacks[-1])} (ε\u00a0=\u00a0{largest_epsilon(met, attacks[-1])})"
+    """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
+    for name in names_of_attacks(phase)[-1:]:
+        met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
+        return f"{attack_title(name)} (ε\u00a0=\u00a0{largest_epsilon(met, name)})"
+    return ""
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
@@ -162,11 +229,12 @@ def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
     """
     score, moved = attacked_names(phase)
     swapped = {}
-    for name in columns if phase.task.long else ():
-        if name.startswith(("swapped_ppl", SWAPPED)):
+    for name in columns:
+        if phase.task.long and name.startswith(("swapped_ppl", SWAPPED)):
             swapped[name.split("_")[1]] = name
     names = [headline.name for headline in HEADLINES if headline.first]
     place = names.index("isolated_wm")
-    shares = phase.task.score.form == "share"
-    names[place:place] = [*swapped.values(), score, *([moved] if shares else [])]
+    names[place:place] = [*swapped.values(), score]
+    if phase.task.score.form == "share":
+        names.insert(names.index("isolated_wm"), moved)
     return [name for name in names if name in columns]

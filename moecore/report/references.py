@@ -43,12 +43,8 @@ def has_experts(model: Measured) -> bool:
 
 
 def column_context(phase: Phase, kind: type) -> Seen:
-    """What columns of results of this type may depend on."""
+    """Return what columns of results of this type may depend on."""
     method = find_baseline(phase.models)
-
-    def of(name: str) -> list:
-        return drop_none(model.of(kind) for model in phase.models.get(name, {}).values())
-
     rivals = phase.models.get(method, {})
     pairs = [
         (model.of(kind), rivals[seed].of(kind))
@@ -56,14 +52,16 @@ def column_context(phase: Phase, kind: type) -> Seen:
         for seed, model in seeds.items()
         if seed in rivals
     ]
-    known_pairs = [pair for pair in pairs if None not in pair]
-    return Seen(phase.task, phase.results(kind), method, of(method), of(DENSE), known_pairs)
+    of_baseline, of_dense = (
+        drop_none(model.of(kind) for model in phase.models.get(name, {}).values())
+        for name in (method, DENSE)
+    )
+    beside = [pair for pair in pairs if None not in pair]
+    return Seen(phase.task, phase.results(kind), method, of_baseline, of_dense, beside)
 
 
 def overhead_columns(seen: Seen) -> list[Column]:
     """Training time over the baseline's."""
-    if not seen.of_baseline:
-        return []
     seconds = mean_or_none([result.seconds for result in seen.of_baseline])
     if not seconds:
         return []
@@ -81,15 +79,11 @@ def convergence_columns(seen: Seen) -> list[Column]:
     """How soon the training loss is where the baseline's ends."""
     if not seen.baseline:
         return []
-
-    def read(result: Outcome) -> int | None:
-        return steps_to(result, seen.baseline_of(result))
-
     return [
         Column(
             "steps_to_baseline_loss",
             f"Steps to {seen.baseline}'s loss",
-            read,
+            lambda result: steps_to(result, seen.baseline_of(result)),
             "lower",
             "count",
             "until the training loss, a mean over an epoch, is its final one of the same seed "

@@ -3,22 +3,20 @@
 Never by a glob: removed methods leave files behind.
 """
 
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
-from moecore.core.sources import list_pipeline_files
 from moecore.data.preview import read_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
-from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measured import Measured, Phase, Results, list_measured
 from moecore.report.measures import SHOWN
 from moecore.report.measures.shown import Shown
 from moecore.study.reading.run_section import Phase as PhaseName
@@ -30,58 +28,46 @@ MEASURED = Path("artifacts/measured")
 ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Sizes}  # by stage
 
 
-class Place(NamedTuple):
-    """Where results of one study lie."""
-
-    root: Path
-    run: Selection
-    stages: frozenset[str]  # that the study has
-
-
-def study_stages(params: str | Path, run: Selection) -> frozenset[str]:
-    """What the dvc.yaml beside ``params`` measures; the usual three where there is no dvc.yaml."""
-    files = list_pipeline_files(Path(params).parent)
-    if not files:
-        return frozenset(USUAL)
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    stages = set(re.findall(r"-m stages\.(\w+)", text))
-    stages |= set(re.findall(r"-m stages\.measure (\w+)", text))
-    if re.search(r"-m stages\.measure \$", text):
-        stages |= set(run.measurements)
-    return frozenset(stages)
-
-
 def read_results(
     run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = USUAL
 ) -> Results:
     """Every file that ``run`` asks for, below ``root``.
 
-    settings: the text of params.yaml; stages: what the study measures.
+    settings: the text of params.yaml; stages: of the study's dvc.yaml.
 
     Raises UserError that names a missing or damaged file, or one that other code wrote.
     """
-    place = Place(Path(root), run, frozenset(stages))
-    alone: dict[type[Config], Config] = {}
-    for stage, kind in ALONE.items():
-        if stage in stages:
-            path = place.root / MEASURED / f"{stage}.json"
-            alone[kind] = read_result(require_file(path, stage), kind, stage)
-    return Results({phase: _phase(place, phase) for phase in run.phases}, settings, alone)
+    measured = list_measured(stages, run)
+    alone = {
+        kind: read_result(Path(root, MEASURED, f"{stage}.json"), kind, stage)
+        for stage, kind in ALONE.items()
+        if stage in measured
+    }
+    phases: dict[str, Phase] = {
+        name: _read_phase(Path(root), run, measured, name) for name in run.phases
+    }
+    return Results(phases, settings, alone)
 
 
-def _phase(place: Place, name: PhaseName) -> Phase:
-    card, task = read_card(place.root, name)
-    wanted = [shown for shown in SHOWN if _wanted(shown, place, name, task)]
+def _read_phase(root: Path, run: Selection, stages: Collection[str], name: PhaseName) -> Phase:
+    card, task = read_card(root, name)
+    wanted = [
+        shown
+        for shown in SHOWN
+        if shown.applies(task)
+        and (not shown.stage or (shown.stage in stages and run.covers(shown.stage, name)))
+    ]
     models = {
         method: {
-            seed: _model(place, name, f"{method}/{seed}.json", wanted) for seed in place.run.seeds
+            seed: read_model(root, name, f"{method}/{seed}", wanted, run.measurements)
+            for seed in run.seeds
         }
-        for method in place.run.methods
+        for method in run.methods
     }
     together: dict[type[Config], Config] = {}
-    if "transfer" in place.stages:
-        path = place.root / MEASURED / "transfer" / name / f"{place.run.seeds[0]}.json"
-        matrix = read_result(require_file(path, "transfer"), Transfer, "transfer")
+    if "transfer" in stages:
+        path = root / MEASURED / "transfer" / name / f"{run.seeds[0]}.json"
+        matrix = read_result(path, Transfer, "transfer")
         if not isinstance(matrix, Skipped):
             together[Transfer] = matrix
     return Phase(name, card, task, models, together)
@@ -92,7 +78,7 @@ def read_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
 
     Raises UserError where it is missing or damaged, or where other code wrote it.
     """
-    path = require_file(root / "artifacts/data" / phase / "card.json", "prepare")
+    path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:
         return card, read_task(card["task"])
@@ -104,34 +90,23 @@ def read_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
         ) from None
 
 
-def _wanted(shown: Shown, place: Place, phase: PhaseName, task: Task) -> bool:
-    """Whether the study measures this on the models of a phase."""
-    if not shown.applies(task):
-        return False
-    if not shown.stage:
-        return True
-    return shown.stage in place.stages and place.run.covers(shown.stage, phase)
+def read_model(
+    root: Path, phase: str, model: str, wanted: Iterable[Shown], measurements: Collection[str] = ()
+) -> Measured:
+    """Return what was measured of a model, ``vmoe/0``.
 
-
-def _model(place: Place, phase: str, name: str, wanted: Collection[Shown]) -> Measured:
+    measurements: those that the stage ``measure`` writes. Raises UserError as ``read_result`` does.
+    """
     results: dict[type[Config], Config] = {}
     skipped = []
     for shown in wanted:
-        path = place.root / MEASURED / shown.stage / phase / name
-        stage = "measure" if shown.stage in place.run.measurements else shown.stage or phase
-        result = read_result(require_file(path, stage), shown.result, stage)
+        path = root / MEASURED / shown.stage / phase / f"{model}.json"
+        stage = shown.stage or phase
+        if stage in measurements:
+            stage = "measure"
+        result = read_result(path, shown.result, stage)
         if isinstance(result, Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")
         else:
             results[shown.result] = result
     return Measured(results, tuple(skipped))
-
-
-def require_file(path: Path, stage: str) -> Path:
-    """The path itself.
-
-    Raises UserError where there is no such file, which names the stage that writes it.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: no such file; `dvc repro {stage}` writes it")
-    return path

@@ -17,16 +17,15 @@ from moecore.report.claims.evaluation import Evaluated
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
-from moecore.report.measures.robustness import WORST, curve_of
+from moecore.report.measures.robustness import curve_of
 from moecore.report.page.explorer import FILE, explorable, explorer
 from moecore.report.page.html import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
-from moecore.report.quantities import names_of_attacks
+from moecore.report.quantities import shown_attack
 from moecore.report.tables.run_files import run_files
 from moecore.training.outcome import Outcome
 
-# Alone in a page of its own, a figure has no text colour to take over.
 INK = "#333"
 
 
@@ -47,39 +46,25 @@ def report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, 
 
 
 def plot_files(results: Results) -> dict[str, str]:
-    """Path below reports/ → SVG: ``plots/pretrain_training.svg`` and the like."""
-    files = {
-        f"plots/{phase.name}_{name}.svg": standalone_svg(picture)
-        for phase in results.phases.values()
-        for name, picture in pictures_of(phase)
-    }
+    """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
+    pictures = {}
+    for phase in results.phases.values():
+        trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
+        if trained:
+            picture = Picture(training_curves(trained), f"{phase.name}: training")
+            pictures[f"{phase.name}_training"] = picture
+        if attack := shown_attack(phase):
+            pictures[f"{phase.name}_attacks"] = curve_of(phase, attack)
     if counted := results.alone.get(Sizes):
         for name, figure in sizes.figures(counted):
-            files[f"plots/sizes_{name}.svg"] = standalone_svg(
-                Picture(figure, name.replace("_", " "))
-            )
-    return files
-
-
-def pictures_of(phase: Phase) -> Iterator[tuple[str, Picture]]:
-    """How the trainings went, and what attacks leave."""
-    trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
-    if trained:
-        yield "training", Picture(training_curves(trained), f"{phase.name}: training")
-    if names := names_of_attacks(phase):
-        worst = any(result.worst_case for result in phase.results(Robustness))
-        yield "attacks", curve_of(phase, WORST if worst else names[-1])
-
-
-def standalone_svg(picture: Picture) -> str:
-    """The picture as a file of its own."""
-    text = svg(picture.figure, picture.label)
-    return text.replace("<svg", f'<svg color="{INK}"', 1)
+            pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
+    texts = {name: svg(picture.figure, picture.label) for name, picture in pictures.items()}
+    ink = f'<svg color="{INK}"'  # alone in a page, a figure has no text colour to take over
+    return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}
 
 
 Row = dict[str, Any]
 ITEM = ("phase", "method", "seed")
-PREDICTIONS = ("raw", "pooled", "sex_specific")
 ENDS = {"": "value", "_low": "low", "_high": "high"}
 NUMBERS = ("mae", "corr", "slope", "intercept")
 
@@ -90,8 +75,8 @@ def training_csv(results: Results) -> str:
     scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        trained = model.of(Outcome)
-        yield from () if trained is None else trained.curve
+        if trained := model.of(Outcome):
+            yield from trained.curve
 
     return _csv(results, ("step", "epoch", "train_loss", *scores), rows)
 
@@ -101,28 +86,25 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        attacked = model.of(Robustness)
-        for name, curve in (measured_curves(attacked.attacks) if attacked else {}).items():
-            for row in curve:
-                values = row.model_dump(include={"epsilon", "low", "high"})
-                yield values | {"attack": name, phase.task.history_name: row.score}
+        if attacked := model.of(Robustness):
+            for name, curve in measured_curves(attacked.attacks).items():
+                for row in curve:
+                    values = row.model_dump(include={"epsilon", "low", "high"})
+                    yield values | {"attack": name, phase.task.history_name: row.score}
 
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 
 
 def table_s1_csv(results: Results) -> str:
     """Every kind of prediction of every model: mae, corr, slope and intercept with their limits."""
-    columns = [f"{name}{end}" for name in NUMBERS for end in ENDS]
+    columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        ages = model.of(Ages)
-        for prediction in PREDICTIONS if ages else ():
-            errors = getattr(ages, prediction)
-            if errors is not None:
+        for prediction in ("raw", "pooled", "sex_specific"):
+            if errors := getattr(model.of(Ages), prediction, None):
                 values = {
-                    f"{name}{end}": getattr(getattr(errors, name), part)
-                    for name in NUMBERS
-                    for end, part in ENDS.items()
+                    column: getattr(getattr(errors, name), part)
+                    for column, (name, part) in columns.items()
                 }
                 yield {"prediction": prediction, **values}
 
@@ -140,6 +122,6 @@ def _csv(
     for phase in results.phases.values():
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
-                item = {"phase": phase.name, "method": method, "seed": seed}
+                item = dict(zip(ITEM, (phase.name, method, seed), strict=True))
                 writer.writerows(item | row for row in rows(model, phase))
     return text.getvalue()

@@ -225,7 +225,7 @@ class StudyImport:
             run.set_tags({MODEL: str(place)})
 
     def _send_figures(self, history: History, run: StoredRun) -> None:
-        from moecore.report.run_figures import draw_run_figures
+        from moecore.report.tables.run_files import draw_run_figures
 
         said = []
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.claims.evaluation import evaluate_claims, flat_claims
+from moecore.report.claims.evaluation import evaluate_claims, flat_evaluated
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissue_table
@@ -16,7 +16,7 @@ from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import rows_of
 from moecore.report.page.html import render_report
 from moecore.report.results import read_results
-from moecore.report.tables.comparison import build_table, compare_methods, data_facts, used_tests
+from moecore.report.tables.comparison import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.summary import headline_rows
 from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
@@ -143,15 +143,11 @@ def test_numbers_of_compare_json(three):
         and "test_accuracy" not in found
         and "ece_after" not in found
     )
-    assert data_facts(three) == {
-        "data": {
-            "pretrain": {
-                "name": "Small cohort",
-                "simulated": True,
-                "target": "age",
-                "unit": "years",
-            }
-        }
+    assert compare_methods(three)["data"]["pretrain"] == {
+        "name": "Small cohort",
+        "simulated": True,
+        "target": "age",
+        "unit": "years",
     }
 
 
@@ -276,7 +272,7 @@ def test_claims_over_errors(three):
         "holds",
         "differs",
     ) and differs.difference.value == pytest.approx(2)
-    assert json.dumps(flat_claims([holds]), allow_nan=False)
+    assert json.dumps(flat_evaluated([holds]), allow_nan=False)
     with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
         evaluate_claims(
             [
@@ -359,7 +355,7 @@ def test_csv_files(three):
 
 
 def test_the_summary_in_the_terminal(three):
-    found = headline_rows(compare_methods(three) | data_facts(three))
+    found = headline_rows(compare_methods(three))
     assert (
         [row["method"] for row in found] == list(METHODS)
         and found[2]["test_mae"] == "6.10 [5.85 – 6.35]"

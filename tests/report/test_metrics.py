@@ -15,7 +15,7 @@ from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training import halfway
 from moecore.report.page.html import render_report
-from moecore.report.results import USUAL, read_results, study_stages
+from moecore.report.results import USUAL, read_results
 from moecore.report.tables.comparison import (
     build_table,
     compare_methods,
@@ -200,20 +200,6 @@ def test_names_of_transforms():
     assert {f"imed_{column_slug(name)}" for name in transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
     }
-
-
-def test_the_stages_of_a_study(tmp_path):
-    run = Selection(methods=("dense",), seeds=(0,))
-    assert study_stages(tmp_path / "params.yaml", run) == set(USUAL)
-    (tmp_path / "dvc.yaml").write_text(
-        "stages:\n"
-        "  a: {cmd: python -m stages.robustness x}\n"
-        "  b: {cmd: python -m stages.pretrain}\n"
-        "  c: {cmd: python -m stages.measure routing x}\n  # calibrate\n"
-    )
-    found = study_stages(tmp_path / "params.yaml", run)
-    assert {"robustness", "routing"} <= found
-    assert "calibrate" not in found
 
 
 def names_of(found):

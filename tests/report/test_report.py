@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.claims.all_claims import load_studies
+from moecore.report.claims.claims_page import load_studies
 from moecore.report.column import Column, Metric
 from moecore.report.page.html import render_report
 from moecore.report.page.rows import format_column
@@ -32,7 +32,7 @@ from tests.report.generated import write_results
 MISSING = {
     "artifacts/measured/finetune/tgr/0.json": "finetune",
     "artifacts/measured/robustness/pretrain/dense/0.json": "robustness",
-    "artifacts/data/finetune/card.json": "prepare",
+    "artifacts/data/finetune/card.json": "that",
 }
 METHODS = {"dense": False, "vmoe": True, "tgr": True}
 
@@ -138,7 +138,7 @@ def test_the_best_is_marked_only_outside_the_intervals():
 def test_a_missing_file_is_named(tmp_path, missing):
     write_results(tmp_path, METHODS, [0], ["pretrain", "finetune"])
     (tmp_path / missing).unlink()
-    told = f"{missing}: no such file; `dvc repro {MISSING[missing]}` writes it"
+    told = f"{missing}: no such file; the stage {MISSING[missing]} writes it"
     with pytest.raises(UserError, match=re.escape(told)):
         read_results(Selection(methods=tuple(METHODS), seeds=(0,)), "", tmp_path)
 
@@ -192,7 +192,7 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
     ):
         summary.main(str(path))
     spoil(path, content)
-    for read in (lambda: summary.main(str(path)), lambda: list(load_studies(tmp_path))):
+    for read in (lambda: summary.main(str(path)), lambda: load_studies(tmp_path)):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
             read()
         assert "\n" not in str(error.value)

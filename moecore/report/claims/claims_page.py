@@ -1,31 +1,104 @@
-"""docs/claims.md: every table and figure of the papers beside what the studies found of it."""
+"""docs/claims.md: every table and figure of the papers beside what the studies found of it.
 
+Joins paper_tables.yaml with the claims and questions of pipelines/*/params.yaml and the numbers in
+pipelines/*/reports/compare.json. Studies that were not run are said to be so.
+"""
+
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from moecore.core.config import Config
 from moecore.core.files import write_whole
-from moecore.report.claims.all_claims import (
-    STATES,
-    Answer,
-    Row,
-    Status,
-    Study,
-    Tables,
-    answers_of,
-    claims_in_row,
-    load_studies,
-    read_paper_tables,
-    row_status,
-    values_of,
-)
-from moecore.report.claims.claim_row import ANSWERS, build_claim_row
-from moecore.report.markdown import markdown_table
-from moecore.study.reading.claims_section import Claim, Question
+from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.page.templating import template_environment
+from moecore.report.tables.cells import json_interval, markdown_table
+from moecore.report.tables.comparison import read_comparison
+from moecore.report.tables.number_format import NumberFormat
+from moecore.study.reading.claims_section import Claim, Question, settings_digest
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.params import validate_keys
+from moecore.study.reading.run_section import Selection
 
+TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
 VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
+ORDER = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
+Studies = Mapping[str, Mapping[str, Any]]  # name → compare.json, {} where it was not run
+STATES = {
+    "judged": "judged by a claim",
+    "printed": "printed beside the paper's, without a claim",
+    "drawn": "drawn on a study's page",
+    "not run yet": "in a study that was not run yet with these claims",
+    "no study yet": "in no study yet",
+    "cannot": "cannot be printed here (see there)",
+    "scheme": "a scheme or settings: nothing to print",
+}
+
+
+class Printed(Config):
+    """Metrics of a study that stand beside a paper's number without being judged."""
+
+    study: str
+    phase: str
+    methods: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+
+class Row(Config):
+    """One table, figure or sentence of a paper."""
+
+    number: str
+    shows: str
+    paper: str = Field("", description="the paper's own numbers")
+    sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
+    columns: tuple[Printed, ...] = ()
+    drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
+    scheme: bool = False
+    needs: str = Field("", description="why it cannot be printed here")
+
+    def holds(self, paper: str, claim: Claim | Question) -> bool:
+        """Return whether a claim stands in this row of a paper."""
+        sources = self.sources or (self.number,)
+        return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
+
+
+class Asked(Config):
+    """What of a study's params.yaml is judged."""
+
+    run: Selection
+    claims: tuple[Claim, ...] = ()
+    questions: tuple[Question, ...] = ()
+
+
+class Answer(NamedTuple):
+    """A claim or question of a study, and its entry in compare.json, if any."""
+
+    study: str
+    claim: Claim | Question
+    entry: Mapping[str, Any]  # {} where nothing was found
+    state: str  # of what was not found: not run yet
+    changed: bool  # whether settings were changed since
+
+    @property
+    def words(self) -> Mapping[str, str]:
+        """verdict → how it is printed, if not by its name."""
+        if isinstance(self.claim, Question):
+            return VERDICTS | ANSWERS
+        if self.claim.margin:
+            return VERDICTS | {"holds": "equivalent"}
+        return VERDICTS
+
+    @property
+    def verdict(self) -> str:
+        """The verdict as it is printed; "not run yet" where nothing was found."""
+        verdict = self.entry.get("verdict", "not run yet")
+        return self.words.get(verdict, verdict)
 
 
 def write_claims_page(root: Path = Path()) -> Path:
@@ -36,133 +109,153 @@ def write_claims_page(root: Path = Path()) -> Path:
 
 
 def render_claims_page(root: Path = Path()) -> str:
-    """The text of docs/claims.md."""
-    known = read_paper_tables()
-    studies = list(load_studies(root))
-    answers = [answer for study in studies for answer in answers_of(study)]
+    """Return the text of docs/claims.md."""
+    studies, answers = load_studies(root)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
-    papers = {name: getattr(known, name) for name in Tables.model_fields}
-    states = [
-        row_status(row, claims_in_row(row, name, claims), studies) for name, row in _rows(papers)
-    ]
-    lines = [*_opening(states, claims), ""]
-    for name, rows in papers.items():
-        table = [
-            cells
-            for row in rows
-            for cells in _row_lines(row, claims_in_row(row, name, claims), studies)
-        ]
-        lines += [f"## {name}", "", *markdown_table(HEAD, table), ""]
-    lines += _others(papers, claims)
-    lines += _questions([answer for answer in answers if isinstance(answer.claim, Question)])
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _rows(papers: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, Row]]:
-    for name, rows in papers.items():
+    states: Counter[str] = Counter()
+    tables = {}
+    others = claims
+    for paper, rows in read_paper_tables().items():
+        cells = []
         for row in rows:
-            yield name, row
+            of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
+            others = [answer for answer in others if answer not in of_row]
+            state, lines = describe_row(row, of_row, studies)
+            states[state] += 1
+            cells += lines
+        tables[paper] = markdown_table(HEAD, cells)
+    if others:
+        cells = [
+            [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
+            for answer in others
+            if isinstance(answer.claim, Claim)
+        ]
+        tables["Claims of other sources"] = markdown_table(("paper", "where", *HEAD[3:]), cells)
+    asked = [_answer_cells(answer) for answer in answers if isinstance(answer.claim, Question)]
+    if asked:
+        head = ("question", "difference", "answer", "study")
+        tables["What no paper claims, asked of these runs"] = markdown_table(head, asked)
+    verdicts = Counter(answer.verdict for answer in claims)
+    template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
+    told = ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name])
+    changed = sum(answer.changed for answer in claims)
+    numbers = {"claims": claims, "told": told, "changed": changed, "states": states}
+    return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
-def _opening(states: Sequence[Status], claims: Sequence[Answer]) -> list[str]:
-    """The counts at the page's head."""
-    counted = Counter(states)
-    rows = [f"- {counted[name]} {words}" for name, words in STATES.items() if counted[name]]
-    verdicts = Counter(VERDICTS.get(one.verdict, one.verdict) or "not run yet" for one in claims)
-    order = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
-    told = ", ".join(f"{verdicts[name]} {name}" for name in order if verdicts[name])
-    lines = [
-        "# What the papers show, and what the studies here found of it",
-        "",
-        "Written by `moecore claims write` from the studies' params.yaml and reports/compare.json;"
-        " not by hand. Data and sizes are not those of the papers: a verdict is about these runs.",
-        "",
-        f"Of {len(states)} tables, figures and sentences:",
-        "",
-        *rows,
-        "",
-        f"Of {len(claims)} claims: {told}.",
-    ]
-    if changed := sum(one.changed for one in claims):
-        lines.append(f"Since {changed} of them (marked ‡) settings of the study were changed.")
-    lines += [
-        "",
-        "*difference*: the claimed method minus the other with its 95 % interval, and what that is"
-        " over; *not significant* names the smallest difference that the design could detect (80 %"
-        " power at 5 %); *differs*: these runs show the opposite, which says nothing of the paper's"
-        " own. [intervals.md](intervals.md) says how.",
-    ]
-    return lines
+def read_paper_tables() -> dict[str, list[Row]]:
+    """Return the rows of each paper, as paper_tables.yaml has them."""
+    papers = load_yaml(str(TABLES)).data
+    return {name: [Row.model_validate(row) for row in rows] for name, rows in papers.items()}
 
 
-def _row_lines(row: Row, claims: Sequence[Answer], studies: Sequence[Study]) -> Iterator[list[str]]:
-    """A line for each claim of a row, else one for what is printed, drawn or absent."""
-    start = [row.number, row.shows, row.paper or "–"]
-    for answer in claims:
-        yield [*start, *_answer_cells(answer)]
-        start = ["″", "", ""]
-    if claims:
-        return
-    printed = [(one.study, values_of(one, studies), one.phase) for one in row.columns]
-    if any(values for _, values, _ in printed):
-        here = "; ".join(f"{phase}, {values}" for _, values, phase in printed if values)
-        names = dict.fromkeys(name for name, values, _ in printed if values)
-        yield [*start, here, "", "no claim", _commands(list(names))]
-        return
-    state = row_status(row, claims, studies)
-    words = {"cannot": f"needs {row.needs}", "scheme": "–", "drawn": "drawn on the study's page"}
+def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
+    """Return what the last run of every study under pipelines/ found, and all answers."""
+    studies: dict[str, Mapping[str, Any]] = {}
+    answers = []
+    for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
+        path = folder / "reports/compare.json"
+        compared: Mapping[str, Any] = {}
+        state = "not run yet"
+        if path.exists():
+            compared = read_comparison(path)
+            state = "not run yet with this claim"
+        studies[folder.name] = compared
+        document = load_yaml(str(folder / "params.yaml"))
+        asked = validate_keys(Asked, document)
+        entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
+        current = {
+            json.dumps(entry["asked"], sort_keys=True): entry
+            for entry in entries
+            if entry.keys() >= {"asked", "form"}  # others are of older versions
+        }
+        for claim in (*asked.claims, *asked.questions):
+            words = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
+            entry = current.get(words, {})
+            digest = settings_digest(document.data, claim)
+            changed = entry.get("settings", digest) != digest
+            answers.append(Answer(folder.name, claim, entry, state, changed))
+    return studies, answers
+
+
+def describe_values(printed: Printed, studies: Studies) -> str:
+    """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
+    compared = studies.get(printed.study, {})
+    words = []
+    for metric in printed.metrics:
+        cells = {}
+        for method in printed.methods:
+            if cell := compared.get(method, {}).get(printed.phase, {}).get(metric):
+                cells[method] = cell
+        if cells:
+            form = next(iter(cells.values()))["form"]
+            number_format = NumberFormat.of(form, map(json_interval, cells.values()))
+            values = [f"{name} {number_format.value(one['mean'])}" for name, one in cells.items()]
+            words.append(f"`{metric}`: {', '.join(values)}")
+    return "; ".join(words)
+
+
+def describe_row(
+    row: Row, claims: Sequence[Answer], studies: Studies
+) -> tuple[str, list[list[str]]]:
+    """Return what is known of a row, a key of STATES, and its lines.
+
+    A line for each claim, else one for what is printed, drawn or absent.
+    """
+    values = [(one, words) for one in row.columns if (words := describe_values(one, studies))]
     named = [*row.drawn, *(one.study for one in row.columns)]
-    yield [*start, "", "", words.get(state, state), _commands(list(dict.fromkeys(named)))]
+    verdict = "–"
+    if row.scheme:
+        state = "scheme"
+    elif row.needs:
+        state = "cannot"
+        verdict = f"needs {row.needs}"
+    elif any(answer.entry for answer in claims):
+        state = "judged"
+    elif values:
+        state = "printed"
+    elif any(studies.get(name) for name in row.drawn):
+        state = "drawn"
+        verdict = "drawn on the study's page"
+    elif claims or named:
+        state = verdict = "not run yet"
+    else:
+        state = verdict = "no study yet"
+    here = ""
+    if values:
+        here = "; ".join(f"{printed.phase}, {words}" for printed, words in values)
+        verdict = "no claim"
+        named = [printed.study for printed, _ in values]
+    start = [row.number, row.shows, row.paper or "–"]
+    lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
+    if lines:
+        lines[0][:3] = start
+    return state, lines or [[*start, here, "", verdict, _commands(named)]]
 
 
 def _answer_cells(answer: Answer) -> list[str]:
-    """here, difference, verdict, study."""
+    """Return here, difference, verdict, study."""
     claim = answer.claim
     said = claim.says if isinstance(claim, Claim) else claim.asks
-    command = _commands([answer.study.name])
-    if answer.entry is None:
-        state = "not run yet" if not answer.study.compared else "not run yet with this claim"
-        return [said, "", state, command]
+    command = _commands([answer.study])
+    if not answer.entry:
+        return [said, "", answer.state, command]
     row = build_claim_row(answer.entry)
-    other = f"`{claim.against_metric}` " if claim.against_metric else ""
+    other = claim.against_metric and f"`{claim.against_metric}` "
     here = f"{said}: `{claim.metric}` {claim.method} {row.values[0]}, "
     here += f"{other}{claim.against} {row.values[1]}"
     difference = f"{row.difference}, no interval"
-    if row.over:
-        limits = row.difference_limits
+    if limits := row.difference_limits:
         difference = f"{row.difference} [{limits}], over {row.over} ({row.counts})"
-    words = VERDICTS | {"holds": "equivalent"} if claim.better == "equivalent" else VERDICTS
-    if not isinstance(claim, Claim):
-        words = VERDICTS | ANSWERS
-    verdict = row.describe_verdict(words)
-    return [here, difference, verdict + (" ‡" if answer.changed else ""), command]
+    verdict = answer.verdict
+    if row.detectable:
+        verdict += f" ({row.detectable})"
+    if holm := row.holm_note(answer.words):
+        verdict += f"; {holm}"
+    if answer.changed:
+        verdict += " ‡"
+    return [here, difference, verdict, command]
 
 
-def _others(papers: Mapping[str, Sequence[Row]], claims: Sequence[Answer]) -> list[str]:
-    """Claims whose source is in no row."""
-    known = {
-        id(answer.claim)
-        for name, row in _rows(papers)
-        for answer in claims_in_row(row, name, claims)
-    }
-    rows = [
-        [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
-        for answer in claims
-        if isinstance(answer.claim, Claim) and id(answer.claim) not in known
-    ]
-    head = ("paper", "where", "here", "difference", "verdict", "study")
-    return ["## Claims of other sources", "", *markdown_table(head, rows), ""] if rows else []
-
-
-def _questions(questions: Sequence[Answer]) -> list[str]:
-    """What no paper claims."""
-    if not questions:
-        return []
-    table = markdown_table(
-        ("question", "difference", "answer", "study"), map(_answer_cells, questions)
-    )
-    return ["## What no paper claims, asked of these runs", "", *table, ""]
-
-
-def _commands(studies: Sequence[str]) -> str:
-    return "; ".join(f"`moecore study run pipelines/{name}`" for name in studies)
+def _commands(studies: Iterable[str]) -> str:
+    return "; ".join(f"`moecore study run pipelines/{name}`" for name in dict.fromkeys(studies))

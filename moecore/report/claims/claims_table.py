@@ -1,14 +1,15 @@
-"""The evaluated claims and questions for readers: tables of the page and a Markdown file."""
+"""The evaluated claims and questions for readers: rows of the page, of claims.md and others."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from moecore.report.claims.claim_row import ANSWERS, ClaimRow, build_claim_row
 from moecore.report.claims.evaluation import Evaluated, claim_entry, claims_of, questions_of
-from moecore.report.markdown import markdown_table
 from moecore.report.page.view import Block, Grid, Item, Line, Section
+from moecore.report.tables.cells import json_interval, markdown_table
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 from moecore.study.reading.claims_section import Claim
 
+ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}
 HOW = (
     "Difference: the claimed method minus the other, with its 95 % interval. "
@@ -22,99 +23,115 @@ HOW = (
     "with 80 % power at 5 %: (t(0.975) + t(0.8)) · standard error. Data and sizes are not those "
     "of the papers."
 )
-HEAD = ("Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
 TITLE = "What the papers claim"
-ASKED_HEAD = ("Answer", "Difference", "Of", "Against", "Metric")
+HEAD = ("Claim", "Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
 ASKED = "What no paper claims, asked of these runs"
+ASKED_HEAD = ("Question", "Answer", "Difference", "Of", "Against", "Metric")
+
+
+class ClaimRow(NamedTuple):
+    """What is printed of a claim or question; texts without a value are ""."""
+
+    verdict: str  # holds, differs or open
+    verdict_holm: str  # what Holm's correction leaves of it
+    values: tuple[str, str]  # of the method, and of the one that it is held against
+    limits: tuple[str, str]  # of these, without a unit
+    difference: str
+    difference_limits: str  # −0.6 to +1.7
+    over: str  # what the interval is over, "items × seeds"; without an interval why there is none
+    counts: str  # 3 seeds, 170 items
+    detectable: str  # of an open verdict, the smallest difference that could have been seen
+
+    def holm_note(self, words: Mapping[str, str]) -> str:
+        """Return Holm's verdict where it is another, else ""; words: how verdicts are printed."""
+        if self.verdict_holm in ("", self.verdict):
+            return ""
+        return f"{words.get(self.verdict_holm, self.verdict_holm)} with Holm's correction"
+
+
+def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
+    """Return the row of an entry of ``claims`` or ``questions`` in compare.json."""
+    ours = json_interval(entry["method"])
+    theirs = json_interval(entry["against"])
+    difference = entry["difference"]
+    interval = json_interval(difference)
+    side_format = NumberFormat.of(entry["form"], [ours, theirs])
+    difference_format = NumberFormat.of(entry["form"], [interval])
+    over = "one seed, no interval"
+    counts = f"{difference['seeds']} seeds"
+    if difference.get("items"):
+        over = "no interval: all items are alike"
+        counts += f", {difference['items']:,} items"
+    detectable = ""
+    if "smallest" in entry:
+        detectable = f"detectable: {difference_format.size(entry['smallest'])} at 80 % power"
+    return ClaimRow(
+        entry["verdict"],
+        entry.get("verdict_holm", ""),
+        (side_format.value(ours.value), side_format.value(theirs.value)),
+        (side_format.limits(ours), side_format.limits(theirs)),
+        difference_format.difference(interval.value),
+        difference_format.difference_limits(interval),
+        difference.get("interval", over),
+        counts,
+        detectable,
+    )
 
 
 def claims_section(evaluated: Sequence[Evaluated]) -> Section:
     """Return the section of the page."""
     blocks = []
     if claims := claims_of(evaluated):
-        grid = Grid(["Claim", *HEAD], [_page_line(one) for one in claims])
-        blocks.append(Block("", grids=[grid]))
+        blocks.append(Block("", grids=[Grid(HEAD, list(map(_claim_line, claims)))]))
     if questions := questions_of(evaluated):
-        grid = Grid(["Question", *ASKED_HEAD], [_page_line(one) for one in questions])
-        blocks.append(Block(ASKED, grids=[grid]))
-    title = TITLE if claims else ASKED
-    return Section("claims", title, "Claims", [HOW], blocks)
+        blocks.append(Block(ASKED, grids=[Grid(ASKED_HEAD, list(map(_claim_line, questions)))]))
+    return Section("claims", TITLE if claims else ASKED, "Claims", [HOW], blocks)
 
 
 def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
-    """Return the content of reports/claims.md."""
+    """Return the content of reports/claims.md: the page's tables, their small print after ";"."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
-    lines = [f"# {TITLE}", "", HOW]
-    if claims := claims_of(evaluated):
-        head = ("Paper", "Where", "It says", *HEAD)
-        lines += ["", *markdown_table(head, map(_markdown_cells, claims))]
-    if questions := questions_of(evaluated):
-        head = ("Of", "It is asked", *ASKED_HEAD)
-        lines += ["", f"## {ASKED}", "", *markdown_table(head, map(_markdown_cells, questions))]
+    section = claims_section(evaluated)
+    lines = [f"# {section.title}", "", HOW]
+    for block in section.blocks:
+        if block.title:
+            lines += ["", f"## {block.title}"]
+        for grid in block.grids:
+            rows = [[_plain_text(item) for item in (one.head, *one.items)] for one in grid.lines]
+            lines += ["", *markdown_table(grid.columns, rows)]
     return "\n".join(lines) + "\n"
 
 
-def _marks(evaluated_claim: Evaluated, row: ClaimRow) -> list[str]:
-    """The verdict, and after Holm's correction; of a question its answer."""
-    if isinstance(evaluated_claim.claim, Claim):
-        return [MARKS[row.verdict], MARKS[row.verdict_holm]]
-    return [ANSWERS.get(row.verdict, row.verdict)]
+def _plain_text(item: Item) -> str:
+    return "; ".join(filter(None, (item.text, item.small, item.note))).replace("\u00a0", " ")
 
 
-def _page_line(evaluated_claim: Evaluated) -> Line:
+def _claim_line(evaluated_claim: Evaluated) -> Line:
     claim = evaluated_claim.claim
     row = build_claim_row(claim_entry(evaluated_claim))
-    mark, *corrected = _marks(evaluated_claim, row)
-    detectable = row.detectable.replace(" pp", "\u00a0pp")
-    over = row.over or "; ".join(row.notes)
-    small = ", ".join(word for word in (row.difference_limits, over) if word)
-    label, statement = _metric_words(evaluated_claim)
-    items = [
-        Item(mark, keep_percent_on_line(detectable), look=f"verdict {row.verdict}"),
-        *(Item(text, look=f"verdict {row.verdict_holm}") for text in corrected),
-        Item(row.difference, small),
-        *map(Item, row.values, row.limits, (claim.method, claim.against)),
-        Item(label, statement, note=claim.why),
-    ]
+    detectable = keep_percent_on_line(row.detectable.replace(" pp", "\u00a0pp"))
     if isinstance(claim, Claim):
-        return Line(Item(claim.paper, note=f"{claim.source}: {claim.says}"), items)
-    return Line(Item(claim.paper or claim.asks, note=claim.asks if claim.paper else ""), items)
-
-
-def _markdown_cells(evaluated_claim: Evaluated) -> list[str]:
-    claim = evaluated_claim.claim
-    row = build_claim_row(claim_entry(evaluated_claim))
-    if isinstance(claim, Claim):
-        start = [claim.paper, claim.source, claim.says]
+        head = Item(claim.paper, note=f"{claim.source}: {claim.says}")
+        marks = [Item(MARKS[row.verdict], detectable, look=f"verdict {row.verdict}")]
+        marks.append(Item(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
     else:
-        start = [claim.paper or "–", claim.asks]
-    limits = f" [{row.difference_limits}]" if row.difference_limits else ""
-    sides = [
-        f"{method}: {value} [{span}]" if span else f"{method}: {value}"
-        for method, value, span in zip(
-            (claim.method, claim.against), row.values, row.limits, strict=True
-        )
-    ]
-    label, statement = _metric_words(evaluated_claim)
-    why = f" ({claim.why})" if claim.why else ""
-    return [
-        *start,
-        *_marks(evaluated_claim, row),
-        f"{row.difference}{limits}; {'; '.join(row.notes)}",
-        *sides,
-        f"{label} (`{claim.metric}`), {statement}{why}",
-    ]
+        head = Item(claim.paper or claim.asks, note=claim.asks if claim.paper else "")
+        answer = ANSWERS.get(row.verdict, row.verdict)
+        marks = [Item(answer, detectable, look=f"verdict {row.verdict}")]
+    small = ", ".join(filter(None, (row.difference_limits, row.over)))
+    metric = Item(evaluated_claim.metric.column.label, _statement(evaluated_claim), claim.why)
+    sides = map(Item, row.values, row.limits, (claim.method, claim.against))
+    return Line(head, [*marks, Item(row.difference, small), *sides, metric])
 
 
-def _metric_words(evaluated_claim: Evaluated) -> tuple[str, str]:
-    """The metric's name, and what is claimed or asked of it, where."""
+def _statement(evaluated_claim: Evaluated) -> str:
+    """Return what is claimed or asked of the metric, and where."""
     claim = evaluated_claim.claim
-    column = evaluated_claim.metric.column
-    verb = "claimed" if isinstance(claim, Claim) else "asked"
-    statement = f"{claim.better} is {verb}"
+    better = claim.better
     if claim.margin is not None:
-        margin = NumberFormat(column.form).size(claim.margin)
-        statement = f"equivalent within {margin} is {verb}"
-    other = f" against {claim.against_metric}" if claim.against_metric else ""
-    return column.label, f"{statement}{other}, {claim.phase}"
+        margin = NumberFormat(evaluated_claim.metric.column.form).size(claim.margin)
+        better = f"equivalent within {margin}"
+    verb = "claimed" if isinstance(claim, Claim) else "asked"
+    other = claim.against_metric and f" against {claim.against_metric}"
+    return f"{better} is {verb}{other}, {claim.phase}"

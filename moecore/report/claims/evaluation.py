@@ -1,20 +1,22 @@
 """What is said or asked of two methods, and whether the runs bear it out."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.files import UserError
-from moecore.report.claims.significance import LEVEL, Side, difference_of
+from moecore.report.claims.significance import LEVEL, difference_of
 from moecore.report.column import Metric
-from moecore.report.measured import Models, Phase, Results
-from moecore.report.tables.cells import Cell, cell_to_json, read_cell
+from moecore.report.measured import Models, Results
+from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.comparison import build_table
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.reading.claims_section import Claim, Comparison, Question, settings_digest
 
 T = TypeVar("T")
+SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json
 
 
 class Evaluated(NamedTuple):
@@ -36,29 +38,22 @@ class Evaluated(NamedTuple):
         return self.difference.smallest if self.verdict == "open" else None
 
 
-class Known(NamedTuple):
-    """The metrics of one phase that any method has."""
-
-    phase: Phase
-    metrics: Mapping[str, Metric]
-
-
 def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
     """Every claim and question with its verdict; claims with Holm's correction paper by paper.
 
     Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
     and for items that differ, naming ``claims[i]`` or ``questions[i]`` and what is allowed.
     """
-    phases = {
-        name: Known(phase, {metric.name: metric for metric in build_table(results, phase).metrics})
-        for name, phase in (results.phases.items() if asked else ())
-    }
-    counts: dict[str, int] = defaultdict(int)
+    if not asked:
+        return []
+    tables = {name: build_table(results, phase).metrics for name, phase in results.phases.items()}
+    counts = {Claim: count(), Question: count()}
     evaluated = []
     for claim in asked:
-        section = "claims" if isinstance(claim, Claim) else "questions"
-        evaluated.append(_evaluate(claim, f"{section}[{counts[section]}]", phases))
-        counts[section] += 1
+        place = f"{SECTIONS[type(claim)]}[{next(counts[type(claim)])}]"
+        metrics = {metric.name: metric for metric in _choose(tables, claim.phase, f"{place}.phase")}
+        models = results.phases[claim.phase].models
+        evaluated.append(_evaluate(claim, place, metrics, models))
     return correct_by_paper(evaluated)
 
 
@@ -73,15 +68,14 @@ def questions_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def correct_by_paper(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
-    """The same with Holm's correction over the claims of each paper that have an interval."""
-    families = defaultdict(list)
+    """Return the same with Holm's correction over each paper's claims that have an interval."""
+    families: dict[str, dict[int, float]] = defaultdict(dict)  # paper → place → p
     for place, one in enumerate(evaluated):
         if isinstance(one.claim, Claim) and one.p is not None:
-            families[one.claim.paper].append(place)
+            families[one.claim.paper][place] = one.p
     corrected = list(evaluated)
-    for places in families.values():
-        values = [p for place in places if (p := evaluated[place].p) is not None]
-        for place, p in zip(places, holm(values), strict=True):
+    for values in families.values():
+        for place, p in zip(values, holm(list(values.values())), strict=True):
             kept = evaluated[place].verdict if p < LEVEL else "open"
             corrected[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
     return corrected
@@ -121,33 +115,20 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     return p if p is None or apart > 0 else p / 2
 
 
-def flat_claims(
-    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """An entry ``claims`` or ``questions`` of compare.json: what is said → values, verdict, and of
-    which settings; {} without any. study: params.yaml as plain data.
-    """
-    entries = {}
-    for number, one in enumerate(evaluated):
-        behind = {} if study is None else {"settings": settings_digest(study, one.claim)}
-        entries[f"{number}: {_words(one.claim)}"] = claim_entry(one) | behind
-    return entries
-
-
 def flat_evaluated(
     evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The entries ``claims`` and ``questions`` of compare.json that there are."""
-    sections = {
-        "claims": flat_claims(claims_of(evaluated), study),
-        "questions": flat_claims(questions_of(evaluated), study),
-    }
-    return {name: entries for name, entries in sections.items() if entries}
-
-
-def _words(claim: Claim | Question) -> str:
-    start = f"{claim.paper}, {claim.phase}" if claim.paper else claim.phase
-    return f"{start}: {claim.words}"
+) -> dict[str, dict[str, Any]]:
+    """Return the entries ``claims`` and ``questions`` of compare.json that there are: what is said
+    → values, verdict, and of which settings. study: params.yaml as plain data.
+    """
+    sections: dict[str, dict[str, Any]] = defaultdict(dict)
+    for one in evaluated:
+        claim = one.claim
+        entries = sections[SECTIONS[type(claim)]]
+        start = ", ".join(filter(None, (claim.paper, claim.phase)))
+        behind = {} if study is None else {"settings": settings_digest(study, claim)}
+        entries[f"{len(entries)}: {start}: {claim.words}"] = claim_entry(one) | behind
+    return dict(sections)
 
 
 def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
@@ -170,53 +151,40 @@ def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if value not in (None, "")}
 
 
-def _evaluate(claim: Claim | Question, place: str, phases: Mapping[str, Known]) -> Evaluated:
-    known = _among(phases, claim.phase, f"{place}.phase")
-    metric = _among(known.metrics, claim.metric, f"{place}.metric")
+def _evaluate(
+    claim: Claim | Question, place: str, metrics: Mapping[str, Metric], models: Models
+) -> Evaluated:
+    metric = _choose(metrics, claim.metric, f"{place}.metric")
     other = metric
+    rivals = {name: seeds for name, seeds in models.items() if name != claim.method}
     if claim.against_metric:
-        other = _among(known.metrics, claim.against_metric, f"{place}.against_metric")
-        refuse_other_unit(metric, other, f"{place}.against_metric")
-    models = known.phase.models
-    ours = Side(metric, _among(models, claim.method, f"{place}.method"))
-    itself = () if claim.against_metric else (claim.method,)
-    others = {name: seeds for name, seeds in models.items() if name not in itself}
-    theirs = Side(other, _among(others, claim.against, f"{place}.against"))
+        rivals = models
+        other = _choose(metrics, claim.against_metric, f"{place}.against_metric")
+        form = metric.column.form
+        if other.column.form != form:
+            problem = f"{other.name} is a {other.column.form}, and {metric.name} a {form}"
+            allowed = "allowed: a metric of the same unit"
+            raise UserError(f"{place}.against_metric: found {problem}; {allowed}")
+    ours = _choose(models, claim.method, f"{place}.method")
+    theirs = _choose(rivals, claim.against, f"{place}.against")
     # Whether both have their metric is seen before their difference is taken.
-    first = _cell_of(ours, models, f"{place}.method: {claim.method}")
-    second = _cell_of(theirs, models, f"{place}.against: {claim.against}")
-    difference = difference_of(ours, theirs, f"{place}.metric")
-    judged = judge_difference(difference, claim)
-    return Evaluated(claim, metric, first, second, difference, judged, p_of(difference, claim))
+    first = _require_cell(metric, models, claim.method, f"{place}.method")
+    second = _require_cell(other, models, claim.against, f"{place}.against")
+    difference = difference_of(ours, metric, theirs, other, f"{place}.metric")
+    verdict = judge_difference(difference, claim)
+    return Evaluated(claim, metric, first, second, difference, verdict, p_of(difference, claim))
 
 
-def _cell_of(side: Side, models: Models, place: str) -> Cell:
-    cell = read_cell(side.metric, list(side.seeds.values()))
+def _require_cell(metric: Metric, models: Models, method: str, place: str) -> Cell:
+    cells = read_cells(metric, models)
+    cell = cells[method]
     if cell is None:
-        name = side.metric.name
-        having = [
-            method
-            for method, seeds in models.items()
-            if read_cell(side.metric, list(seeds.values()))
-        ]
-        raise UserError(f"{place} has no {name}; allowed: {_listed(having)}")
+        having = ", ".join(name for name, other in cells.items() if other) or "none"
+        raise UserError(f"{place}: {method} has no {metric.name}; allowed: {having}")
     return cell
 
 
-def refuse_other_unit(metric: Metric, other: Metric, place: str) -> None:
-    """Raise UserError where the difference of two metrics would be one of unlike things."""
-    ours = metric.column.form
-    theirs = other.column.form
-    if ours != theirs:
-        problem = f"{other.name} is a {theirs}, and {metric.name} a {ours}"
-        raise UserError(f"{place}: found {problem}; allowed: a metric of the same unit")
-
-
-def _among(allowed: Mapping[str, T], name: str, place: str) -> T:
+def _choose(allowed: Mapping[str, T], name: str, place: str) -> T:
     if name not in allowed:
-        raise UserError(f"{place}: found {name!r}; allowed: {_listed(allowed)}")
+        raise UserError(f"{place}: found {name!r}; allowed: {', '.join(allowed) or 'none'}")
     return allowed[name]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"

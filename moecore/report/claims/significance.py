@@ -39,7 +39,7 @@ class Tested(NamedTuple):
     holm: float  # p, corrected for the family of tests that it is one of
     test: str  # "mcnemar", BOTH, SEEDS, or "" where several seeds leave no interval
     # Images that the first method alone gets right, and the second alone.
-    only: tuple[int, int] | None = None
+    only: tuple[int, ...] = ()
 
 
 def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
@@ -53,8 +53,9 @@ def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
     models = [model for seeds in methods for model in seeds.values()]
     if all(len(seeds) > 1 for seeds in methods):
         return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
-    known = all(metric.hits(model) is not None for model in models)
-    return "mcnemar" if known else "intervals"
+    if all(metric.hits(model) is not None for model in models):
+        return "mcnemar"
+    return "intervals"
 
 
 def differences_from(
@@ -69,7 +70,7 @@ def differences_from(
     test = possible_test(metric, list(models.values()))
     if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
         return {}
-    compare = _by_images if test == "mcnemar" else _by_seeds
+    compare = {"mcnemar": _by_images}.get(test, _by_seeds)
     tests = [compare(metric, method, models[method], models[reference]) for method in others]
     corrected = holm([tested.p for tested in tests])
     return {
@@ -86,7 +87,7 @@ def find_leader(
     values: the mean of each method of ``models``. The method with the best mean is tested against
     each of the others; it leads where all corrected p-values are below 5 %.
     """
-    sign = 1 if metric.column.better == "higher" else -1
+    sign = {"higher": 1, "lower": -1}.get(metric.column.better, 0)
     first = max(values, key=lambda method: sign * values[method])
     tests = differences_from(metric, models, first)
     if tests and all(tested.holm < LEVEL for tested in tests.values()):
@@ -95,64 +96,43 @@ def find_leader(
 
 
 def tested_to_json(tested: Tested) -> dict[str, Any]:
-    """difference, its limits, p, p_holm and the test.
+    """Return difference, its limits, p, p_holm and the test.
 
     Of McNemar's also how many images one of the two alone gets right.
     """
-    difference, low, high = tested.difference
-    values = {
-        "difference": difference,
-        "low": low,
-        "high": high,
-        "p": tested.p,
-        "p_holm": tested.holm,
-        "test": tested.test,
-    }
-    if tested.only is not None:
-        values["only_first"], values["only_second"] = tested.only
-    return values
+    names = ("difference", "low", "high", "p", "p_holm", "test")
+    numbers = (*tested.difference, tested.p, tested.holm, tested.test)
+    only = zip(("only_first", "only_second"), tested.only, strict=False)
+    return dict(zip(names, numbers, strict=True)) | dict(only)
 
 
-class Side(NamedTuple):
-    """One metric of one method, seed by seed."""
-
-    metric: Metric
-    seeds: Seeds
-
-    def items(self, seed: int) -> np.ndarray | None:
-        """One value per item, (N,); None where the metric has none."""
-        return self.metric.items(self.seeds[seed])
-
-    def number(self, seed: int) -> float:
-        """The value."""
-        return self.metric.number(self.seeds[seed])
-
-
-def difference_of(ours: Side, theirs: Side, place: str) -> Difference:
-    """Ours minus theirs over items and seeds; over seeds alone where the metrics have no items.
+def difference_of(
+    ours: Seeds, metric: Metric, theirs: Seeds, against_metric: Metric, place: str
+) -> Difference:
+    """Return ours minus theirs over items and seeds; over seeds alone where there are no items.
 
     Raises UserError where the two sides' items differ, or only some results keep theirs.
     """
-    pairs = [(ours.items(seed), theirs.items(seed)) for seed in ours.seeds]
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    if not both and all(one is None and other is None for one, other in pairs):
+    sides = [(metric.items(ours[seed]), against_metric.items(theirs[seed])) for seed in ours]
+    arrays = [items for pair in sides for items in pair if items is not None]
+    if not arrays:
         return paired_seed_difference(
-            [ours.number(seed) - theirs.number(seed) for seed in ours.seeds]
+            [metric.number(ours[seed]) - against_metric.number(theirs[seed]) for seed in ours]
         )
     again = "run the stage that measures it again for all methods"
-    names = " or ".join(dict.fromkeys((ours.metric.name, theirs.metric.name)))
-    if len(both) < len(pairs):
+    names = " or ".join(dict.fromkeys((metric.name, against_metric.name)))
+    if len(arrays) < 2 * len(sides):
         raise UserError(f"{place}: only some results keep the items of {names}; {again}")
-    numbers = sorted({len(values) for pair in both for values in pair})
+    numbers = sorted({len(items) for items in arrays})
     if len(numbers) > 1:
         problem = f"{names} is of {' and of '.join(map(str, numbers))} items"
         raise UserError(f"{place}: found {problem}; allowed: the same items of all; {again}")
-    return crossed_difference(np.stack([one - other for one, other in both]))
+    return crossed_difference(np.stack(arrays[::2]) - np.stack(arrays[1::2]))
 
 
 def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
-    first = _hits(metric, ours)
-    second = _hits(metric, theirs)
+    first, second = (metric.hits(model) for seeds in (ours, theirs) for model in seeds.values())
+    assert first is not None and second is not None  # possible_test saw them
     if len(first) != len(second):
         images = f"{len(first)} images, another method's of {len(second)}"
         again = "run the measuring stages again"
@@ -163,17 +143,11 @@ def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Teste
     return Tested(paired_difference(counts), p, p, "mcnemar", only)
 
 
-def _hits(metric: Metric, seeds: Seeds) -> np.ndarray:
-    hits = metric.hits(next(iter(seeds.values())))
-    assert hits is not None  # possible_test saw them
-    return hits
-
-
 def _by_seeds(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
-    difference = difference_of(Side(metric, ours), Side(metric, theirs), f"compare: {method}")
+    difference = difference_of(ours, metric, theirs, metric, f"compare: {method}")
     # Values that are all alike leave no interval, and nothing to tell the two apart by.
     p = 1.0 if difference.p is None else difference.p
     return Tested(difference.interval(), p, p, difference.kind)

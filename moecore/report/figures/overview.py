@@ -10,10 +10,9 @@ from matplotlib.ticker import MaxNLocator
 
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
-from moecore.report.headlines import HEADLINES
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
-from moecore.report.quantities import Quantities, Quantity
+from moecore.report.quantities import PANELS, Quantities, Quantity
 from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
@@ -23,7 +22,6 @@ ERRORS = ("test_nats", "test_mae")
 FAR = 0.8  # of its largest value: a panel whose smallest is above does not begin at zero
 ROOM = 0.12  # of what an axis holds, beyond it on both sides
 BEST = {"higher": "upper right", "lower": "lower left"}
-TITLES = {one.name: one.title for one in HEADLINES if one.title}
 Looks = Mapping[str, Mapping[str, Any]]
 
 
@@ -162,7 +160,7 @@ def panel_title(quantity: Quantity) -> str:
         return "Routing: overlap\nunder attack"
     if name.startswith("swapped_change"):
         return "Routing: overlap,\nwords swapped"
-    return TITLES.get(name) or fill(quantity.column.label, WIDE)
+    return PANELS.get(name) or fill(quantity.column.label, WIDE)
 
 
 def limits_with_margin(

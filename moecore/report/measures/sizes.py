@@ -75,7 +75,7 @@ def printed(row: SizeRow) -> Reported:
     for model in REPORTED:
         if (model.paper, model.model) == ("cost", row.reported):
             return model
-    raise ValueError(f"{row.reported} is not in moecore/report/tables/paper_numbers.py under cost")
+    raise ValueError(f"{row.reported} is not in moecore/report/paper_numbers.yaml under cost")
 
 
 def ours(row: SizeRow, count: Count) -> float | None:

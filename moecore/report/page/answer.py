@@ -6,7 +6,7 @@ A difference is told only where the tests behind the tables' marks show one.
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from moecore.report.claims.claim_row import ANSWERS
+from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.claims.evaluation import Evaluated, claims_of, questions_of
 from moecore.report.measured import Phase, drop_none
 from moecore.report.quantities import Quantities, Quantity

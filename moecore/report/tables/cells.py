@@ -1,10 +1,10 @@
-"""Entries of tables: a value with its limits, over the seeds of a method."""
+"""Entries of tables: a value with its limits, over the seeds of a method; tables in Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.column import Metric
-from moecore.report.measured import Measured
+from moecore.report.measured import Measured, Models
 from moecore.statistics.intervals import Interval, mean_over_seeds
 
 
@@ -37,16 +37,35 @@ def read_cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
     return Cell(mean, "t", len(intervals))
 
 
+def read_cells(metric: Metric, models: Models) -> dict[str, Cell | None]:
+    """Return method → its cell; None where a method has no such thing."""
+    return {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
+
+
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
     """Return mean, low, high, interval (its kind), seeds and form; no limits where there are none.
 
     form: how the value is printed, see ``NumberFormat``.
     """
     value, low, high = cell.interval
-    limits = {"low": low, "high": high, "interval": cell.kind} if cell.kind else {}
-    return {"mean": value, **limits, "seeds": cell.seeds, "form": form}
+    entry = {"mean": value, "low": low, "high": high, "interval": cell.kind}
+    if not cell.kind:
+        entry = {"mean": value}
+    return entry | {"seeds": cell.seeds, "form": form}
 
 
 def json_interval(cell: Mapping[str, Any]) -> Interval:
     """Return the value and the limits of a cell of compare.json."""
     return Interval(cell["mean"], cell.get("low"), cell.get("high"))
+
+
+def markdown_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---"
+) -> list[str]:
+    """Return the lines of a table; rule: below the heads but the first, ``---:`` for numbers."""
+    rules = ["---", *[rule] * (len(head) - 1)]
+    return [f"| {' | '.join(map(_escape_cell, cells))} |" for cells in (head, rules, *rows)]
+
+
+def _escape_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

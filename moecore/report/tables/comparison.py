@@ -11,10 +11,10 @@ from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
 from moecore.report.column import Ahead, Metric
-from moecore.report.measured import Models, Phase, Results
+from moecore.report.measured import Models, Phase, Results, list_measured
 from moecore.report.measures import SHOWN, sizes
 from moecore.report.references import column_context, references
-from moecore.report.tables.cells import Cell, cell_to_json, read_cell
+from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.messages import did_you_mean
@@ -24,6 +24,8 @@ from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.study import Study
 from moecore.tasks.regression import Regression
 
+LISTED = 40  # metrics that a message names
+SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 
 
@@ -35,85 +37,68 @@ class Table(NamedTuple):
 
 
 def metrics_of(phase: Phase) -> list[Metric]:
-    """All metrics in order: those of every paper, then paper by paper."""
+    """Return all metrics in order: those of every paper, then paper by paper."""
     metrics = [
-        Metric(column, kind)
+        Metric(column, shown.result)
         for shown in SHOWN
         if shown.applies(phase.task)
-        for kind in (shown.result,)
+        for seen in (column_context(phase, shown.result),)
         for entry in shown.columns
-        for column in entry.columns(column_context(phase, kind))
+        for column in entry.columns(seen)
     ]
     order = ["", *PAPERS]
     return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
 
 
 def build_table(results: Results, phase: Phase) -> Table:
-    """Every metric of every method; controls are never marked."""
-    metrics = metrics_of(phase)
+    """Return every metric of every method; controls are never marked."""
     columns = {
-        metric.name: column_cells(metric, phase.models, results.controls, results.without_experts)
-        for metric in metrics
+        metric: column_cells(metric, phase.models, results.controls, results.without_experts)
+        for metric in metrics_of(phase)
     }
     cells = {
-        method: {name: of_metric[method] for name, of_metric in columns.items()}
+        method: {metric.name: of_metric[method] for metric, of_metric in columns.items()}
         for method in phase.models
     }
-    return Table([metric for metric in metrics if any(columns[metric.name].values())], cells)
+    return Table(
+        [metric for metric, of_metric in columns.items() if any(of_metric.values())], cells
+    )
 
 
 def column_cells(
-    metric: Metric,
-    models: Models,
-    controls: Collection[str] = (),
-    unmarked: Collection[str] = (),
+    metric: Metric, models: Models, controls: Collection[str] = (), unmarked: Collection[str] = ()
 ) -> dict[str, Cell | None]:
     """The cell of every method, the best one marked where a test or the intervals show it.
 
     controls: neither are the best nor have to be beaten; unmarked: have to be beaten, and are not
     marked where they are ahead.
     """
-    cells = {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
-    first = best_method(metric, models, cells, controls)
-    return {
-        method: cell._replace(
-            leads=method == first, marked=method == first and method not in unmarked
-        )
-        if cell
-        else None
-        for method, cell in cells.items()
-    }
-
-
-def best_method(
-    metric: Metric,
-    models: Models,
-    cells: Mapping[str, Cell | None],
-    controls: Collection[str] = (),
-) -> str | None:
-    """The method that is better than every other, and not by chance; None where none is."""
+    cells = read_cells(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
     if not metric.column.better or len(having) < 2:
-        return None
+        return cells
     seeds = {method: models[method] for method in having}
     if significance.possible_test(metric, list(seeds.values())) == "intervals":
-        return best_by_disjoint_intervals(metric, having)
-    values = {method: cell.interval.value for method, cell in having.items()}
-    return significance.find_leader(metric, seeds, values)
+        first = best_by_disjoint_intervals(metric, having)
+    else:
+        values = {method: cell.interval.value for method, cell in having.items()}
+        first = significance.find_leader(metric, seeds, values)
+    if first is not None:
+        cells[first] = having[first]._replace(leads=True, marked=first not in unmarked)
+    return cells
 
 
 def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
-    """The method whose interval lies beyond every other's, or None.
-
-    A difference inside the intervals is no difference.
+    """The method whose interval lies beyond every other's, or None: a difference inside the
+    intervals is no difference.
     """
-    limits = {
-        method: cell.interval.limits for method, cell in cells.items() if cell.interval.limits
-    }
-    if not metric.column.better or len(cells) < 2 or len(limits) < len(cells):
+    limits = {method: cell.interval.limits for method, cell in cells.items()}
+    if not metric.column.better or len(cells) < 2 or None in limits.values():
         return None
-    sign = 1 if metric.column.better == "higher" else -1
-    edges = {method: sorted((sign * low, sign * high)) for method, (low, high) in limits.items()}
+    sign = {"higher": 1, "lower": -1}[metric.column.better]
+    edges = {
+        method: sorted(sign * limit for limit in ends) for method, ends in limits.items() if ends
+    }
     first = max(edges, key=lambda method: edges[method][0])
     beaten = all(edges[first][0] > high for name, (_, high) in edges.items() if name != first)
     return first if beaten else None
@@ -121,12 +106,13 @@ def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str
 
 def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
-    models = [seeds for name, seeds in phase.models.items() if name not in results.controls]
     tests = set()
     for metric in metrics:
-        having = [seeds for seeds in models if read_cell(metric, list(seeds.values()))]
+        cells = read_cells(metric, phase.models)
+        having = [name for name, cell in cells.items() if cell and name not in results.controls]
         if len(having) > 1:
-            tests.add(significance.possible_test(metric, having))
+            seeds = [phase.models[name] for name in having]
+            tests.add(significance.possible_test(metric, seeds))
     return tests - {""}
 
 
@@ -134,21 +120,32 @@ def compare_methods(results: Results) -> dict[str, Any]:
     """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
     And ``against``: the tests against the baseline MoE and the dense model, by name; only where
-    there is a paired test.
+    there is a paired test. And ``data``: phase → its data, where labels have a unit; and ``sizes``.
     """
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
     }
     if counted := results.alone.get(Sizes):
         compared["sizes"] = sizes.flat(counted)
+    facts = {
+        name: {"name": phase.card["name"], "simulated": phase.card["simulated"]}
+        | {"target": phase.task.target, "unit": phase.task.unit}
+        for name, phase in results.phases.items()
+        if isinstance(phase.task, Regression)
+    }
+    if facts:
+        compared["data"] = facts
     for name, phase in results.phases.items():
         for metric in metrics_of(phase):
-            tested = _tested(metric, phase.models)
-            for method, cell in column_cells(metric, phase.models).items():
-                if cell:
-                    compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
-                if method in tested:
-                    compared[method][name][metric.name]["against"] = tested[method]
+            cells = {one: cell for one, cell in read_cells(metric, phase.models).items() if cell}
+            for method, cell in cells.items():
+                compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
+            having = {method: phase.models[method] for method in cells}
+            for reference in references(phase.models):
+                tests = significance.differences_from(metric, having, reference)
+                for method, tested in tests.items():
+                    against = compared[method][name][metric.name].setdefault("against", {})
+                    against[reference] = significance.tested_to_json(tested)
     return compared
 
 
@@ -172,35 +169,13 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
         if isinstance(cell, dict) and "form" not in cell
     ]
     if formless:
-        forms = study_forms(path.parent.parent)
+        folder = path.parent.parent
+        study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
+        stages = load_stages(folder)
+        forms = {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
         for phase, name, cell in formless:
             cell["form"] = forms.get(phase, {}).get(name, "number")
     return compared
-
-
-def study_forms(folder: Path) -> dict[str, dict[str, str]]:
-    """Return phase → metric → its form, by the columns of the study in ``folder``."""
-    study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
-    stages = load_stages(folder)
-    return {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
-
-
-def data_facts(results: Results) -> dict[str, Any]:
-    """The entry ``data`` of compare.json: phase → name, simulated, target and unit.
-
-    Only of data whose labels have a unit; {} without such data.
-    """
-    facts = {
-        name: {
-            "name": phase.card["name"],
-            "simulated": phase.card["simulated"],
-            "target": phase.task.target,
-            "unit": phase.task.unit,
-        }
-        for name, phase in results.phases.items()
-        if isinstance(phase.task, Regression)
-    }
-    return {"data": facts} if facts else {}
 
 
 def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
@@ -208,23 +183,18 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
 
     stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
     """
+    known = {phase: list(expected_metric_forms(study, stages, phase)) for phase in study.data}
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
-            known = (
-                expected_metric_forms(study, stages, one.phase) if one.phase in study.data else {}
-            )
+            names = known.get(one.phase, [])
             for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
-                if known and name and name not in known:
-                    listed = ", ".join(list(known)[:LISTED])
-                    if len(known) > LISTED:
-                        listed += f" and {len(known) - LISTED} more"
-                    hint = did_you_mean(name, tuple(known))
+                if names and name and name not in names:
+                    listed = ", ".join(names[:LISTED])
+                    if len(names) > LISTED:
+                        listed += f" and {len(names) - LISTED} more"
+                    hint = did_you_mean(name, tuple(names))
                     text = f"found {name!r}{hint}; allowed in {one.phase}: {listed}"
                     yield (section, index, key), text
-
-
-LISTED = 40  # metrics that a message names
-SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
 
 
 def expected_metric_forms(
@@ -233,7 +203,7 @@ def expected_metric_forms(
     """Return the metrics that a phase will have, before anything has run, and their forms."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
-    measured = set(stages) | set(study.run.measurements if "measure" in stages else ())
+    measured = list_measured(stages, study.run)
     forms: dict[str, str] = {}
     for shown in SHOWN:
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
@@ -241,15 +211,3 @@ def expected_metric_forms(
             for entry in shown.columns:
                 forms |= entry.foreseen(ahead)
     return forms
-
-
-def _tested(metric: Metric, models: Models) -> dict[str, dict[str, Any]]:
-    """method → reference → the test between them."""
-    having = {
-        method: seeds for method, seeds in models.items() if read_cell(metric, list(seeds.values()))
-    }
-    tests: dict[str, dict[str, Any]] = {}
-    for reference in references(models):
-        for method, tested in significance.differences_from(metric, having, reference).items():
-            tests.setdefault(method, {})[reference] = significance.tested_to_json(tested)
-    return tests

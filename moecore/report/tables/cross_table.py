@@ -10,11 +10,10 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.report.column import Column
-from moecore.report.headlines import HEADLINES, Headline
-from moecore.report.markdown import markdown_table
 from moecore.report.page.rows import by_method, paper_number
 from moecore.report.page.view import Block, Grid, Item, Line
-from moecore.report.tables.cells import Cells
+from moecore.report.quantities import HEADLINES
+from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, Reported, reported
 
@@ -52,39 +51,29 @@ def grid_of(
     having = {
         method: row for method, row in cells.items() if any(row[column.name] for column in own)
     }
-    absent = [method for method in cells if method not in having]
-    notes = [f"Without these metrics: {', '.join(absent)}."] if absent else []
-    if paper in NOTES:
-        notes.append(NOTES[paper])
+    absent = ", ".join(method for method in cells if method not in having)
+    below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper])
     papers = reported(paper, frozenset(column.name for column in shown))
     grid = by_method(shown, having, controls, lambda column: paper_values(column, papers))
     return grid._replace(
         title=PAPERS[paper],
         short=SHORT[paper],
-        below=" ".join(notes),
+        below=" ".join(filter(None, below)),
         more=[source_line(model, shown) for model in papers],
     )
 
 
 def paper_values(column: Column, papers: Sequence[Reported]) -> list[str]:
     """The paper's numbers of one column: model by model where they are few, else their ends."""
-    values = {
-        model.model: model.values[column.name] for model in papers if has_value(model, column)
+    values = {one.model: one.values[column.name] for one in papers if column.name in one.values}
+    printed = {
+        model: paper_number(value, column).replace(" ", "\u00a0")
+        for model, value in sorted(values.items(), key=lambda one: one[1])
     }
     if len(values) <= FEW:
-        return [f"{model} {unbroken_number(value, column)}" for model, value in values.items()]
-    ends = [unbroken_number(end, column) for end in (min(values.values()), max(values.values()))]
-    return [f"{len(values)} models {' to '.join(ends)}"]
-
-
-def unbroken_number(value: float, column: Column) -> str:
-    """A number whose percent sign stays on its line."""
-    return paper_number(value, column).replace(" ", "\u00a0")
-
-
-def has_value(model: Reported, column: Column) -> bool:
-    """Whether a paper tells this of its model."""
-    return column.name in model.values
+        return [f"{model} {printed[model]}" for model in values]
+    least, *_, largest = printed.values()
+    return [f"{len(values)} models {least} to {largest}"]
 
 
 def source_line(model: Reported, columns: Sequence[Column]) -> Line:
@@ -92,42 +81,35 @@ def source_line(model: Reported, columns: Sequence[Column]) -> Line:
     values = [
         f"{column.label} {paper_number(model.values[column.name], column)}"
         for column in columns
-        if has_value(model, column)
+        if column.name in model.values
     ]
     return Line(Item(model.model, note=model.source), [Item("; ".join(values), look="words")])
 
 
 def cross_table(compared: Mapping[str, Any]) -> list[str]:
-    """The lines of a Markdown table for each phase: means over seeds.
+    """Return the lines of a Markdown table for each phase: means over seeds.
 
     A metric that no method has is left out, one that a method lacks is a dash.
-
     compared: reports/compare.json as ``stages.compare`` writes it.
     """
     methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
     lines: list[str] = []
     for phase in next(iter(methods.values())):
-        columns = [
-            column
-            for column in HEADLINES
-            if column.short and any(one[phase].get(column.name) for one in methods.values())
-        ]
-        rows = [
-            [f"`{method}`", *(_cell(by_phase[phase].get(one.name), one) for one in columns)]
-            for method, by_phase in methods.items()
-        ]
-        head = ["method", *(column.short for column in columns)]
-        lines += ["", f"**{phase}**", "", *markdown_table(head, rows, "---:")]
+        rows = {method: [f"`{method}`"] for method in methods}
+        head = ["method"]
+        for column in HEADLINES:
+            cells = {method: one[phase].get(column.name) for method, one in methods.items()}
+            if column.short and any(cells.values()):
+                head.append(column.short)
+                for method, cell in cells.items():
+                    rows[method].append(f"{cell['mean']:{column.digits}}" if cell else "–")
+        lines += ["", f"**{phase}**", "", *markdown_table(head, rows.values(), "---:")]
     return lines
-
-
-def _cell(cell: Mapping[str, Any] | None, column: Headline) -> str:
-    return "–" if cell is None else f"{cell['mean']:{column.digits}}"
 
 
 if __name__ == "__main__":
     try:
-        path = Path(sys.argv[1] if len(sys.argv) > 1 else "reports/compare.json")
-        print("\n".join(cross_table(read_comparison(path))))
+        path = next(iter(sys.argv[1:]), "reports/compare.json")
+        print("\n".join(cross_table(read_comparison(Path(path)))))
     except UserError as error:
         sys.exit(str(error))

@@ -52,20 +52,14 @@ class NumberFormat(NamedTuple):
 
         What would be printed as 0, but is none, is "< 0.001".
         """
-        if self.form == "seconds":
-            return format_duration(round(number))
-        places = self._decimals(Interval(number))
-        text = self._scaled(number, places)
-        if 0 < number and not re.search("[1-9]", text):
-            text = f"< {10**-places:.{places}f}"
+        text = self._text(number)
+        if 0 < number and not text.strip("0."):
+            text = f"< {text[:-1]}1"
         return text + UNITS.get(self.form, "")
 
     def difference(self, number: float) -> str:
         """Return a difference with its sign; shares in percentage points."""
-        if self.form == "seconds":
-            text = format_duration(abs(round(number)))
-        else:
-            text = self._scaled(abs(number), self._decimals(Interval(number)))
+        text = self._text(abs(number))
         unit = {"share": " pp", "bytes": " MiB"}.get(self.form, "")
         if not re.search("[1-9]", text):
             return f"±{text}{unit}"
@@ -77,10 +71,8 @@ class NumberFormat(NamedTuple):
 
     def interval(self, low: float, high: float) -> str:
         """Return limits, such as 90.5 – 91.9, without a unit."""
-        if self.form == "seconds":
-            return f"{format_duration(round(low))} – {format_duration(round(high))}"
-        places = self._decimals(Interval((low + high) / 2, low, high))
-        return f"{self._scaled(low, places)} – {self._scaled(high, places)}"
+        both = Interval((low + high) / 2, low, high)
+        return f"{self._text(low, both)} – {self._text(high, both)}"
 
     def limits(self, interval: Interval) -> str:
         """Return its limits; "" where it has none, or where every seed has the same count."""
@@ -93,23 +85,26 @@ class NumberFormat(NamedTuple):
         """Return 79.1 % [76.0 – 82.2], or the value alone."""
         limits = self.limits(interval)
         text = self.value(interval.value)
-        return f"{text} {brackets[0]}{limits}{brackets[1]}" if limits else text
+        if limits:
+            text += f" {brackets[0]}{limits}{brackets[1]}"
+        return text
 
     def difference_limits(self, interval: Interval) -> str:
         """Return the limits of a difference, such as −0.6 to +1.7; "" where it has none."""
         edges = interval.limits or ()
         return " to ".join(self.difference(edge).removesuffix(" pp") for edge in edges)
 
-    def _decimals(self, interval: Interval) -> int:
-        places = self.places if self.places is not None else self.of(self.form, [interval]).places
-        assert places is not None
-        return places
-
-    def _scaled(self, number: float, places: int) -> str:
-        """With a real minus, and without one before 0."""
+    def _text(self, number: float, within: Interval | None = None) -> str:
+        """Return a number without its unit, with a real minus, and without one before 0."""
+        if self.form == "seconds":
+            return format_duration(round(number))
+        places = self.places
+        if places is None:
+            places = self.of(self.form, [within or Interval(number)]).places
         text = f"{number * SCALES.get(self.form, 1.0):,.{places}f}"
-        negative = text.startswith("-") and re.search("[1-9]", text)
-        return (MINUS if negative else "") + text.removeprefix("-")
+        if re.search("[1-9]", text):
+            return text.replace("-", MINUS)
+        return text.removeprefix("-")
 
 
 def count_decimals(size: float, figures: int, form: str) -> int:
@@ -123,7 +118,9 @@ def format_duration(seconds: int) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+    if minutes:
+        return f"{minutes} min {seconds:02d} s"
+    return f"{seconds} s"
 
 
 def format_epsilon(value: float) -> str:

@@ -1,35 +1,41 @@
-"""The headline numbers of a run: its file for ``dvc metrics show`` and experiments, and those that
-MLflow shows of a method and seed.
+"""What is shown of a run: its file for ``dvc metrics show`` and experiments, and of a method and
+seed the numbers and figures in MLflow.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+
+from matplotlib.figure import Figure
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import Metric
-from moecore.report.headlines import HEADLINES
+from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.report.measured import Measured, Phase, Results
-from moecore.report.measures import SHOWN, sizes
-from moecore.report.quantities import attacked_names, first_columns
-from moecore.report.results import MEASURED, read_card
+from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
+from moecore.report.measures.shown import Shown
+from moecore.report.quantities import HEADLINES, attacked_names, first_columns
+from moecore.report.results import read_card, read_model
 from moecore.report.tables.comparison import metrics_of
 from moecore.study.reading.run_section import Phase as PhaseName
-from moecore.tasks.base import Task
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
+ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}
+TRAININGS = ("teacher", "pretrain", "finetune", "adversarial")
 
 
 def run_files(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
-    numbers = {}
+    numbers: dict[str, dict[str, float]] = {}
     if counted := results.alone.get(Sizes):
         numbers["sizes"] = {
             f"{model}, {name}": round_significant(float(compared["ours"]))
@@ -40,11 +46,10 @@ def run_files(results: Results) -> dict[str, str]:
         metrics = run_metrics(phase)
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
-                read = {metric.name: metric.read(model) for metric in metrics}
                 numbers[f"{phase.name}/{method}-{seed}"] = {
-                    name: round_significant(interval.value)
-                    for name, interval in read.items()
-                    if interval is not None
+                    metric.name: round_significant(interval.value)
+                    for metric in metrics
+                    if (interval := metric.read(model)) is not None
                 }
     return {
         f"metrics/{name}.json": json.dumps(values, indent=1) + "\n"
@@ -62,7 +67,9 @@ def run_metrics(phase: Phase) -> list[Metric]:
 
 def round_significant(value: float) -> float:
     """The value with ``DIGITS`` significant digits; counts stay whole."""
-    return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
+    if value.is_integer():
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
 
 
 def headline_numbers(
@@ -77,12 +84,21 @@ def headline_numbers(
     numbers: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name in PHASES:
-        phase = _read_phase(study, name, seed, items)
-        if phase is None or not phase.models[method][seed].results:
+        try:
+            card, task = read_card(study, name)
+        except UserError:
+            continue  # not there, or of other code: the run of `prepare` says so
+        wanted = [shown for shown in SHOWN if shown.applies(task)]
+        models = {
+            one: {seed: read_current(study, name, f"{one}/{seed}", wanted, current)}
+            for one, current in items.items()
+        }
+        phase = Phase(name, card, task, models)
+        if not models[method][seed].results:
             continue
         metrics = {metric.name: metric for metric in metrics_of(phase)}
         for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
-            interval = metric.read(phase.models[method][seed])
+            interval = metric.read(models[method][seed])
             if interval is not None and metric.column.form == "count":
                 counts[f"{name}.{metric.name}"] = int(interval.value)
             elif interval is not None:
@@ -90,33 +106,41 @@ def headline_numbers(
     return numbers, counts
 
 
-def _read_phase(study: Path, name: str, seed: int, items: Items) -> Phase | None:
-    """Return what is known of these models after a phase; None before its data are prepared."""
-    try:
-        card, task = read_card(study, name)
-    except UserError:
-        return None  # not there, or of other code: the run of `prepare` says so
-    models = {
-        method: {seed: Measured(_read_current(study, name, f"{method}/{seed}", task, current))}
-        for method, current in items.items()
-    }
-    return Phase(name, card, task, models)
-
-
-def _read_current(
-    study: Path, phase: str, model: str, task: Task, current: Collection[str]
-) -> dict[type[Config], Config]:
+def read_current(
+    study: Path, phase: str, model: str, wanted: Iterable[Shown], items: Collection[str]
+) -> Measured:
+    """Return what was measured of a model, ``vmoe/0``, by these items alone."""
     results: dict[type[Config], Config] = {}
-    for shown in SHOWN:
-        path = Path(shown.stage, phase, model)
-        if not shown.applies(task) or path.as_posix() not in current:
-            continue
+    for shown in wanted:
+        if Path(shown.stage, phase, model).as_posix() in items:
+            with suppress(UserError):  # of other code, or gone: its own run says so
+                results |= read_model(study, phase, model, [shown]).results
+    return Measured(results)
+
+
+def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:
+    """Yield names and figures of a run, in the folder of a study.
+
+    item: its path in artifacts/history. Raises UserError where what it wrote is missing or was
+    written by an older version.
+    """
+    if stage == "prepare":
+        folder = study / "artifacts/data" / item.removeprefix("prepare/")
+        yield "samples", draw_contact_sheet(Prepared.open(folder))
+        return
+    wanted = "" if stage in TRAININGS else stage
+    kinds = [(one.result, one.figures) for one in SHOWN if one.stage == wanted]
+    if stage in ALONE:
+        kinds = [(ALONE[stage].Result, ALONE[stage].figures)]
+    path = study / "artifacts/measured" / f"{item}.json"
+    for number, (kind, figures) in enumerate(kinds, 1):
         try:
-            result = read_result(
-                study / MEASURED / f"{path}.json", shown.result, shown.stage or phase
-            )
-        except UserError:  # of other code, or gone: its own run says so
-            continue
+            result = read_result(path, kind, stage)
+        except UserError:
+            # `calibrate` writes one of two types, by the task; the last one's error is told.
+            if number < len(kinds):
+                continue
+            raise
         if not isinstance(result, Skipped):
-            results[shown.result] = result
-    return results
+            yield from figures(result)
+        return

@@ -9,40 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.report.claims.claim_row import ANSWERS, build_claim_row
-from moecore.report.headlines import HEADLINES
+from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.measures import sizes
+from moecore.report.quantities import HEADLINES
 from moecore.report.tables.cells import json_interval
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat
+
+ATTACKED = ("accuracy_", "attacked_mae_")  # columns of scores under attack, all of them begin so
 
 
 def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
     """One row per phase and method: every headline value that any method has, with its limits."""
     methods = {name: one for name, one in compared.items() if name not in NO_METHODS}
-    if not methods:
+    measured = [cells for by_phase in methods.values() for cells in by_phase.values()]
+    if not measured:
         return []
-    phases = list(next(iter(methods.values())))
-    measured = [by_phase[phase] for phase in phases for by_phase in methods.values()]
-    attacked = [name for name in measured[0] if name.startswith(("accuracy_", "attacked_mae_"))]
     names = [headline.name for headline in HEADLINES if headline.terminal]
     place = names.index("ece_after")
-    names[place:place] = attacked
+    names[place:place] = [name for name in measured[0] if name.startswith(ATTACKED)]
     names = [name for name in names if any(name in cells for cells in measured)]
-    printed = []
-    for phase in phases:
-        formats = {}
+    all_rows = []
+    for phase in next(iter(methods.values())):
+        rows = {method: {"phase": phase, "method": method} for method in methods}
         for name in names:
-            cells = [one[phase][name] for one in methods.values() if name in one[phase]]
-            form = cells[0]["form"] if cells else "number"
-            formats[name] = NumberFormat.of(form, map(json_interval, cells))
-        for method, by_phase in methods.items():
-            row = {"phase": phase, "method": method}
-            for name, number_format in formats.items():
-                cell = by_phase[phase].get(name)
-                row[name] = number_format.value_with_limits(json_interval(cell)) if cell else "–"
-            printed.append(row)
-    return printed
+            if not any(name in cells for cells in measured):
+                continue
+            cells = {
+                method: one[phase][name] for method, one in methods.items() if name in one[phase]
+            }
+            form = next((cell["form"] for cell in cells.values()), "number")
+            number_format = NumberFormat.of(form, map(json_interval, cells.values()))
+            for method, row in rows.items():
+                row[name] = "–"
+                if method in cells:
+                    row[name] = number_format.value_with_limits(json_interval(cells[method]))
+        all_rows += rows.values()
+    return all_rows
 
 
 def claim_lines(
@@ -56,25 +59,27 @@ def claim_lines(
     lines = []
     for name, entry in claims.items():
         row = build_claim_row(entry)
-        limits = f"[{row.difference_limits}]" if row.difference_limits else "(no interval)"
-        over = f"over {row.over}" if row.over else ""
-        notes = "; ".join(filter(None, (over, row.holm_note(words), row.detectable)))
-        text = f"{name.partition(': ')[2]}: {row.difference} {limits}"
+        limits = "(no interval)"
+        notes = [row.holm_note(words), row.detectable]
+        if row.difference_limits:
+            limits = f"[{row.difference_limits}]"
+            notes.insert(0, f"over {row.over}")
         verdict = words.get(row.verdict, row.verdict)
-        lines.append(f"{verdict:<13} {text}" + (f" ({notes})" if notes else ""))
+        line = f"{verdict:<13} {name.partition(': ')[2]}: {row.difference} {limits}"
+        if told := "; ".join(filter(None, notes)):
+            line += f" ({told})"
+        lines.append(line)
     return lines
 
 
 def main(path: str = "reports/compare.json") -> None:
+    """Print a study's numbers; raises UserError where they are damaged, or of an older version."""
     compared = read_comparison(Path(path))
     try:
         print_summary(compared)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        again = "run `dvc repro compare` again"
-        raise UserError(
-            f"{path}: was written by an older version of moecore ({reason}); {again}"
-        ) from error
+        older = f"was written by an older version of moecore ({type(error).__name__}: {error})"
+        raise UserError(f"{path}: {older}; run `dvc repro compare` again") from error
 
 
 def print_summary(compared: Mapping[str, Any]) -> None:
@@ -82,9 +87,9 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    printed = headline_rows(compared)
-    cells = [list(row.values()) for row in printed]
-    heads = [name.replace("_", " ") for name in printed[0]] if printed else []
+    rows = headline_rows(compared)
+    heads = [name.replace("_", " ") for name in next(iter(rows), [])]
+    cells = [list(row.values()) for row in rows]
     if "sizes" in compared:
         heads, *cells = sizes.table(compared["sizes"])
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
