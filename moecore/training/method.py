@@ -61,13 +61,6 @@ class Method(Config):
         description="start from the teacher's weights, its MLPs copied into every expert "
         "(sparse upcycling)",
     )
-    upcycle_noise: float = Field(
-        default=0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="with upcycle: standard deviation of noise on each expert's copied weights, "
-        "in those of the weights themselves, so that experts begin unlike (0: all alike)",
-    )
     regions: Regions | None = Field(
         default=None,
         description="region experts and their warm start; null for none "
@@ -85,8 +78,7 @@ class Method(Config):
         default=None, description="the text tower of a two-tower model; null: dense"
     )
     pretrain: dict[str, int | float] = Field(
-        default={},
-        description="the same of the section `pretrain`: {learning_rate: 7.0e-4}",
+        default={}, description="the same of the section `pretrain`: {learning_rate: 7.0e-4}"
     )
 
     @model_validator(mode="after")
@@ -96,24 +88,16 @@ class Method(Config):
         return self
 
     @model_validator(mode="after")
-    def _noise_of_copies(self) -> "Method":
-        if self.upcycle_noise and not self.upcycle:
-            problem = f"upcycle_noise is {self.upcycle_noise}, but upcycle is false"
-            raise ValueError(f"{problem}; allowed: 0, or upcycle: true")
-        return self
-
-    @model_validator(mode="after")
     def _room_for_regions(self) -> "Method":
         if self.regions is None:
             return self
         if self.router is None or self.experts is None:
             mend = "give the method a router and experts, or leave out regions"
             raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
-        named = len(self.regions.experts)
-        number = self.experts.number
-        if named > number:
+        if (named := len(self.regions.experts)) > self.experts.number:
+            number = self.experts.number
             raise ValueError(
-                f"regions.experts names {named} experts, but experts.number is {number}"
+                f"regions.experts: found {named}; allowed: up to experts.number, {number}"
             )
         return self
 
@@ -187,7 +171,7 @@ class Method(Config):
             losses.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
         regions = self.regions
         if regions is not None and self.isolates and regions.weight:
-            losses.append(RegionRouting(weight=regions.weight, temperature=regions.temperature))
+            losses.append(RegionRouting(weight=regions.weight))
         return tuple(losses)
 
     @property
@@ -227,7 +211,6 @@ class Method(Config):
                 "router": router,
                 "distillation": share,
                 "upcycle": False,
-                "upcycle_noise": 0.0,
                 "regions": None,
             }
         )

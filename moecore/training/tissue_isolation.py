@@ -34,12 +34,7 @@ class Isolation(NamedTuple):
     share: float  # afterwards, of the volumes
 
     def isolated(
-        self,
-        volumes: Tensor,
-        indices: Tensor,
-        step: int,
-        epoch: int,
-        source: Generator | Draws,
+        self, volumes: Tensor, indices: Tensor, step: int, epoch: int, source: Generator | Draws
     ) -> tuple[Tensor, Tensor]:
         """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and
         which region each keeps: (B,) int64, or WHOLE.

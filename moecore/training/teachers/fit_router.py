@@ -19,11 +19,7 @@ LOG_EVERY = 20
 
 
 def fit_routers(
-    guide: Guide,
-    train: Loaded,
-    weights: TeacherRouter,
-    settings: TeacherRouterFit,
-    seed: int,
+    guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place; yields (step, loss terms) now and then, and at the end.
 
