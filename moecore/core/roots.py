@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from moecore.core.files import UserError
+
 
 def repository_folder() -> Path | None:
     """The outermost DVC project around the stage that runs, or None outside of DVC.
@@ -32,3 +34,12 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
 def find_raw_file(name: str) -> Path:
     """The file that ``name`` means in the places of raw data; as it is where there is none."""
     return next((path for path in candidate_folders(name) if path.is_file()), Path(name))
+
+
+def find_checkpoint(name: str) -> Path:
+    """Return the file of a teacher's weights; raises UserError where there is none."""
+    path = find_raw_file(name)
+    if path.suffix != ".safetensors" or not path.is_file():
+        allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
+        raise UserError(f"teacher.checkpoint: found {name!r}; allowed: {allowed}")
+    return path

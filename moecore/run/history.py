@@ -43,9 +43,7 @@ class Run:
         self.header = header
         self.measured = Path("artifacts/measured", f"{path}.json")
         self._earlier = earlier  # of a killed process; from which step on it goes is not known yet
-        self._lines = []
-        if not earlier:
-            self._lines.append(header)
+        self._lines = [] if earlier else [header]
         folder.mkdir(parents=True, exist_ok=True)
         self._rewrite([*earlier, *self._lines])
         if earlier:
@@ -105,10 +103,8 @@ class Run:
     def end(self, status: str, error: str | None = None) -> None:
         """The last line: FINISHED, FAILED or KILLED, and the seconds spent."""
         spent = spent_seconds([*read_lines(self.folder), {"t": time.time()}])
-        if error is None:
-            self._write(status=status, seconds=spent)
-        else:
-            self._write(status=status, seconds=spent, error=error)
+        reason = {} if error is None else {"error": error}
+        self._write(status=status, seconds=spent, **reason)
 
     def _write(self, **line: Any) -> None:
         line = {"t": round(time.time(), 3), **line}
@@ -147,11 +143,9 @@ def record_run(
     earlier = []
     if work is not None:
         earlier = [line for line in read_earlier_lines(folder, work) if "status" not in line]
-    if earlier:
-        header = earlier[0]
-    else:
-        header = new_header(stage, params, method=method, seed=seed, phase=phase)
+    if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
+    header = (earlier or [new_header(stage, params, method=method, seed=seed, phase=phase)])[0]
     run = Run(folder, path, header, earlier)
     try:
         yield run

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,30 +80,20 @@ HISTORY_FILE = "history.jsonl"
 
 
 def append_line(path: Path, line: str, sync: bool = False) -> None:
-    """Add a whole line to a file, or nothing; sync: it is on the disk before this returns.
+    """Add a line to a file; sync: it is on the disk before this returns.
 
-    Raises UserError where it cannot be written, FullDisk where there is no room.
+    What a kill or a full disk leaves of it is a torn tail: readers stop before it, and what is
+    resumed begins by cutting it off. Raises UserError where it cannot be written.
     """
-    content = line.encode()
     try:
-        with explain_full_disk(path), open(path, "ab", buffering=0) as file:
-            _write_whole_line(file, content, sync)
+        with explain_full_disk(path), open(path, "ab") as file:
+            file.write(line.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"{path}: could not be written, {reason}") from error
-
-
-def _write_whole_line(file: FileIO, content: bytes, sync: bool) -> None:
-    before = file.tell()
-    left = memoryview(content)
-    try:
-        while left:
-            left = left[file.write(left) :]
-        if sync:
-            os.fsync(file.fileno())
-    except OSError:
-        file.truncate(before)  # what is torn would hide the lines that follow it
-        raise
 
 
 def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
@@ -179,19 +169,8 @@ def lines_before_step(lines: list[dict], step: int) -> list[dict]:
 
 def spent_seconds(lines: list[dict]) -> float:
     """Return the seconds spent, without the time between a kill and the resume."""
-    total = 0.0
-    begun = None
-    last = 0.0
-    for line in lines:
-        if begun is None:
-            begun = line["t"]
-        elif "resumed" in line:
-            total += last - begun
-            begun = line["t"]
-        last = line["t"]
-    if begun is not None:
-        total += last - begun
-    return round(total, 3)
+    spans = (after["t"] - line["t"] for line, after in pairwise(lines) if "resumed" not in after)
+    return round(sum(spans, 0.0), 3)
 
 
 def encode_line(line: Mapping[str, Any]) -> str:

@@ -24,18 +24,14 @@ from moecore.core.files import UserError
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.run.local_ranks import LAUNCHED, rank_by_slurm, threads_by_slurm
 from moecore.run.stage import MEETING, end_with_parent, has_failed
-from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.document import load_yaml
 from moecore.study.reading.params import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
 TRAINING_STAGES = ("teacher", "pretrain", "finetune", "adversarial")
-FINAL_CODES = (
-    0,
-    1,
-    2,
-)  # exit codes that a second try would not change: done, an error, wrong words
+FINAL_CODES = (0, 1, 2)  # a second try would not change these: done, an error, wrong words
 # Of SLURM's variables, what a job of its own is to know: all others tell of the job around it
-KEPT_SLURM_VARIABLES = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS")
+KEPT_SLURM_VARIABLES = {"SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS"}
 
 
 class StageNeeds(Config):
@@ -49,17 +45,6 @@ class StageNeeds(Config):
     time: str = Field("1:00:00", description="limit, as the launcher writes it")
 
 
-class PartialNeeds(Config):
-    """Needs of which what is left out is as in ``default``."""
-
-    nodes: int | None = Field(None, ge=1)
-    ranks: int | None = Field(None, ge=1)
-    gpus: int | None = Field(None, ge=0)
-    cores: int | None = Field(None, ge=1)
-    memory: str | None = None
-    time: str | None = None
-
-
 class Cluster(Config):
     """The whole file."""
 
@@ -69,7 +54,7 @@ class Cluster(Config):
         "with SLURM_PROCID or RANK"
     )
     default: StageNeeds = StageNeeds()
-    stages: dict[str, PartialNeeds] = Field({}, description="by the stage's name in dvc.yaml")
+    stages: dict[str, StageNeeds] = Field({}, description="what is other than in `default`")
     tries: int = Field(3, ge=1, description="starts of a stage that is preempted or out of time")
     steps: bool = Field(
         False, description="stages are steps of the job of SLURM that `moecore run` is in, not jobs"
@@ -77,8 +62,9 @@ class Cluster(Config):
 
     def needs(self, stage: str) -> StageNeeds:
         """Return what the stage gets; one process where it does not train."""
-        own = self.stages.get(stage, PartialNeeds()).model_dump(exclude_none=True)
-        needs = self.default.model_copy(update=own)
+        needs = self.default
+        if stage in self.stages:
+            needs = needs.model_copy(update=self.stages[stage].model_dump(exclude_unset=True))
         if stage in TRAINING_STAGES:
             return needs
         return needs.model_copy(update={"nodes": 1, "ranks": 1})
@@ -100,60 +86,55 @@ class Cluster(Config):
         return {name for _, name, _, _ in string.Formatter().parse(self.launch) if name is not None}
 
 
-NEED_KEYS = tuple(StageNeeds.model_fields)
-LAUNCH_FIELDS = {*NEED_KEYS, "stage", "tasks"}  # of ``launch``
+LAUNCH_FIELDS = {*StageNeeds.model_fields, "stage", "tasks"}
 
 
 def read_cluster(path: str) -> Cluster:
     """The file; raises UserError with file, line and what is allowed, a line for each mistake."""
     document = load_yaml(path)
     cluster = validate_whole(Cluster, document)
-    if wrong := [*_launch_problems(cluster, document), *_stage_problems(cluster, document)]:
+    problems = [(["launch"], _launch_problem(cluster)), *_stage_problems(cluster)]
+    wrong = [
+        f"{document.place(keys)}: {'.'.join(keys)}: {problem}"
+        for keys, problem in problems
+        if problem
+    ]
+    if wrong:
         raise UserError("\n".join(wrong))
     return cluster
 
 
-def _launch_problems(cluster: Cluster, document: Document) -> Iterator[str]:
-    """Yield what is wrong with the launcher's words."""
-    place = f"{document.place(['launch'])}: launch"
+def _launch_problem(cluster: Cluster) -> str:
+    """Return what is wrong with the launcher's words; "" where nothing is."""
     try:
         words = shlex.split(cluster.launch)
         if unknown := cluster.fields - LAUNCH_FIELDS:
-            yield f"{place}: found {{{min(unknown)}}}; allowed: {', '.join(sorted(LAUNCH_FIELDS))}"
-            return
-        cluster.launch.format(**dict.fromkeys(LAUNCH_FIELDS, 1))
+            return f"found {{{min(unknown)}}}; allowed: {', '.join(sorted(LAUNCH_FIELDS))}"
     except ValueError as error:
-        yield f"{place}: found {cluster.launch!r} ({error}); allowed: words as a shell reads them"
-        return
-    if not words:
-        yield f"{place}: found no words; allowed: a launcher, or env for this machine"
-    elif shutil.which(words[0]) is None:
-        yield f"{place}: found {words[0]}, which is no command here; install it"
+        return f"found {cluster.launch!r} ({error}); allowed: words as a shell reads them"
+    if not words or shutil.which(words[0]) is None:
+        return f"found {cluster.launch}; allowed: a command of this machine, such as env"
+    return ""
 
 
-def _stage_problems(cluster: Cluster, document: Document) -> Iterator[str]:
-    """Yield what is wrong with the stages' needs."""
+def _stage_problems(cluster: Cluster) -> Iterator[tuple[list[str], str]]:
+    """Yield the keys of what is wrong with the stages' needs, and why."""
     known = list_stage_names()
-    for stage in ("default", *cluster.stages):
-        keys = ["default"] if stage == "default" else ["stages", stage]
-        needs = cluster.default if stage == "default" else cluster.needs(stage)
-        places = {
-            key: f"{document.place([*keys, key])}: {'.'.join([*keys, key])}" for key in NEED_KEYS
-        }
-        if stage not in ("default", *known):
-            allowed = f"no stage; allowed: {', '.join(known)}"
-            yield f"{document.place(keys)}: stages.{stage}: {allowed}"
-        elif stage not in ("default", *TRAINING_STAGES):
-            for key in ("nodes", "ranks"):
-                if (number := getattr(cluster.stages[stage], key) or 1) > 1:
-                    why = f"as it does not train ({', '.join(TRAINING_STAGES)} do)"
-                    yield f"{places[key]}: found {number}; allowed: 1, {why}"
+    for stage, own in cluster.stages.items():
+        if stage not in known:
+            yield ["stages", stage], f"no stage; allowed: {', '.join(known)}"
+        elif stage not in TRAINING_STAGES and max(own.nodes, own.ranks) > 1:
+            key = "nodes" if own.nodes > 1 else "ranks"
+            why = f"as it does not train ({', '.join(TRAINING_STAGES)} do)"
+            yield ["stages", stage, key], f"found {getattr(own, key)}; allowed: 1, {why}"
+    named = {("stages", stage): cluster.needs(stage) for stage in cluster.stages}
+    for keys, needs in {("default",): cluster.default, **named}.items():
         if needs.nodes > 1 and "tasks" not in cluster.fields:
             mend = "name {tasks} in launch, as `srun --nodes={nodes} --ntasks={tasks}` does"
-            yield f"{places['nodes']}: found {needs.nodes}; {mend}, or take 1"
+            yield [*keys, "nodes"], f"found {needs.nodes}; {mend}, or take 1"
         if 0 < needs.gpus < needs.ranks:
-            own = f"found {needs.gpus} for {needs.ranks} ranks"
-            yield f"{places['gpus']}: {own}; allowed: one a rank, or 0"
+            own_gpus = f"found {needs.gpus} for {needs.ranks} ranks"
+            yield [*keys, "gpus"], f"{own_gpus}; allowed: one a rank, or 0"
 
 
 def list_stage_names() -> list[str]:
@@ -247,11 +228,9 @@ def launch_environment(cluster: Cluster, needs: StageNeeds, meeting: Path) -> di
     """
     environment = dict(os.environ)
     if "SLURM_JOB_ID" in environment and not cluster.steps:
-        environment = {
-            name: value
-            for name, value in environment.items()
-            if name in KEPT_SLURM_VARIABLES or not name.startswith(("SLURM_", "SLURMD_"))
-        }
+        for name in environment.keys() - KEPT_SLURM_VARIABLES:
+            if name.startswith(("SLURM_", "SLURMD_")):
+                del environment[name]
     # srun leaves the other tasks running where one fails, unless it is told
     environment.setdefault("SLURM_KILL_BAD_EXIT", "1")
     return environment | {LAUNCHED: str(needs.ranks), MEETING: str(meeting)}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from moecore.core.files import UserError
 from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
@@ -27,7 +28,8 @@ from moecore.training.meter import WEIGHED, Meter, check_predictions, collect_me
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.speed import CompiledBlocks, profile_steps, trace_section
+from moecore.training.sharded_state import optimizer_parameters
+from moecore.training.speed import CompiledBlocks, profile_steps
 
 if TYPE_CHECKING:
     from moecore.training.spread import Spread
@@ -139,7 +141,7 @@ def batch_maker(
     made = make if device == "cpu" else BatchPrefetcher(make, steps)
 
     def batch_of(step: int) -> Batch:
-        with trace_section("batch"):
+        with record_function("batch"):
             return apply_adversarial(job, settings, seed, step, made(step))
 
     return batch_of
@@ -158,9 +160,7 @@ def end_epoch(model: nn.Module, spread: "Spread | None" = None) -> None:
     if spread is not None:
         spread.gather()
     for module in model.modules():
-        reorthonormalise = getattr(module, "reorthonormalise", None)
-        if reorthonormalise is not None:
-            reorthonormalise()
+        getattr(module, "reorthonormalise", lambda: None)()
     if spread is not None:
         spread.scatter()
 
@@ -187,26 +187,23 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     with torch.autocast(batch.images.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        with trace_section("teacher"):
+        with record_function("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
-        with trace_section("forward"):
+        with record_function("forward"):
             output, batch = forward_with_targets(job, batch, guidance, progress)
-    with trace_section("losses"):
+    with record_function("losses"):
         seen = Step(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(seen)
         loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
-    with trace_section("backward"):
+    with record_function("backward"):
         loss.backward()
-    with trace_section("optimizer"):
+    with record_function("optimizer"):
         if spread is not None:
-            spread.step(optimizer, settings.clip)
-        else:
-            if settings.clip is not None:
-                groups = optimizer.param_groups
-                parameters = [parameter for group in groups for parameter in group["params"]]
-                nn.utils.clip_grad_norm_(parameters, settings.clip, foreach=True)
-            optimizer.step()
+            spread.clip_gradients(optimizer, settings.clip)
+        elif settings.clip is not None:
+            nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
+        optimizer.step()
         job.model.end_step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
     detached = {name: term.detach() for name, term in terms.items()}

@@ -48,13 +48,6 @@ class Method(Config):
     upcycle: bool = Field(
         False, description="start from the teacher's weights, MLPs copied into experts"
     )
-    upcycle_noise: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="with upcycle: standard deviation of noise on each expert's copied weights, "
-        "in those of the weights themselves, so that experts begin unlike (0: all alike)",
-    )
     regions: Regions | None = Field(
         None, description="region experts and their warm start (data with tissue maps)"
     )
@@ -76,24 +69,16 @@ class Method(Config):
         return self
 
     @model_validator(mode="after")
-    def _noise_of_copies(self) -> "Method":
-        if self.upcycle_noise and not self.upcycle:
-            problem = f"upcycle_noise is {self.upcycle_noise}, but upcycle is false"
-            raise ValueError(f"{problem}; allowed: 0, or upcycle: true")
-        return self
-
-    @model_validator(mode="after")
     def _room_for_regions(self) -> "Method":
         if self.regions is None:
             return self
         if self.router is None or self.experts is None:
             mend = "give the method a router and experts, or leave out regions"
             raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
-        named = len(self.regions.experts)
-        number = self.experts.number
-        if named > number:
+        if (named := len(self.regions.experts)) > self.experts.number:
+            number = self.experts.number
             raise ValueError(
-                f"regions.experts names {named} experts, but experts.number is {number}"
+                f"regions.experts: found {named}; allowed: up to experts.number, {number}"
             )
         return self
 
@@ -165,7 +150,7 @@ class Method(Config):
             losses.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
         regions = self.regions
         if regions is not None and self.isolates and regions.weight:
-            losses.append(RegionRouting(weight=regions.weight, temperature=regions.temperature))
+            losses.append(RegionRouting(weight=regions.weight))
         return tuple(losses)
 
     @property
@@ -205,7 +190,6 @@ class Method(Config):
                 "router": router,
                 "distillation": share,
                 "upcycle": False,
-                "upcycle_noise": 0.0,
                 "regions": None,
             }
         )

@@ -10,13 +10,12 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.backbones.model import Model, parameter_counts
-from moecore.nn.predict import model_device, predict_in_batches, text_block_scores, text_perplexity
+from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
 from moecore.nn.traces import Trace
 from moecore.statistics.crossed import encode_items
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Details
-from moecore.training.live_bytes import peak_counting_method
 from moecore.training.meter import MEMORY, check_predictions
 from moecore.training.settings import Training
 
@@ -55,8 +54,6 @@ class Settling(Config):
 
     agreement_with_final: Agreement = ()  # after each epoch
     agreement_consecutive: Agreement = ()  # between epochs
-    agreement_with_final_by_layer: tuple[Agreement, ...] = ()
-    agreement_consecutive_by_layer: tuple[Agreement, ...] = ()
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[ProbedEpoch, ...] = ()  # of data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
@@ -80,7 +77,6 @@ class Outcome(Details, Settling):
     seconds: float
     training_step_ms: float | None = None  # batch / that rate: views, losses and update
     training_memory_mb: float | None = None  # 10⁶ bytes that the run's second step held at most
-    memory_counted_as: str | None = None  # see moecore.training.live_bytes.measure_peak
     parameters: int
     active_parameters: int  # that an image's tokens use
     curve: tuple[dict[str, float | None], ...]  # the logged points
@@ -133,7 +129,6 @@ def summarize_training(
         seconds=log.seconds,
         training_step_ms=1000 * settings.batch / rate,
         training_memory_mb=max(memory, default=None),
-        memory_counted_as=peak_counting_method(model_device(model)) if memory else None,
         curve=[
             {"step": step, "train_loss": values["task"], **values} for step, values in log.points
         ],

@@ -78,7 +78,7 @@ def build_pretraining(
     model = sized.build(image, method.moe)
     model.remember(settings.batch, stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
-        upcycle_model(model, teacher.teacher, method.upcycle_noise)
+        upcycle_model(model, teacher.teacher)
     job = build_training_job(
         model,
         data,

@@ -7,7 +7,7 @@ not by params.yaml: they belong to no stage's settings, and nothing runs again b
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,12 +48,9 @@ def requested_compile(device: str) -> Compile:
 class CompiledBlocks:
     """The blocks of a model, compiled one by one while a step is computed and at no other time.
 
-    So validation, attacks and what looks at the model between two steps pay nothing, modules keep
-    their names, and the hooks of a sharded block stay outside of its graph. The first step is not
-    compiled: in it parts draw what they keep (hash.py). Shapes are static, so each kind of block is
-    compiled once, and once more for another phase of its router. Random numbers are torch's own, so
-    a step draws the same ones as without. Blocks whose experts lie on several ranks stay as they
-    are: what is sent depends on the tokens.
+    The first step is not compiled: in it parts draw what they keep (hash.py). Shapes are static,
+    and random numbers torch's own, so a step draws the same ones as without. Blocks whose experts
+    lie on several ranks stay as they are: what is sent depends on the tokens.
 
     A block that cannot be compiled ends the training where that is ``required``; where it is
     ``tried`` one line tells so, and the training goes on without.
@@ -66,9 +63,7 @@ class CompiledBlocks:
         steps: int,
         backend: Callable | str | None = None,
     ) -> None:
-        """models: what a step computes with. steps: of this training. backend: in the place of
-        inductor.
-        """
+        """``models``: what a step computes with; ``backend``: in the place of inductor."""
         self.strict = compile == "required"
         self.begun = False
         self.blocks: list[Block] = []
@@ -109,28 +104,20 @@ class CompiledBlocks:
             try:
                 return compiled(*inputs)
             except refused as error:
-                self._give_up(error)
+                why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                told = f"{COMPILE}: a block cannot be compiled: {why}"
+                if self.strict:
+                    raise UserError(f"{told}; allowed: false, or auto: without") from error
+            print(f"{told}; training goes on without", file=sys.stderr)
+            self.blocks = []
             return plain(*inputs)
 
         return forward
-
-    def _give_up(self, error: Exception) -> None:
-        why = str(error).strip().split("\n")[0]
-        told = f"{COMPILE}: a block cannot be compiled: {type(error).__name__}: {why}"
-        if self.strict:
-            raise UserError(f"{told}; allowed: false, or auto, which trains without it") from error
-        print(f"{told}; training goes on without", file=sys.stderr)
-        self.blocks = []
 
 
 def is_on_one_rank(block: Block) -> bool:
     """Return whether all that the block computes with is on this rank."""
     return not isinstance(block.mlp, MoELayer) or block.mlp.sharded_experts is None
-
-
-def trace_section(name: str) -> AbstractContextManager:
-    """A part of a step, under this name in a trace."""
-    return record_function(name)
 
 
 def trace_file(title: str) -> Path | None:
@@ -158,7 +145,7 @@ def profile_steps(steps: range, path: Path | None, device: str) -> Iterator[int]
     yield from range(steps.start, begin)
     with profile(activities=activities, record_shapes=True) as profiler:
         for step in range(begin, end):
-            with trace_section(f"step {step}"):
+            with record_function(f"step {step}"):
                 yield step
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))

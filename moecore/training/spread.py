@@ -25,7 +25,7 @@ from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoELayer
 from moecore.training.job import TrainingJob
 from moecore.training.settings import Training
-from moecore.training.sharded_state import shard_like, to_full_tensor
+from moecore.training.sharded_state import optimizer_parameters, shard_like, to_full_tensor
 
 FEW = 8  # up to so many shards parameters stay whole between forward and backward
 
@@ -68,29 +68,25 @@ class Spread:
         for name, value in self.job.model.state_dict().items():
             value.copy_(shard_like(state[name], value))
 
-    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
-        """Average the gradients that are not sharded, clip all, and update."""
-        every = [one for group in optimizer.param_groups for one in group["params"]]
-        having = [parameter for parameter in every if parameter.grad is not None]
-        sharded = [parameter for parameter in having if isinstance(parameter, DTensor)]
-        others = [parameter for parameter in having if not isinstance(parameter, DTensor)]
-        for parameter in others:
-            distributed.all_reduce(required_gradient(parameter))
-            required_gradient(parameter).div_(current_ranks().size)
+    def clip_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+        """Average the gradients that are not sharded, and clip all."""
+        sharded: dict[Tensor, Tensor] = {}
+        others: dict[Tensor, Tensor] = {}
+        for parameter in optimizer_parameters(optimizer):
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                sharded[parameter] = parameter.grad
+            elif parameter.grad is not None:
+                others[parameter] = parameter.grad
+                distributed.all_reduce(parameter.grad)
+                parameter.grad.div_(current_ranks().size)
         if clip is not None:
             kinds = [kind for kind in (sharded, others) if kind]
-            grads = [[required_gradient(parameter) for parameter in kind] for kind in kinds]
-            norms = [to_full_tensor(get_total_norm(kind, foreach=True)) for kind in grads]
+            norms = [
+                to_full_tensor(get_total_norm(list(kind.values()), foreach=True)) for kind in kinds
+            ]
             total = torch.linalg.vector_norm(torch.stack(norms))
             for kind in kinds:
-                clip_grads_with_norm_(kind, clip, total, foreach=True)
-        optimizer.step()
-
-
-def required_gradient(parameter: Tensor) -> Tensor:
-    """Return the parameter's gradient, asserted to exist."""
-    assert parameter.grad is not None
-    return parameter.grad
+                clip_grads_with_norm_(list(kind), clip, total, foreach=True)
 
 
 def build_mesh(shard: int, device: str) -> DeviceMesh:

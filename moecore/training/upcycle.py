@@ -38,12 +38,10 @@ def inherit_position_windows(config: Settings, image: ImageSpec, dense: Backbone
 
 
 @torch.no_grad()
-def upcycle_model(model: BackboneModel, dense: BackboneModel, noise: float = 0.0) -> BackboneModel:
+def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
     MLP into all experts of its block.
 
-    noise: standard deviation of what is added to each expert's weights, in that of the weights
-    copied; drawn from the global generator, in the model's order.
     Routers keep their fresh weights, the head too where the classes differ; positions are
     interpolated to the model's grid. With ``renormalise`` on the router the model then computes
     what ``dense`` does. Raises UserError where the sizes differ, or where the experts are no plain
@@ -63,7 +61,7 @@ def upcycle_model(model: BackboneModel, dense: BackboneModel, noise: float = 0.0
     for name, layer in model.named_modules():
         if isinstance(layer, MoELayer):
             _check_activation(layer.experts, replaced.get(name), name)
-            _fill_experts(layer.experts, weights, f"{name}.", noise)
+            _fill_experts(layer.experts, weights, f"{name}.")
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"
@@ -100,9 +98,7 @@ def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) 
         raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
 
 
-def _fill_experts(
-    experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str, noise: float
-) -> None:
+def _fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert."""
     if not isinstance(experts, MlpExperts):
         mend = "set experts.kind: mlp, or upcycle: false"
@@ -124,5 +120,3 @@ def _fill_experts(
     experts.up_bias.copy_(up_bias.expand_as(experts.up_bias))
     experts.down.copy_(down.t().expand_as(experts.down))
     experts.down_bias.copy_(down_bias.expand_as(experts.down_bias))
-    for copied in (experts.up, experts.down) if noise else ():
-        copied.add_(noise * copied[0].std() * torch.randn_like(copied))

@@ -180,11 +180,10 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     found = summarize_training(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][MEMORY]
-    assert found.memory_counted_as == "live tensors"
     resumed = summarize_training(
         model, data, SETTINGS, TrainingLog(points[1:], 3.0)
     )  # told before the kill
-    assert (resumed.training_memory_mb, resumed.memory_counted_as) == (None, None)
+    assert resumed.training_memory_mb is None
 
 
 def test_batches_that_a_thread_makes_early_are_the_same():
@@ -346,19 +345,6 @@ def test_every_expert_is_the_dense_mlp_and_the_router_is_new():
             experts.down[expert], dense.blocks[3].mlp.fc2.weight.t()
         ) and torch.equal(experts.down_bias[expert], dense.blocks[3].mlp.fc2.bias)
     assert torch.equal(sparse.blocks[1].mlp.router.weight, router)
-
-
-def test_noise_makes_the_experts_unlike_and_leaves_the_rest():
-    dense, sparse = models()
-    torch.manual_seed(3)
-    upcycle_model(sparse, dense, noise=0.1)
-    experts = sparse.blocks[3].mlp.experts
-    copied = dense.blocks[3].mlp.fc1.weight.t()
-    changes = experts.up - copied
-    assert torch.allclose(changes.std(dim=(1, 2)) / copied.std(), torch.tensor(0.1), rtol=0.2)
-    assert not torch.equal(changes[0], changes[1])
-    assert torch.equal(experts.up_bias[1], dense.blocks[3].mlp.fc1.bias)
-    assert torch.equal(sparse.blocks[0].mlp.fc1.weight, dense.blocks[0].mlp.fc1.weight)
 
 
 def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():

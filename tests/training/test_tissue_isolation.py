@@ -233,7 +233,7 @@ def test_the_loss_ends_with_the_isolated_volumes(data):
     ("change", "said"),
     [
         ({"experts": None, "router": None}, "dense"),
-        ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "names 6 experts"),
+        ({"regions": {"experts": ["a", "b", "c", "d", "e", "f"]}}, "regions.experts: found 6"),
         ({"regions": {"experts": ["a", "a"]}}, "each tissue once"),
     ],
 )

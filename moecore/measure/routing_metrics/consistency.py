@@ -63,24 +63,6 @@ def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float
     }
 
 
-def epoch_agreement_by_layer(first_experts: Sequence[np.ndarray]) -> dict[str, list[list[float]]]:
-    """``epoch_agreement`` of each MoE layer: lists [layer][epoch].
-
-    Their mean over layers is that of all tokens.  first_experts: per epoch, (N, L, T) integers.
-    Raises UserError where there is no epoch, or shapes differ or have no layers.
-    """
-    epochs = _check_epochs(first_experts)
-    if epochs[0].ndim != 3:
-        raise UserError(
-            f"consistency: choices of shape {epochs[0].shape}; needed: (images, layers, tokens)"
-        )
-    layers = [
-        epoch_agreement([experts[:, layer] for experts in epochs])
-        for layer in range(epochs[0].shape[1])
-    ]
-    return {name: [layer[name] for layer in layers] for name in ("with_final", "consecutive")}
-
-
 def _check_epochs(first_experts: Sequence[np.ndarray]) -> list[np.ndarray]:
     epochs = [np.asarray(experts) for experts in first_experts]
     shapes = sorted({experts.shape for experts in epochs})

@@ -16,7 +16,7 @@ from moecore.core.records import RoutingRecord
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
-from moecore.measure.routing_metrics.consistency import epoch_agreement, epoch_agreement_by_layer
+from moecore.measure.routing_metrics.consistency import epoch_agreement
 from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
 from moecore.measure.routing_metrics.imed import mean_class_maps
 from moecore.measure.routing_metrics.regions import (
@@ -75,13 +75,10 @@ class EpochWatch(NamedTuple):
         epochs = range(1, self.epochs + 1)
         kept = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
         agreement = epoch_agreement([tensors["first"].flatten(1).numpy() for tensors in kept])
-        by_layer = epoch_agreement_by_layer([tensors["first"].numpy() for tensors in kept])
         mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
         return Settling(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
-            agreement_with_final_by_layer=by_layer["with_final"],
-            agreement_consecutive_by_layer=by_layer["consecutive"],
             agreement_items=agreement_items(
                 [tensors["first"].numpy() for tensors in kept], self.data.validation.people
             ),

@@ -13,6 +13,8 @@ from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
 
+TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
+
 
 class Regions(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
@@ -37,7 +39,6 @@ class Regions(Config):
     weight: float = Field(
         1.0, ge=0, description="of the loss region_routing on volumes with one tissue"
     )
-    temperature: float = Field(0.1, gt=0, description="of that loss: scores are divided by it")
 
     @model_validator(mode="after")
     def _once(self) -> "Regions":
@@ -62,7 +63,6 @@ class RegionRouting(Config):
 
     kind: Literal["region_routing"] = "region_routing"
     weight: float = Field(1.0, ge=0, description="factor in the objective")
-    temperature: float = Field(0.1, gt=0, description="scores are divided by it before the softmax")
 
     def __call__(self, step: Step) -> Tensor:
         if not step.output.routing:
@@ -71,7 +71,7 @@ class RegionRouting(Config):
         if (belongs := step.batch.belongs) is None:
             return step.output.routing[0].logits.new_zeros(())
         terms = [
-            region_routing(scores=record.logits, belongs=belongs, temperature=self.temperature)
+            region_routing(scores=record.logits, belongs=belongs, temperature=TEMPERATURE)
             for record in step.output.routing
         ]
         return torch.stack(terms).mean()

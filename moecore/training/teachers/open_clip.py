@@ -10,12 +10,11 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.roots import find_raw_file
+from moecore.core.roots import find_checkpoint
 from moecore.core.tensors import read_tensors
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
@@ -69,15 +68,15 @@ class OpenClip(Config):
         """
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
-        weights = rename_clip_weights(self._weights(), self.checkpoint)
+        weights = rename_clip_weights(
+            read_tensors(find_checkpoint(self.checkpoint))[0], self.checkpoint
+        )
         settings = clip_tower_settings(weights, self.activation)
         words, context = len(weights["text.embedding.weight"]), len(weights["text.positions"])
         if (image.task.words, image.task.context) != (words, context):
-            problem = f"found {image.task.words:,} words and {image.task.context} tokens a caption"
-            raise UserError(
-                f"teacher.checkpoint: the data have {problem}; allowed: {words:,} and {context}, "
-                "as in the file"
-            )
+            problem = f"the data have {image.task.words:,} words and {image.task.context} tokens"
+            allowed = f"{words:,} and {context}, as in the file"
+            raise UserError(f"teacher.checkpoint: {problem} per caption; allowed: {allowed}")
         side = round((weights["visual.pos_embed"].shape[1] - 1) ** 0.5) * settings.image.patch
         spec = ImageSpec(
             channels=weights["visual.patch_embed.proj.weight"].shape[1],
@@ -91,24 +90,11 @@ class OpenClip(Config):
             raise UserError(f"teacher.checkpoint: found {problem}; allowed: {spec.channels}")
         model = settings.build(spec.model_copy(update={"size": image.size}))
         weights = model.adapt_weights(weights, settings, spec, "bicubic")
-        missing = model.load_state_dict(weights, strict=False)
-        if missing.missing_keys or missing.unexpected_keys:
-            unmatched = [*missing.missing_keys, *missing.unexpected_keys][:4]
-            problem = (
-                f"{self.checkpoint} is not a CLIP with two transformers: unmatched {unmatched}"
-            )
-            raise UserError(f"teacher.checkpoint: {problem}")
+        unmatched = model.load_state_dict(weights, strict=False)
+        if names := [*unmatched.missing_keys, *unmatched.unexpected_keys]:
+            problem = f"{self.checkpoint} is not a CLIP with two transformers"
+            raise UserError(f"teacher.checkpoint: {problem}: unmatched {names[:4]}")
         return model.eval()
-
-    def _weights(self) -> dict[str, Tensor]:
-        path = find_raw_file(self.checkpoint)
-        if not (self.checkpoint.endswith(".safetensors") and path.is_file()):
-            allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
-            raise UserError(f"teacher.checkpoint: found {self.checkpoint!r}; allowed: {allowed}")
-        try:
-            return read_tensors(path)[0]
-        except SafetensorError as error:
-            raise UserError(f"teacher.checkpoint: {path}: {error}") from error
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@ and V2, as a frozen teacher.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.roots import find_checkpoint
 from moecore.nn.backbones.image import ImageSpec
 from moecore.nn.backbones.model import BackboneModel
 from moecore.nn.backbones.swin import Swin, SwinSettings
@@ -27,12 +27,9 @@ FOLLOWS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_b
 MODULES = ("vision_transformer", "deit", "swin_transformer", "swin_transformer_v2")  # of timm
 ALLOWED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
 
-# by the number of special tokens
-POOLING: dict[int, Literal["mean", "class", "class+distillation"]] = {
-    0: "mean",
-    1: "class",
-    2: "class+distillation",
-}
+POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
+    *("mean", "class", "class+distillation"),  # by the number of special tokens
+)
 
 
 class Timm(Config):
@@ -48,12 +45,10 @@ class Timm(Config):
     training: None = None  # it comes trained, the same for every seed
 
     def build(self, image: ImageSpec) -> BackboneModel:
-        """The pretrained model at the resolution and channels of ``image``, normalised as timm's
-        config says.
+        """The pretrained model for such images, normalised as timm's config says.
 
-        Positions are interpolated (ViT: by timm; Swin's tables: bicubically), input weights
-        adapted by timm. The classes keep the pretraining's numbers: "0", "1", … Raises UserError
-        for an unknown name, a missing or foreign file, or a model of another architecture.
+        Positions are interpolated (ViT: by timm; Swin's tables: bicubically). Classes are named by
+        number. Raises UserError for a name or a file that does not fit.
         """
         model, weights = self._convert_model(self._load_source(image), image)
         model.load_state_dict(weights)
@@ -68,10 +63,7 @@ class Timm(Config):
     def _convert_model(
         self, source: Any, image: ImageSpec
     ) -> tuple[BackboneModel, dict[str, Tensor]]:
-        """Return our model of a timm model, and the weights for it.
-
-        Raises UserError where ours lacks something that timm's has.
-        """
+        """Return our model of a timm model, and its weights; UserError for what ours lacks."""
         if parts := unsupported_swin(source) if self._is_swin else unsupported_vit(source):
             raise self._name_error(f"which has {', '.join(parts)}")
         config = source.pretrained_cfg
@@ -92,13 +84,11 @@ class Timm(Config):
             else:
                 model = vit_settings(source).build(spec)
         except UserError as error:
-            raise self._name_error(
-                f"which does not fit images of {image.size} pixels: {error}"
-            ) from error
+            why = f"which does not fit images of {image.size} pixels: {error}"
+            raise self._name_error(why) from error
         if unmatched := unmatched_weights(model.state_dict(), weights):
-            raise self._name_error(
-                f"whose weights {', '.join(unmatched[:4])} ours does not have alike"
-            )
+            why = f"whose weights {', '.join(unmatched[:4])} ours does not have alike"
+            raise self._name_error(why)
         return model, weights
 
     def _name_error(self, why: str) -> UserError:
@@ -113,11 +103,7 @@ class Timm(Config):
         return {"in_chans": image.channels, "img_size": None if self._is_swin else image.size}
 
     def _import_timm(self) -> Any:
-        """Return the module timm.
-
-        Raises UserError where it does not know the name, or has no weights of it and no checkpoint
-        is given.
-        """
+        """Return the module timm; UserError where it does not know the name or its weights."""
         with torch.device("cpu"):  # what is made at its import has values
             define_missing_operators()
             import timm
@@ -125,8 +111,9 @@ class Timm(Config):
         architecture = self.name.split(".")[0]
         if not timm.is_model(architecture):
             near = timm.list_models(f"*{self.name.split('_')[0]}*")[:5]
-            example = ", ".join(near) or "deit_small_patch16_224"
-            allowed = f"a timm model name, for example {example}"
+            allowed = (
+                f"a timm model name, for example {', '.join(near) or 'deit_small_patch16_224'}"
+            )
             raise UserError(f"teacher.name: found {self.name!r}; allowed: {allowed}")
         if not timm.models.is_model_in_modules(architecture, MODULES):
             module = timm.model_entrypoint(architecture).__module__.rpartition(".")[2]
@@ -134,9 +121,8 @@ class Timm(Config):
         if self.checkpoint is None and not timm.is_model_pretrained(self.name):
             known = timm.list_pretrained(f"{architecture}.*")
             allowed = ", ".join([*known, "with teacher.checkpoint any"])
-            raise UserError(
-                f"teacher.name: found {self.name}, of which timm has no weights; allowed: {allowed}"
-            )
+            why = "of which timm has no weights"
+            raise UserError(f"teacher.name: found {self.name}, {why}; allowed: {allowed}")
         return timm
 
     def _load_source(self, image: ImageSpec) -> Any:
@@ -144,12 +130,7 @@ class Timm(Config):
         timm = self._import_timm()
         overlay = None
         if self.checkpoint is not None:
-            if not (self.checkpoint.endswith(".safetensors") and Path(self.checkpoint).is_file()):
-                allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
-                raise UserError(
-                    f"teacher.checkpoint: found {self.checkpoint!r}; allowed: {allowed}"
-                )
-            overlay = {"file": self.checkpoint, "custom_load": False}
+            overlay = {"file": str(find_checkpoint(self.checkpoint)), "custom_load": False}
         try:
             return timm.create_model(
                 self.name,
@@ -164,9 +145,8 @@ class Timm(Config):
         except RuntimeError as error:
             if self.checkpoint is None:
                 raise
-            raise UserError(
-                f"teacher.checkpoint: {self.checkpoint} does not hold {self.name}: {error}"
-            ) from error
+            problem = f"{self.checkpoint} does not hold {self.name}: {error}"
+            raise UserError(f"teacher.checkpoint: {problem}") from error
 
 
 def unsupported_vit(source: Any) -> list[str]:
@@ -217,9 +197,8 @@ def unsupported_swin(source: Any) -> list[str]:
     """Return in words what of a timm model our Swin does not have."""
     first = [stage.blocks[0] for stage in source.layers]
     window = max(block.window_size[0] for block in first)
-    if any(block.window_size[0] < min(window, *block.input_resolution) for block in first):
-        return ["windows of unlike sizes in its stages"]
-    return []
+    unlike = any(block.window_size[0] < min(window, *block.input_resolution) for block in first)
+    return ["windows of unlike sizes in its stages"] if unlike else []
 
 
 def swin_settings(source: Any) -> SwinSettings:

@@ -1,25 +1,22 @@
-"""The one place that makes torchvision importable next to a CPU build of torch.
+"""Make torchvision importable beside a CPU build of torch.
 
-torchvision's wheels carry CUDA operators. Next to a CPU-only torch its library does not load, and
-its import then fails because fake implementations are registered for operators that were never
-defined. Defining the schemas of the two is enough for timm, which uses neither.
+Its wheels carry CUDA operators. Beside a CPU-only torch their library does not load, and the import
+fails where it registers fake implementations of operators that were never defined. With the schemas
+of two defined it works; timm uses neither.
 """
+
+from functools import cache
 
 import torch
 
-SCHEMAS = {
-    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
-_definitions: list[torch.library.Library] = []
 
-
-def define_missing_operators() -> None:
-    """Define torchvision's operators where a CPU build of torch lacks their schemas."""
-    if torch.version.cuda is not None or _definitions:
-        return
+@cache
+def define_missing_operators() -> torch.library.Library | None:
+    """Define the schemas where torch is a CPU build; return what keeps them defined."""
+    if torch.version.cuda is not None:
+        return None
     library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, schema in SCHEMAS.items():
+    for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            library.define(schema)
-    _definitions.append(library)
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library

@@ -13,7 +13,6 @@ from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
 from moecore.measure.routing_metrics.consistency import (
     Matches,
     epoch_agreement,
-    epoch_agreement_by_layer,
     match_ratios,
     matched_pairs,
 )
@@ -168,16 +167,3 @@ def test_pairs_are_counted_image_by_image():
     assert match_ratios(ours, theirs, found) == Matches(3 / 7, 2 / 7, 4 / 7)
 
 
-def test_epochs_by_layer():
-    # Three images, two layers, one token. Layer 0: two of three as the last, layer 1: none.
-    epochs = [
-        np.array([[[0], [1]], [[0], [1]], [[0], [1]]]),
-        np.array([[[0], [2]], [[0], [2]], [[3], [2]]]),
-    ]
-    found = epoch_agreement_by_layer(epochs)
-    assert found == {"with_final": [[2 / 3, 1.0], [0.0, 1.0]], "consecutive": [[2 / 3], [0.0]]}
-    assert np.mean(found["with_final"], axis=0) == pytest.approx(
-        epoch_agreement(epochs)["with_final"]
-    )
-    with pytest.raises(UserError, match=r"needed: \(images, layers, tokens\)"):
-        epoch_agreement_by_layer([np.zeros((2, 3), dtype=int)])

@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
     with pytest.raises(UserError, match="open_clip needs captions; choose timm or dense"):
         build(IMAGE.model_copy(update={"task": classes}))
     other = TASK.model_copy(update={"words": 31})
-    with pytest.raises(UserError, match="found 31 words and 9 tokens a caption; allowed: 30 and 9"):
+    with pytest.raises(UserError, match="31 words and 9 tokens per caption; allowed: 30 and 9"):
         build(IMAGE.model_copy(update={"task": other}))
     path = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(2)}, path)
