@@ -19,12 +19,7 @@ from moecore.nn.backbones import Backbone
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.run_section import Phase, Selection
 from moecore.training.method import Method
-from moecore.training.settings import (
-    AdversarialFinetuning,
-    Finetuning,
-    TeacherRouterFit,
-    Training,
-)
+from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
 from moecore.training.teachers import Teacher
 
 # A test holds this equal to what the scripts under stages/ read.
