@@ -1,8 +1,10 @@
 """Predict what the files of a folder show, with a trained model. No stage: a tool for users.
 
-    moecore predict artifacts/finetune/vmoe/0 FOLDER --out predictions.csv
-    moecore predict artifacts/finetune/ermoe/0 FOLDER --texts captions.txt
-    moecore predict artifacts/pretrain/smoe/0 --prompt prompt.txt --out continued.html
+moecore predict artifacts/finetune/vmoe/0 FOLDER --out predictions.csv
+
+moecore predict artifacts/finetune/ermoe/0 FOLDER --texts captions.txt
+
+moecore predict artifacts/pretrain/smoe/0 --prompt prompt.txt --out continued.html
 
 MODEL is the folder of a trained model, or models:/study.method.phase.seed@current of MLflow's
 registry. FOLDER holds pictures of any size and mode, or volumes (BIDS, or .nii.gz files), in
@@ -14,46 +16,63 @@ the reason. Exit: 0 all files have a prediction; 3 some have none, all others ar
 is written. Of ages, read MODEL_CARD.md first.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from moecore.core.files import UserError
-from moecore.predict.continuation import add_sampling_arguments, print_continuation
-from moecore.predict.predictions import Given, add_folder_arguments, predict_folder
+from moecore.predict.continuation import Sampling, continue_file
+from moecore.predict.predictions import Given, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 
-def build_parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    words = argparse.ArgumentParser("moecore predict", None, __doc__, formatter_class=raw)
-    words.add_argument("model", metavar="MODEL", help="the folder of a model, or models:/…")
-    add_folder_arguments(words)
-    add_sampling_arguments(words)
-    return words
+def option(text: str, **limits: Any) -> Any:
+    return typer.Option(help=text, **limits)
+
+
+def predict_command(
+    model: Annotated[str, typer.Argument(help="the folder of a model, or models:/…")],
+    folder: Annotated[Path | None, typer.Argument(help="folder of the files to predict")] = None,
+    out: Annotated[Path | None, option("the table, predictions.csv; of a text the page")] = None,
+    calibrator: Annotated[Path | None, option("folder with calibrator.json of the model")] = None,
+    batch: Annotated[int, option("files a forward pass", min=1)] = 64,
+    texts: Annotated[Path | None, option("of a model of captions: a text per line")] = None,
+    prompt: Annotated[Path | None, option("a file with the beginning of a text")] = None,
+    words: Annotated[int, option("to add to the prompt", min=1)] = 50,
+    temperature: Annotated[float, option("divides the logits; 0: the likeliest", min=0)] = 0.0,
+    top_p: Annotated[float, option("of the words to draw from", min=1e-6, max=1)] = 1.0,
+    seed: Annotated[int, option("of the words drawn", min=0)] = 0,
+) -> None:
+    path = model_folder(model) if model.startswith(SCHEME) else Path(model)
+    if prompt is not None and folder is None:
+        sampling = Sampling(words, temperature, top_p, seed)
+        page = out or Path("continued.html")
+        continuation = continue_file(path, prompt, page, sampling)
+        print(" ".join(word.word for word in continuation.words if not word.given))
+        for remark in (*continuation.remarks, f"{page}: every word with its experts"):
+            print(remark, file=sys.stderr)
+    elif prompt is None and folder is not None:
+        table = out or Path("predictions.csv")
+        if predict_folder(Given(path, folder, table, calibrator, batch, texts)):
+            sys.exit(3)
+    else:
+        raise UserError("predict: allowed: either FOLDER, or --prompt for a model of text")
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    given, failed = build_parser().parse_args(words), 0
     warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)  # one line
+    program = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    program.command(help=__doc__)(predict_command)
     try:
-        model = Path(given.model)
-        if given.model.startswith(SCHEME):
-            model = model_folder(given.model)
-        if (given.prompt is None) == (given.folder is None):
-            raise UserError("predict: allowed: either FOLDER, or --prompt for a model of text")
-        if given.prompt is not None:
-            print_continuation(model, given)
-        else:
-            table = given.out or Path("predictions.csv")
-            last = (given.calibrator, given.batch, given.texts)
-            failed = predict_folder(Given(model, given.folder, table, *last))
+        program(words, prog_name="moecore predict")
     except UserError as error:
         sys.exit(str(error))
-    if failed:
-        sys.exit(3)
 
 
 if __name__ == "__main__":

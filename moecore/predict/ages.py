@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
 from moecore.brain.prediction_table import (
     PredictionRow,
@@ -23,7 +22,7 @@ from moecore.brain.reference import (
     unknown_site_flags,
 )
 from moecore.core.config import read_settings
-from moecore.core.files import UserError, file_checksum, read_json
+from moecore.core.files import UserError, file_checksum
 from moecore.core.records import RoutingRecord
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.nn.predict import predict_in_batches
@@ -43,7 +42,6 @@ class NewAges(NamedTuple):
     """What is said of the volumes of a folder."""
 
     rows: list[PredictionRow]  # of those that could be used
-    used: list[NewVolume]
     volumes: np.ndarray  # of these, (N, 1, D, H, W)
     routing: tuple[RoutingRecord, ...]  # of these, one per MoE layer
     left_out: list[tuple[NewVolume, str]]  # and why
@@ -66,34 +64,33 @@ def predict_ages(
     if not used:
         count = f"none of {len(new_volumes)} volumes can be used"
         raise UserError("\n".join([*(why for _, why in left_out), count]))
-    usable = np.stack([volume for volume in volumes if volume is not None])
+    usable = np.stack(volumes)
     model = load_model(model_folder).to(tune_runtime().device)
     said, routing = predict_in_batches(model, usable, batch)
     rows = new_age_rows(used, usable, said[:, 0].double().numpy(), calibration)
     write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
-    return NewAges(rows, used, usable, routing, left_out)
+    return NewAges(rows, usable, routing, left_out)
 
 
 def new_age_rows(
     new_volumes: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
 ) -> list[PredictionRow]:
-    """The rows of predictions.csv, with a flag for all in which a volume is unlike the training.
+    """Return the rows of predictions.csv, with flags for all in which a volume is unlike training.
 
     volumes: (N, 1, D, H, W); raw: (N,).
     """
     reference = calibration.reference
     subjects = [one.subject for one in new_volumes]
+    ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     said = correct_ages(raw, [subject["sex"] for subject in subjects], calibration.fitted)
-    flags = []
-    for subject, volume, best in zip(subjects, volumes, said.best, strict=True):
-        age = float(subject["age"]) if subject["age"] else None
-        flags.append(
-            [
-                *out_of_range_flags(volume, reference),
-                *age_range_flags(float(best), age, reference),
-                *unknown_site_flags(subject["site"], reference),
-            ]
-        )
+    flags = [
+        [
+            *out_of_range_flags(volume, reference),
+            *age_range_flags(float(best), age, reference),
+            *unknown_site_flags(subject["site"], reference),
+        ]
+        for subject, volume, best, age in zip(subjects, volumes, said.best, ages, strict=True)
+    ]
     return prediction_rows(subjects, "new", said, reference.interval.radius, flags)
 
 
@@ -106,31 +103,17 @@ def calibrator_folder(model_folder: Path) -> Path:
 
 def load_calibration(folder: Path, model_folder: Path) -> Calibration:
     """Return what lies in ``folder``. Raises UserError where it is damaged, or of another model."""
-    if not (folder / "reference.json").is_file():
-        raise UserError(
-            f"{folder}: holds no reference.json, which says how volumes are prepared and what is "
-            "usual; the stage `calibrate` writes it, --calibrator names another folder"
-        )
-    reference = _reference(folder / "reference.json")
+    place = folder / "reference.json"
+    if not place.is_file():
+        problem = f"{folder}: holds no reference.json, which says how volumes are prepared"
+        ways = "the stage `calibrate` writes it, --calibrator names another folder"
+        raise UserError(f"{problem} and what is usual; {ways}")
+    reference = read_settings(place, Reference, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
-        raise UserError(
-            f"{folder}: made for the model {reference.predictor_sha256[:12]}…, this one is "
-            f"{digest[:12]}…; allowed: the calibrator of this very model"
-        )
+        wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"
+        raise UserError(f"{folder}: {wrong}; allowed: the calibrator of this very model")
     path = folder / "calibrator.json"
     if not path.exists():
         return Calibration(reference, None)
     return Calibration(reference, read_settings(path, FittedLinear, "a fitted linear calibrator"))
-
-
-def _reference(path: Path) -> Reference:
-    try:
-        return Reference.model_validate(read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path}: was written by an older version of moecore ({place}: {first['msg']}); "
-            "run `dvc repro calibrate`"
-        ) from error

@@ -3,7 +3,6 @@
 T texts, M tokens of one, d numbers of an embedding.
 """
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -12,18 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.core.files import UserError, whole_text
-from moecore.core.plain import spreadsheet_cell
+from moecore.core.files import UserError
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.exploring.words import experts_by_word
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.predict.page import Spoken
-from moecore.predict.pictures import Predicted, Reading, Row
+from moecore.predict.pictures import Reading, Row, write_csv
 from moecore.tasks.recall import cosine_matrix, similarity_matrix
 
 MOST = 10_000  # texts: each is a column of the table
 LONGEST = 80  # letters of a text below a picture
 NEAREST = 5  # matches that are named, both ways
+
+Match = tuple[str, float]  # a picture's name, and its cosine with a text
 
 
 class Texts(NamedTuple):
@@ -32,15 +32,16 @@ class Texts(NamedTuple):
     texts: list[str]
     tokenizer: Tokenizer
     encoded: list[EncodedCaption]
+    tokens: Tensor  # (T, M) int32
     sides: Tensor  # (T, d + 3)
 
 
 def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
-    """The lines of a file, blank ones left out, each once. Raises UserError for a file that cannot
-    be read or has none, and for a model folder without its vocabulary.
+    """Return the lines of a file, blank ones left out, each once. Raises UserError for a file that
+    cannot be read or has none, and for a model folder without its vocabulary.
     """
     try:
-        lines = path.read_bytes().decode("utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
         raise UserError(f"{path}: {reason}; --texts is a file with one text per line") from None
@@ -52,81 +53,65 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
     tokenizer = load_tokenizer(folder, task)
     encoded = [tokenizer.encode(text, task.context) for text in texts]
     tokens = torch.tensor([one.tokens for one in encoded], dtype=torch.int32)
-    return Texts(texts, tokenizer, encoded, model.targets(tokens)[:, 0])
+    return Texts(texts, tokenizer, encoded, tokens, model.targets(tokens)[:, 0])
 
 
 def compare_captions(texts: Texts, pairs: str) -> Reading:
-    """A cosine per text; the answer is the nearest one, with its share of all texts (or, of a model
-    of pairs, the probability that it fits).
+    """Return the reading of a picture's side: a cosine per text; the answer is the nearest one,
+    with its share of all texts (or, of a model of pairs, the probability that it fits).
     """
 
-    def row(name: str, side: Tensor) -> Row:
+    def row(side: Tensor) -> Row:
         near = cosine_matrix(side[None], texts.sides)[0]
         logits = similarity_matrix(side[None].double(), texts.sides.double())[0]
         shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
+        order = near.argsort(descending=True, stable=True)[:NEAREST].tolist()
+        more = [f"{near[place]:.3f} {shorten(texts.texts[place], LONGEST)}" for place in order]
         best = int(near.argmax())
-        return Row(name, texts.texts[best], float(shares[best]), tuple(near.tolist()))
-
-    def more(row: Row) -> tuple[str, ...]:
-        order = torch.tensor(row.numbers).argsort(descending=True, stable=True)
-        return tuple(
-            f"{row.numbers[place]:.3f} {shorten(texts.texts[place], LONGEST)}"
-            for place in order.tolist()[:NEAREST]
-        )
+        return Row("", texts.texts[best], float(shares[best]), tuple(near.tolist()), "", more)
 
     share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
     remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"
     lost = sum(one.cut for one in texts.encoded)
     if lost:
         remark += f"; {lost} of {len(texts.texts)} texts are longer than the context and were cut"
-    return Reading(tuple(texts.texts), row, remark, more)
+    return Reading(tuple(texts.texts), row, remark)
 
 
-def nearest_pictures(predicted: Predicted) -> list[list[tuple[str, float]]]:
-    """For each text the pictures with the largest cosines, best first."""
-    rows = [row for row in predicted.rows if not row.error]
-    if not rows:
-        return [[] for _ in predicted.columns]
-    near = torch.tensor([row.numbers for row in rows], dtype=torch.float64)
-    first = near.sort(dim=0, descending=True, stable=True)
+def nearest_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
+    """Return for each text the pictures with the largest cosines, best first."""
+    good = [row for row in rows if not row.error]
     return [
         [
-            (rows[int(first.indices[place, text])].file, float(first.values[place, text]))
-            for place in range(min(NEAREST, len(rows)))
+            (row.file, row.numbers[text])
+            for row in sorted(good, key=lambda row: -row.numbers[text])[:NEAREST]
         ]
-        for text in range(near.shape[1])
+        for text in range(len(texts.texts))
     ]
 
 
-def write_matches(
-    path: Path, texts: Sequence[str], best_pictures: list[list[tuple[str, float]]]
-) -> None:
-    """The best pictures of each text: text, place from 1 on, file, cosine."""
-    with whole_text(path) as handle:
-        writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(("text", "place", "file", "cosine"))
-        for text, matches in zip(texts, best_pictures, strict=True):
-            for place, (file, cosine) in enumerate(matches, 1):
-                cells = (text, place, file, f"{cosine:.6g}")
-                writer.writerow(map(spreadsheet_cell, cells))
+def write_matches(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
+    """Write the best pictures of each text: text, place from 1 on, file, cosine."""
+    lines = [
+        (text, str(place), file, f"{cosine:.6g}")
+        for text, best in zip(texts.texts, matches, strict=True)
+        for place, (file, cosine) in enumerate(best, 1)
+    ]
+    write_csv(path, [("text", "place", "file", "cosine"), *lines])
 
 
 def texts_with_experts(
-    model: TwoTowerModel, texts: Texts, matches: list[list[tuple[str, float]]]
+    model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
 ) -> list[Spoken]:
-    """Each text with the experts of its words, and its best pictures."""
-    tokens = torch.tensor([one.tokens for one in texts.encoded], dtype=torch.int32)
-    read = experts_by_word(model, tokens, texts.tokenizer)
+    """Return each text with the experts of its words, and its best pictures."""
+    read = experts_by_word(model, texts.tokens, texts.tokenizer)
     return [
-        Spoken(
-            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], describe_unread(one)
-        )
+        Spoken(text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(one))
         for text, layers, best, one in zip(texts.texts, read, matches, texts.encoded, strict=True)
     ]
 
 
-def describe_unread(encoded: EncodedCaption) -> str:
-    """What of a text the model does not read, in words."""
+def _unread_words(encoded: EncodedCaption) -> str:
     words = []
     if encoded.unknown:
         words.append(f"{encoded.unknown} words that the vocabulary does not have")

@@ -3,8 +3,7 @@
 V words, E experts.
 """
 
-import argparse
-import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +16,8 @@ from moecore.core.files import UserError, write_whole
 from moecore.core.records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_words
+from moecore.measure.exploring.words import ranked_experts
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.predict.pictures import experts_of
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.templating import template_environment
 from moecore.training.artifacts import load_model
@@ -47,7 +46,7 @@ class Word(NamedTuple):
 
     word: str
     given: bool  # of the prompt
-    experts: tuple[tuple[int, ...], ...]  # a layer: those that process it, most weight first
+    experts: list[list[int]]  # a layer: those that process it, most weight first
 
 
 class Continued(NamedTuple):
@@ -56,67 +55,26 @@ class Continued(NamedTuple):
     words: list[Word]
     remarks: list[str]
 
-    def added(self) -> str:
-        """The model's words, apart by blanks."""
-        return " ".join(word.word for word in self.words if not word.given)
-
-
-def add_sampling_arguments(words: argparse.ArgumentParser) -> None:
-    """What a command line says of a prompt and of how words are drawn."""
-    usual = Sampling()
-    add = words.add_argument
-    add("--prompt", type=Path, help="a file with the beginning of a text")
-    add("--words", type=int, default=usual.words, help="to add to the prompt")
-    text = "divides the logits; 0, the default: always the likeliest word"
-    add("--temperature", type=float, default=usual.temperature, help=text)
-    text = "draw from the likeliest words with so much probability together"
-    add("--top-p", type=float, default=usual.top_p, help=text)
-    add("--seed", type=int, default=usual.seed, help="of the words drawn")
-
-
-def print_continuation(folder: Path, given: argparse.Namespace) -> None:
-    """Print how the prompt goes on, and on stderr what there is to know of it."""
-    out = given.out or Path("continued.html")
-    sampling = Sampling(given.words, given.temperature, given.top_p, given.seed)
-    continuation = continue_file(folder, given.prompt, out, sampling)
-    print(continuation.added())
-    for remark in (*continuation.remarks, f"{out}: every word with its experts"):
-        print(remark, file=sys.stderr)
-
 
 def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:
     """Continue the text of a file, and write the page ``out``.
 
-    Raises UserError for a model that is none of text, a prompt that cannot be read, and sampling
-    that cannot be.
+    Raises UserError for a model that is none of text, and for a prompt that cannot be read.
     """
-    check_sampling(sampling)
     model = load_model(folder)
     if not isinstance(model, LanguageTransformer):
         problem = f"{folder}: found a model of images"
         raise UserError(f"{problem}; --prompt takes one of text, and others take FOLDER")
     vocabulary = read_vocabulary(folder, model.image.outputs)
-    continuation = generate(
-        model.to(tune_runtime().device), vocabulary, text_of(prompt, folder), sampling
-    )
-    write_whole(out, render_continuation(str(folder), continuation, experts_in(model)))
+    words = read_prompt(prompt, folder)
+    continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)
+    experts = 0 if model.moe is None else model.moe.experts.number
+    write_whole(out, render_continuation(str(folder), continuation, experts))
     return continuation
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Raise UserError for numbers that nothing can be drawn with."""
-    for name, value, fits, allowed in (
-        ("--words", sampling.words, sampling.words >= 1, "1 or more"),
-        ("--temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
-        ("--top-p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, up to 1"),
-        ("--seed", sampling.seed, sampling.seed >= 0, "0 or more"),
-    ):
-        if not fits:
-            raise UserError(f"{name}: found {value}; allowed: {allowed}")
-
-
-def text_of(prompt: Path, folder: Path) -> list[str]:
-    """The words of a prompt, as the model's text was read."""
+def read_prompt(prompt: Path, folder: Path) -> list[str]:
+    """Return the words of a prompt, as the text of the model in ``folder`` was read."""
     try:
         text = prompt.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,10 +87,10 @@ def text_of(prompt: Path, folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def generate(
+def continue_words(
     model: LanguageTransformer, vocabulary: Sequence[str], words: Sequence[str], sampling: Sampling
 ) -> Continued:
-    """The words with those that the model adds, one after another, from an empty cache."""
+    """Return the words with those that the model adds, one after another, from an empty cache."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
     unknown = list(dict.fromkeys(word for word in words if word not in numbers))
     device = model.positions.device
@@ -142,13 +100,14 @@ def generate(
     shown: list[Word] = []
     ahead = torch.empty(0)
     for part in tokens.split(model.image.shape[0]):
-        ahead, routing, states = read_tokens(model, part, states)
+        ahead, records, states = _read_tokens(model, part, states)
         names = [vocabulary[token] for token in part.tolist()]
-        shown += each_word(names, routing, given=True)
+        shown += _words_with_experts(names, records, given=True)
     for _ in range(sampling.words):
         token = sample_token(ahead, sampling, drawing)
-        ahead, routing, states = read_tokens(model, torch.tensor([token], device=device), states)
-        shown += each_word([vocabulary[token]], routing, given=False)
+        part = torch.tensor([token], device=device)
+        ahead, records, states = _read_tokens(model, part, states)
+        shown += _words_with_experts([vocabulary[token]], records, given=False)
     how = "the likeliest word each time"
     if sampling.temperature:
         how = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}"
@@ -158,29 +117,26 @@ def generate(
     return Continued(shown, remarks)
 
 
-def read_tokens(
+def _read_tokens(
     model: LanguageTransformer, tokens: Tensor, states: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...], Tensor]:
-    """After tokens (M,): the logits of the next one (V,), their routing, and the cache."""
+    """Return, after tokens (M,), the logits of the next one (V,), their routing, and the cache."""
     (final, records, _), states = model.read(tokens[None], states)
     return model.predict(final[:, -1:])[0, 0].float().cpu(), records, states
 
 
-def each_word(words: Sequence[str], records: Sequence[RoutingRecord], given: bool) -> list[Word]:
-    """Words (M of them) with their experts in every layer."""
-    layers = [experts_of(record.combine.cpu(), 0, (len(words),), MOST)[0] for record in records]
+def _words_with_experts(
+    words: Sequence[str], records: Sequence[RoutingRecord], given: bool
+) -> list[Word]:
+    """Return M words with their experts in every layer."""
+    layers = [ranked_experts(record.combine[0].cpu(), MOST) for record in records]
     return [
-        Word(
-            word,
-            given,
-            tuple(tuple(int(expert) for expert in layer[place] if expert >= 0) for layer in layers),
-        )
-        for place, word in enumerate(words)
+        Word(word, given, [layer[place] for layer in layers]) for place, word in enumerate(words)
     ]
 
 
 def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A word's number from logits (V,)."""
+    """Return a word's number from logits (V,)."""
     if not sampling.temperature:
         return int(logits.argmax())
     # from the largest: a tiny temperature leaves it, and no infinity less another
@@ -191,26 +147,21 @@ def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator)
     return int(order[torch.multinomial(kept, 1, generator=generator)])
 
 
-def experts_in(model: LanguageTransformer) -> int:
-    """Experts of a layer; 0 of a dense model."""
-    return 0 if model.moe is None else model.moe.experts.number
-
-
 def render_continuation(model: str, continuation: Continued, experts: int) -> str:
-    """The page: the text once a layer, every word in the colour of its first expert."""
-    template = template_environment().get_template("continued.html.jinja")
-    colours = expert_colours(experts) if experts else []
+    """Return the page: the text once a layer, every word in the colour of its first expert.
+
+    experts: of a layer; 0 of a dense model.
+    """
     layers = [
         {expert: most_frequent(continuation.words, layer, expert) for expert in range(experts)}
         for layer in range(len(continuation.words[0].experts))
     ]
+    template = template_environment().get_template("continued.html.jinja")
+    colours = expert_colours(experts)
     return template.render(model=model, continuation=continuation, colours=colours, layers=layers)
 
 
 def most_frequent(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:
-    """The words whose first expert this is, with how often, most often first."""
-    counts: dict[str, int] = {}
-    for word in words:
-        if word.experts[layer][:1] == (expert,):
-            counts[word.word] = counts.get(word.word, 0) + 1
-    return sorted(counts.items(), key=lambda pair: -pair[1])
+    """Return the words whose first expert this is, with how often, most often first."""
+    counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
+    return counts.most_common()

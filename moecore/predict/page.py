@@ -6,7 +6,7 @@ One HTML file that needs nothing else, light or dark.
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -35,7 +35,7 @@ class Shown(NamedTuple):
     name: str
     answer: str
     tiles: list[Tile]
-    more: tuple[str, ...] = ()  # lines below the answer
+    more: Sequence[str] = ()  # lines below the answer
 
 
 class Spoken(NamedTuple):
@@ -71,26 +71,39 @@ class PredictedPage(NamedTuple):
 
 
 def render_predictions(content: PredictedPage) -> str:
-    """The whole page."""
-    routing: dict[str, Any] = {
-        "colours": expert_colours(content.experts) if content.experts else [],
-        "items": [[tile.experts for tile in one.tiles] for one in content.shown],
-    }
-    layers = len(content.shown[0].tiles[0].experts) if content.shown else 0
-    template = template_environment().get_template("predicted.html.jinja")
-    colours = expert_colours(content.text_experts) if content.text_experts else []
-    return template.render(page=content, routing=routing, layers=layers, colours=colours)
+    """Return the whole page."""
+    return (
+        template_environment()
+        .get_template("predicted.html.jinja")
+        .render(
+            page=content,
+            routing={
+                "colours": expert_colours(content.experts),
+                "items": [[tile.experts for tile in one.tiles] for one in content.shown],
+            },
+            layers=len(content.shown[0].tiles[0].experts) if content.shown else 0,
+            colours=expert_colours(content.text_experts),
+        )
+    )
 
 
 def flat_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
-    """pixels: uint8 (C, H, W) with one or three channels; experts: a layer (rows, columns, k)."""
-    return Tile(data_uri(pixels), [layer.tolist() for layer in experts], label)
+    """Return a picture uint8 (C, H, W) of one or three channels with the experts of its patches.
+
+    experts: a layer (rows, columns, k).
+    """
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    kind = "png" if max(image.size) <= SMALL else "jpeg"
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    address = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return Tile(address, [layer.tolist() for layer in experts], label)
 
 
 def volume_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
-    """The three middle slices of a volume.
+    """Return the three middle slices of a volume (1, D, H, W) in [0, 1].
 
-    volume: (1, D, H, W) in [0, 1]; experts: a layer (d, h, w, k) of patches.
+    experts: a layer (d, h, w, k) of patches.
     """
     tiles = []
     for axis, label in enumerate(("first axis", "second axis", "third axis")):
@@ -99,12 +112,3 @@ def volume_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile
         layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
         tiles.append(flat_tile(pixels[None], layers, label))
     return tiles
-
-
-def data_uri(pixels: np.ndarray) -> str:
-    """A picture uint8 (C, H, W) as an address that holds it."""
-    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
-    kind = "png" if max(image.size) <= SMALL else "jpeg"
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -4,7 +4,6 @@ What a folder may hold depends on the model: pictures here, volumes in ``moecore
 A file that cannot be read keeps its row, which says why.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError, write_whole
+from moecore.data.files.decode import BACKGROUND
 from moecore.measure.exploring.words import find_two_towers
-from moecore.nn.backbones.model import Model
 from moecore.predict.ages import NewAges, predict_ages
 from moecore.predict.captions import (
     compare_captions,
@@ -31,29 +30,13 @@ from moecore.predict.page import (
     render_predictions,
     volume_tiles,
 )
-from moecore.predict.pictures import (
-    Predicted,
-    experts_of,
-    predict_pictures,
-    read_classes,
-    write_table,
-)
+from moecore.predict.pictures import experts_of, predict_pictures, read_classes, write_table
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime
 
 NEEDED = ("model.json", "model.safetensors")
 TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
-
-
-def add_folder_arguments(words: argparse.ArgumentParser) -> None:
-    """What a command line says of the folder and the table."""
-    add = words.add_argument
-    add("folder", metavar="FOLDER", type=Path, nargs="?", help="folder of the files to predict")
-    add("--out", type=Path, help="the table to write, predictions.csv; of a text continued.html")
-    add("--calibrator", type=Path, help="folder with calibrator.json; default: that of the model")
-    add("--batch", type=int, default=64, help="files a forward pass")
-    add("--texts", type=Path, help="of a model of captions: a file with one text per line")
 
 
 class Given(NamedTuple):
@@ -74,25 +57,25 @@ def predict_folder(given: Given) -> int:
     Says on stdout what was written, on stderr which files have no prediction. Raises UserError
     before anything is computed where the model, the folder or the table cannot be used.
     """
-    given = given._replace(batch=max(1, given.batch))
     model, folder, out = given.model, given.folder, given.out
     card = model_card(model)
     if card.image.task.long:
         raise UserError(f"{model}: found a model of text; it takes --prompt FILE and no FOLDER")
-    if isinstance(card.image.task, ImageText):
-        check_texts(given)
-    elif given.texts is not None:
+    has_texts = isinstance(card.image.task, ImageText)
+    if has_texts and given.texts is None:
+        problem = f"{model}: found a model that compares pictures with texts"
+        raise UserError(f"{problem}; it takes --texts FILE, with one text per line")
+    if not has_texts and given.texts is not None:
         raise UserError(f"{model}: found a model without a text tower; it takes no --texts")
+    if given.texts is not None and given.calibrator is not None:
+        raise UserError("--calibrator: cosines are not calibrated; allowed: models of classes")
     beside = out.with_suffix(".html")
     if beside == out:
         raise UserError(f"{out}: the page beside the table has this name; --out predictions.csv")
     files = list_files(folder, (out, beside))
     check_writable(out)
     check_writable(beside)
-    if len(card.image.shape) == 3:
-        content = _volumes(given)
-    else:
-        content = _pictures(given, files)
+    content = _volumes(given, card) if len(card.image.shape) == 3 else _pictures(given, files)
     experts = 0 if card.moe is None else card.moe.experts.number
     write_whole(beside, render_predictions(content._replace(experts=experts)))
     for remark in content.remarks:
@@ -106,58 +89,36 @@ def predict_folder(given: Given) -> int:
     return len(content.failures)
 
 
-def check_texts(given: Given) -> None:
-    """Raise UserError unless a model of captions gets texts, and no calibrator."""
-    if given.texts is None:
-        problem = f"{given.model}: found a model that compares pictures with texts"
-        raise UserError(f"{problem}; it takes --texts FILE, with one text per line")
-    if given.calibrator is not None:
-        raise UserError("--calibrator: cosines are not calibrated; allowed: models of classes")
-
-
 def _pictures(given: Given, files: Sequence[Path]) -> PredictedPage:
     model = load_model(given.model).to(tune_runtime().device)
-    if given.texts is not None:
-        return _matched(given, given.texts, files, model)
-    reading = read_classes(given.model, given.calibrator)
-    predicted = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
-    write_table(given.out, predicted)
-    return _shown(given, predicted)
-
-
-def _matched(given: Given, path: Path, files: Sequence[Path], model: Model) -> PredictedPage:
     towers = find_two_towers(model)
-    assert towers is not None, "check_texts has looked at its task"
-    texts = read_texts(path, towers, given.model)
-    reading = compare_captions(texts, towers.config.pairs)
+    if towers is None or given.texts is None:
+        texts, reading = None, read_classes(given.model, given.calibrator)
+    else:
+        texts = read_texts(given.texts, towers, given.model)
+        reading = compare_captions(texts, towers.config.pairs)
+    rows, shown = predict_pictures(given.folder, files, model, reading, given.batch)
+    write_table(given.out, reading.columns, rows)
+    rows_of_pixels, columns = model.image.shape
+    about = f"pictures: the centre square at {rows_of_pixels} × {columns} pixels"
+    remarks = [reading.remark, f"{about}; transparent pixels stand on {BACKGROUND}"]
+    failures = [Failure(row.file, row.error) for row in rows if row.error]
+    said = str(given.model), str(given.folder), remarks
+    content = PredictedPage(*said, shown, len(rows), failures)
+    if towers is None or texts is None:
+        return content
+    matches = nearest_pictures(texts, rows)
     table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
-    check_writable(table)
-    predicted = predict_pictures(given.folder, files, given.model, model, reading, given.batch)
-    matches = nearest_pictures(predicted)
-    write_table(given.out, predicted)
-    write_matches(table, texts.texts, matches)
-    content = _shown(given, predicted)
+    write_matches(table, texts, matches)
+    remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
     return content._replace(
-        remarks=[*content.remarks, f"the best pictures of each text: {table}"],
         texts=texts_with_experts(towers, texts, matches),
         text_experts=0 if moe is None else moe.experts.number,
     )
 
 
-def _shown(given: Given, predicted: Predicted) -> PredictedPage:
-    failures = [Failure(row.file, row.error) for row in predicted.rows if row.error]
-    return PredictedPage(
-        str(given.model),
-        str(given.folder),
-        predicted.remarks,
-        predicted.shown,
-        len(predicted.rows),
-        failures,
-    )
-
-
-def _volumes(given: Given) -> PredictedPage:
+def _volumes(given: Given, card: ModelCard) -> PredictedPage:
     model, folder = given.model, given.folder
     ages = predict_ages(model, folder, given.out, given.calibrator, given.batch)
     failures = [Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
@@ -169,53 +130,49 @@ def _volumes(given: Given) -> PredictedPage:
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     total = len(ages.rows) + len(failures)
-    return PredictedPage(str(model), str(folder), remarks, _slices(model, ages), total, failures)
+    return PredictedPage(str(model), str(folder), remarks, _slices(card, ages), total, failures)
 
 
-def _slices(model: Path, ages: NewAges) -> list[Shown]:
-    spec = load_card(model)
-    grid = spec.backbone.grid(spec.image)
+def _slices(card: ModelCard, ages: NewAges) -> list[Shown]:
+    grid = card.backbone.grid(card.image)
     layers = [
-        experts_of(record.combine[:SHOWN, record.combine.shape[1] - math.prod(grid) :], 0, grid)
+        experts_of(record.combine[:SHOWN], record.combine.shape[1] - math.prod(grid), grid)
         for record in ages.routing
     ]
-    unit = spec.image.task.score.unit
+    unit = card.image.task.score.unit
     return [
         Shown(
             f"{row.participant_id} {row.session_id}".strip(),
             f"{row.predicted_age:.1f} {unit}".strip(),
-            volume_tiles(volume, [layer[number] for layer in layers]),
+            volume_tiles(ages.volumes[number], [layer[number] for layer in layers]),
         )
-        for number, (row, volume) in enumerate(
-            zip(ages.rows[:SHOWN], ages.volumes[:SHOWN], strict=True)
-        )
+        for number, row in enumerate(ages.rows[:SHOWN])
     ]
 
 
 def model_card(folder: Path) -> ModelCard:
-    """The settings of the trained model in ``folder``.
+    """Return the settings of the trained model in ``folder``.
 
     Raises UserError that names ``folder`` where it is none, and where there may be one.
     """
-    if not folder.is_dir():
-        problem = "a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {problem}; MODEL is the folder of a trained model{_such_as()}")
+    models = sorted(Path("artifacts").glob("*/*/*/model.json"))
+    hint = f", such as {models[0].parent}" if models else f": {TRAINED}"
+    _check_folder(folder, f"MODEL is the folder of a trained model{hint}")
     lacking = [name for name in NEEDED if not (folder / name).is_file()]
     if lacking:
         inner = next((path.parent for path in sorted(folder.rglob(NEEDED[0]))), None)
-        hint = _such_as() if inner is None else f"; {inner} is one"
+        hint = hint if inner is None else f"; {inner} is one"
         raise UserError(f"{folder}: not a trained model, lacks {' and '.join(lacking)}{hint}")
     return load_card(folder)
 
 
 def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
-    """Every file below ``folder`` that is not hidden, sorted; not those ``without``.
+    """Return every file below ``folder`` that is not hidden, sorted; not those ``without``.
 
     Raises UserError where there is none.
     """
-    if not folder.is_dir():
-        problem = "a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {problem}; FOLDER is a folder with the files to predict")
+    needed = "FOLDER is a folder with the files to predict"
+    _check_folder(folder, needed)
     left_out = {os.path.realpath(path) for path in without}  # of a link to itself, too
     files = [
         path
@@ -225,8 +182,14 @@ def list_files(folder: Path, without: Sequence[Path] = ()) -> list[Path]:
         and os.path.realpath(path) not in left_out
     ]
     if not files:
-        raise UserError(f"{folder}: holds no files; FOLDER is a folder with the files to predict")
+        raise UserError(f"{folder}: holds no files; {needed}")
     return files
+
+
+def _check_folder(folder: Path, needed: str) -> None:
+    if not folder.is_dir():
+        problem = "a file" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {problem}; {needed}")
 
 
 def check_writable(path: Path) -> None:
@@ -241,9 +204,3 @@ def check_writable(path: Path) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError(f"{path}: cannot be written, {reason}; --out names another file") from error
-
-
-def _such_as() -> str:
-    """A hint at a model of the project in the current folder."""
-    models = sorted(Path("artifacts").glob("*/*/*/model.json"))
-    return f", such as {models[0].parent}" if models else f": {TRAINED}"

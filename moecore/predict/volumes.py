@@ -4,7 +4,6 @@ In a folder in BIDS form, or any folder of NIfTI files.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,15 +12,14 @@ import numpy as np
 from moecore.brain.reference import Reference
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
-from moecore.data.volumes.bids_table import read_tsv
+from moecore.data.volumes.bids_table import SEX, read_tsv
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.volumes import read_volume
 
-SEXES = {"f": "F", "female": "F", "m": "M", "male": "M", "": "", "n/a": ""}
 ENDINGS = (".nii.gz", ".nii")
 # At the end of a brain mask's name, in the place of _T1w or after the whole name.
 MASKS = ("_desc-brain_mask", "_mask")
-Participants = Mapping[tuple[str, str], Mapping[str, str]]  # (participant, session or "") → facts
+Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
 
 
 class NewVolume(NamedTuple):
@@ -59,18 +57,15 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
 
 def prepare_volumes(
     new_volumes: list[NewVolume], reference: Reference
-) -> tuple[list[np.ndarray | None], list[str]]:
-    """Each volume as the model takes it, and for each why it cannot be used, naming its file.
-
-    A volume is float16 (1, D, H, W), or None where it cannot be used; a reason is "" where it can.
+) -> tuple[list[np.ndarray], list[str]]:
+    """Return the volumes that can be used as the model takes them, float16 (1, D, H, W), and for
+    each of all why it cannot be used, "" where it can.
     """
-    edges = reference.data.voxel_mm
-    if len(set(edges)) > 1:
-        raise UserError(
-            f"reference.json: voxel_mm is {list(edges)}; allowed: one edge for all axes"
-        )
-    grid = Grid(voxel_mm=edges[0], size=reference.data.size)
-    volumes: list[np.ndarray | None] = []
+    edge, *others = set(reference.data.voxel_mm)
+    if others:
+        raise UserError("reference.json: found voxel_mm of unlike axes; allowed: one edge for all")
+    grid = Grid(voxel_mm=edge, size=reference.data.size)
+    volumes = []
     reasons = []
     for one in new_volumes:
         try:
@@ -79,19 +74,15 @@ def prepare_volumes(
             volumes.append(read_volume(one.path, grid, one.mask))
             reasons.append("")
         except UserError as error:
-            volumes.append(None)
             reasons.append(str(error))
     return volumes, reasons
 
 
 def _stem(path: Path) -> str:
     """The name without .nii or .nii.gz; "" for another file, or a hidden one."""
-    if path.name.startswith("."):
+    if path.name.startswith(".") or not path.name.endswith(ENDINGS):
         return ""
-    for ending in ENDINGS:
-        if path.name.endswith(ending):
-            return path.name.removesuffix(ending)
-    return ""
+    return path.name.removesuffix(".gz").removesuffix(".nii")
 
 
 def _mask(path: Path) -> Path | None:
@@ -107,21 +98,12 @@ def _mask(path: Path) -> Path | None:
 
 def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
     stem = _stem(path)
-    participant = stem
-    session = ""
-    if bids:
-        participant = stem.split("_")[0]
-        named = re.search(r"_(ses-[^_]+)", stem)
-        session = named[1] if named else ""
-    row = table.get((participant, session)) or table.get((participant, "")) or {}
-    return {
-        "participant_id": participant,
-        "session_id": session,
-        "age": row.get("age", ""),
-        "sex": row.get("sex", ""),
-        "site": row.get("site", ""),
-        "qc_flags": "",
-    }
+    participant = stem.split("_")[0] if bids else stem
+    named = re.search(r"_(ses-[^_]+)", stem) if bids else None
+    session = named[1] if named else ""
+    facts = table.get((participant, session)) or table.get((participant, "")) or {}
+    known = {"age": "", "sex": "", "site": "", "qc_flags": ""} | facts
+    return {"participant_id": participant, "session_id": session} | known
 
 
 def _participants(path: Path) -> Participants:
@@ -139,11 +121,11 @@ def _participants(path: Path) -> Participants:
         sex = row.get("sex", "").strip().lower()
         if age and not re.fullmatch(r"[0-9]{1,3}(\.[0-9]*)?", age):
             problems.append(f"{who}: age is {age!r}; allowed: a number of years, or n/a")
-        if sex not in SEXES:
+        if sex not in SEX:
             problems.append(f"{who}: sex is {row['sex']!r}; allowed: F, M, n/a")
         table[row["participant_id"], row.get("session_id", "")] = {
             "age": age,
-            "sex": SEXES.get(sex, ""),
+            "sex": SEX.get(sex, ""),
             "site": row.get("site", "").replace("n/a", ""),
         }
     if problems:

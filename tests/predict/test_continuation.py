@@ -8,7 +8,7 @@ from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.text.words import read_vocabulary
 from moecore.nn.backbones.vit import Vit
-from moecore.predict.continuation import Sampling, continue_file, generate, sample_token
+from moecore.predict.continuation import Sampling, continue_file, continue_words, sample_token
 from moecore.training.artifacts import save_model, save_words
 from stages.predict import main
 from tests.browser import opened
@@ -36,7 +36,7 @@ def prompt(tmp_path, text="the tensor of unheard words , and the matrix of"):
 def test_the_likeliest_words_are_those_of_the_whole_text_read_anew(subject):
     words = ["<eos>", "the", "tensor", "of", "value", "and", "matrix", "returns"]
     vocabulary = read_vocabulary(subject.data.folder, 12)
-    found = generate(subject.model, vocabulary, words, Sampling(words=9))
+    found = continue_words(subject.model, vocabulary, words, Sampling(words=9))
     tokens = [vocabulary.index(word) for word in words]
     for word in [one.word for one in found.words if not one.given]:
         # one block of all that there is, from an empty cache
@@ -69,7 +69,9 @@ def test_words_are_drawn_from_the_likeliest():
 
 def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys):
     page = tmp_path / "page.html"
-    main([str(trained), "--prompt", str(prompt(tmp_path)), "--out", str(page), "--words", "5"])
+    words = [str(trained), "--prompt", str(prompt(tmp_path)), "--out", str(page), "--words", "5"]
+    with pytest.raises(SystemExit, match="^0$"):
+        main(words)
     out, err = capsys.readouterr()
     assert len(out.split()) == 5
     assert err.splitlines() == [
@@ -85,8 +87,8 @@ def test_the_command_prints_words_and_writes_the_page(trained, tmp_path, capsys)
 def test_draws_are_those_of_the_seed(subject):
     vocabulary = read_vocabulary(subject.data.folder, 12)
     said = [
-        generate(subject.model, vocabulary, ["<eos>"], Sampling(12, 1.0, 1.0, seed)).added()
-        for seed in (0, 0, 1)
+        [one.word for one in continue_words(subject.model, vocabulary, ["<eos>"], sampling).words]
+        for sampling in (Sampling(12, 1.0, 1.0, seed) for seed in (0, 0, 1))
     ]
     assert said[0] == said[1] != said[2]
 
@@ -94,15 +96,16 @@ def test_draws_are_those_of_the_seed(subject):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"words": 0}, "--words: found 0; allowed: "),
-        ({"temperature": -1.0}, "--temperature: found -1.0; allowed: "),
-        ({"top_p": 1.5}, "--top-p: found 1.5; allowed: "),
+        (("--words", "0"), "Invalid value for '--words'"),
+        (("--temperature", "-1"), "Invalid value for '--temperature'"),
+        (("--top-p", "1.5"), "Invalid value for '--top-p'"),
     ],
 )
-def test_bad_numbers_are_refused(trained, tmp_path, options, says):
-    with pytest.raises(UserError) as refused:
-        continue_file(trained, prompt(tmp_path), tmp_path / "a.html", Sampling(**options))
-    assert says in str(refused.value) and not (tmp_path / "a.html").exists()
+def test_bad_numbers_are_refused(trained, tmp_path, capsys, options, says):
+    page = tmp_path / "a.html"
+    with pytest.raises(SystemExit, match="^2$"):
+        main([str(trained), "--prompt", str(prompt(tmp_path)), "--out", str(page), *options])
+    assert says in capsys.readouterr().err and not page.exists()
 
 
 def test_bad_prompts_and_models_are_refused(trained, tmp_path):

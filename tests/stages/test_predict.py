@@ -151,7 +151,8 @@ def test_a_prediction_is_the_models_for_the_prepared_volume(trained, tmp_path):
 
 def test_volumes_unlike_training_are_flagged(trained, tmp_path, capsys):
     nifti(tmp_path / "in/small.nii.gz", brain(edge=6))
-    main([str(trained[0]), str(tmp_path / "in"), "--out", str(tmp_path / "out.csv")])
+    with pytest.raises(SystemExit, match="^0$"):
+        main([str(trained[0]), str(tmp_path / "in"), "--out", str(tmp_path / "out.csv")])
     told, row = capsys.readouterr(), read_predictions(tmp_path / "out.csv")[0]
     # 6³ · 27 / 1000
     assert "brain_ml 5.832 outside training 27 to 27" in row["qc_flags"]
@@ -253,7 +254,8 @@ def rows_of(table: Path) -> list[dict[str, str]]:
 
 
 def test_every_size_and_mode_gets_the_models_own_answer(model, pictures, tmp_path, capsys):
-    main([str(model), str(pictures), "--out", str(tmp_path / "out.csv"), "--batch", "5"])
+    with pytest.raises(SystemExit, match="^0$"):
+        main([str(model), str(pictures), "--out", str(tmp_path / "out.csv"), "--batch", "5"])
     rows = rows_of(tmp_path / "out.csv")
     assert [row["file"] for row in rows] == sorted(
         path.relative_to(pictures).as_posix() for path in pictures.rglob("*.*")
@@ -276,11 +278,13 @@ def test_every_size_and_mode_gets_the_models_own_answer(model, pictures, tmp_pat
 
 def test_probabilities_are_calibrated_where_there_is_a_calibrator(pictures, tmp_path, capsys):
     model = random_model(tmp_path)
-    main([str(model), str(pictures), "--out", str(tmp_path / "plain.csv")])
+    with pytest.raises(SystemExit, match="^0$"):
+        main([str(model), str(pictures), "--out", str(tmp_path / "plain.csv")])
     folder = tmp_path / "artifacts/calibrate/finetune/vmoe/0"
     folder.mkdir(parents=True)
     (folder / "calibrator.json").write_text(FittedTemperature(temperature=0.25).model_dump_json())
-    main([str(model), str(pictures), "--out", str(tmp_path / "sharp.csv")])
+    with pytest.raises(SystemExit, match="^0$"):
+        main([str(model), str(pictures), "--out", str(tmp_path / "sharp.csv")])
     assert "probabilities are calibrated: temperature 0.25" in capsys.readouterr().out
     plain, sharp = rows_of(tmp_path / "plain.csv"), rows_of(tmp_path / "sharp.csv")
     assert [row["prediction"] for row in plain] == [row["prediction"] for row in sharp]
