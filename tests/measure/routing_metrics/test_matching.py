@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moecore.core.files import UserError
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
 from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
 from moecore.measure.routing_metrics.consistency import (
@@ -165,5 +164,3 @@ def test_pairs_are_counted_image_by_image():
     # third are there.
     assert matched_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
     assert match_ratios(ours, theirs, found) == Matches(3 / 7, 2 / 7, 4 / 7)
-
-
