@@ -41,7 +41,7 @@ def read_number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | 
     return read
 
 
-def read_items(prediction: str) -> Callable[[AgeResult], np.ndarray | None]:
+def read_person_errors(prediction: str) -> Callable[[AgeResult], np.ndarray | None]:
     """Read one error per person."""
     return lambda result: decode_items(result.items.get(prediction))
 
@@ -73,7 +73,7 @@ COLUMNS = (
         read_number("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
-        items=read_items("pooled"),
+        items=read_person_errors("pooled"),
     ),
     Column(
         "mae_sex_specific",
@@ -81,7 +81,7 @@ COLUMNS = (
         read_number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
-        items=read_items("sex_specific"),
+        items=read_person_errors("sex_specific"),
         paper="ages",
     ),
     *(
@@ -181,7 +181,7 @@ def table_s1(phase: Phase) -> Grid:
 
 
 def list_refusals(phase: Phase) -> list[str]:
-    """Which models got no correction, and why."""
+    """List the models that got no correction, and why."""
     return [
         f"Not corrected: {method}, seed {seed}. {result.refused}"
         for method, seeds in phase.models.items()

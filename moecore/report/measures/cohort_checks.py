@@ -57,7 +57,7 @@ def read_error(tissue: str | None, part: str = "") -> Read:
     return read
 
 
-def read_items(tissue: str, part: str) -> Callable[[Result], np.ndarray | None]:
+def read_tissue_items(tissue: str, part: str) -> Callable[[Result], np.ndarray | None]:
     """Read one error per person, of the model itself ("") or of the probe."""
     return lambda result: decode_items(getattr(tissue_errors(result, tissue), f"{part}items", None))
 
@@ -90,7 +90,7 @@ COLUMNS = (
             "lower",
             note=note,
             paper="ages",
-            items=read_items(tissue, part),
+            items=read_tissue_items(tissue, part),
         )
         for name, words, part, note in (
             ("isolated", "", "", LEFT),

@@ -105,7 +105,7 @@ def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
 
 
 def own_expert_gain(result: Outcome) -> float | None:
-    """How much more often than by chance a tissue's tokens choose its own expert."""
+    """Return how much more often than by chance a tissue's tokens choose its own expert."""
     own = own_expert("")(result)
     control = own_expert(CONTROL)(result)
     return None if own is None or control is None else own - control
