@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, predict_held_out
-from moecore.brain.prediction_table import write_predictions
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
@@ -51,13 +50,10 @@ def out_of_fold(method: str, seed: int) -> None:
                     bar.update(metrics.step)
 
         folds = params.out_of_fold.folds
-        recipe = FoldRecipe(params.model, params.pretrain, params.method, folds)
-        predicted = predict_held_out(
-            recipe, data, seed, tune_runtime(work=work), work, follow, run.log
-        )
-        with whole_folder(Path("artifacts", item)) as folder:
-            write_predictions(folder / "predictions.csv", predicted.rows)
-        run.result(predicted.result)
+        recipe = FoldRecipe(params.model, params.pretrain, params.method, folds, seed)
+        runtime = tune_runtime(work=work)
+        out = Path("artifacts", item)
+        run.result(predict_held_out(recipe, data, runtime, work, out, follow, run.log))
 
 
 if __name__ == "__main__":

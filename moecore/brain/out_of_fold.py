@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.brain.prediction_table import PredictionRow, correct_ages, prediction_rows
+from moecore.brain.prediction_table import correct_ages, prediction_rows, write_predictions
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import UserError, whole_folder
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.image import ImageSpec
@@ -48,6 +48,7 @@ class FoldRecipe(NamedTuple):
     training: Training
     method: Method
     folds: int
+    seed: int
 
 
 class OutOfFoldResult(Config):
@@ -56,25 +57,20 @@ class OutOfFoldResult(Config):
     mae: float
 
 
-class HeldOut(NamedTuple):
-    """Predictions of all training volumes, each by a model that never saw its participant."""
-
-    rows: list[PredictionRow]
-    result: OutOfFoldResult
-
-
 def predict_held_out(
     recipe: FoldRecipe,
     data: Prepared,
-    seed: int,
     runtime: Runtime,
     work: Path,
+    out: Path,
     follow: Follow,
     log: Log,
-) -> HeldOut:
+) -> OutOfFoldResult:
     """Train a model for each fold on the volumes of all others, and predict the fold's with it.
 
-    work: where the checkpoints of a killed process lie; log: is told the error of each fold.
+    work: where the checkpoints of a killed process lie; out: the folder that gets predictions.csv
+    of all training volumes, each by a model that never saw its participant; log: is told the error
+    of each fold.
     Raises UserError for a method whose teacher saw the held-out volumes.
     """
     if recipe.method.guided or recipe.method.upcycle:
@@ -85,29 +81,31 @@ def predict_held_out(
     subjects = data.subjects("train")
     ages = data.train.labels
     people = [subject["participant_id"] for subject in subjects]
-    fold = assign_folds(people, ages, recipe.folds, seed)
+    fold = assign_folds(people, ages, recipe.folds, recipe.seed)
     predicted = np.full(len(fold), np.nan)
     for number in range(recipe.folds):
-        job = build_fold_job(recipe, data, np.flatnonzero(fold != number), seed, runtime)
+        job = build_fold_job(recipe, data, np.flatnonzero(fold != number), runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
-        learning = train_job(job, recipe.training, seed, runtime, Checkpoint(home))
+        learning = train_job(job, recipe.training, recipe.seed, runtime, Checkpoint(home))
         follow(number, total_steps(job, recipe.training), learning)
-        out = np.flatnonzero(fold == number)
-        answers, _ = predict_in_batches(job.model, data.train.images[out], BATCH, routing=False)
-        predicted[out] = answers[:, 0].double().numpy()
-        log(number, {"mae": float(np.abs(predicted[out] - ages[out]).mean())})
+        held = np.flatnonzero(fold == number)
+        answers, _ = predict_in_batches(job.model, data.train.images[held], BATCH, routing=False)
+        predicted[held] = answers[:, 0].double().numpy()
+        log(number, {"mae": float(np.abs(predicted[held] - ages[held]).mean())})
     flags = [[f"fold {number}"] for number in fold]
     rows = prediction_rows(subjects, "train", correct_ages(predicted, [], None), None, flags)
-    return HeldOut(rows, OutOfFoldResult(mae=float(np.abs(predicted - ages).mean())))
+    with whole_folder(out) as folder:
+        write_predictions(folder / "predictions.csv", rows)
+    return OutOfFoldResult(mae=float(np.abs(predicted - ages).mean()))
 
 
 def build_fold_job(
-    recipe: FoldRecipe, data: Prepared, rows: np.ndarray, seed: int, runtime: Runtime
+    recipe: FoldRecipe, data: Prepared, rows: np.ndarray, runtime: Runtime
 ) -> TrainingJob:
     """The training on the volumes ``rows`` (indices) of the training split."""
     method = recipe.method
-    torch.manual_seed(seed)
+    torch.manual_seed(recipe.seed)
     model = method.merge_model_settings(recipe.backbone).build(
         ImageSpec.from_card(data.card), method.moe
     )
@@ -119,7 +117,7 @@ def build_fold_job(
         subset=rows,
         views=method.views,
         isolation=build_isolation(method, data, rows),
-        permuted=seed if method.permuted else None,
+        permuted=recipe.seed if method.permuted else None,
     )
 
 

@@ -178,7 +178,7 @@ class Bids(CohortSplits, Grid):
         labels = {name: getattr(self.dseg, name) for name in REGIONS} if self.dseg else None
         try:
             files = self.find_files(root, subject)
-            path = cache.path(files)
+            path = cache.subject_path(files)
             if not path.is_file():
                 save_stored(path, read_subject(files, self, labels))
         except UnusableVolume as error:

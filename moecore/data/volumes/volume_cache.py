@@ -22,8 +22,8 @@ class VolumeCache(NamedTuple):
     folder: Path
     settings: dict[str, Any]
 
-    def path(self, files: Mapping[str, Path]) -> Path:
-        """Where a subject is kept."""
+    def subject_path(self, files: Mapping[str, Path]) -> Path:
+        """Return where a subject is kept."""
         states = {name: (path, path.stat()) for name, path in files.items()}
         stamps = {
             name: [str(path.resolve()), state.st_size, state.st_mtime_ns]

@@ -325,16 +325,16 @@ def test_the_cache_keeps_a_subject_until_a_file_or_a_setting_changes(tmp_path, r
     file = tmp_path / "t1.nii"
     file.write_bytes(b"x" * 100)
     cache = VolumeCache(tmp_path / "cache", {})
-    path = cache.path({"t1": file})
-    assert cache.path({"t1": file}) == path
+    path = cache.subject_path({"t1": file})
+    assert cache.subject_path({"t1": file}) == path
     made = StoredVolume(np.ones((1, 2, 2, 2), np.float16), regions)
     save_stored(path, made)
     kept = load_stored(path)
     assert np.array_equal(kept.image, made.image) and kept.image.dtype == np.float16
     assert np.array_equal(kept.regions, regions) if regions is not None else not kept.regions
-    assert cache._replace(settings={"voxel_mm": 2}).path({"t1": file}) != path
+    assert cache._replace(settings={"voxel_mm": 2}).subject_path({"t1": file}) != path
     file.write_bytes(b"x" * 101)
-    assert cache.path({"t1": file}) != path
+    assert cache.subject_path({"t1": file}) != path
 
 
 def test_a_volume_that_would_not_fit_on_the_grid(tmp_path):
