@@ -102,7 +102,8 @@ class Each(NamedTuple):
 
     def column_of(self, key: str, row: Any) -> Column:
         """Return the column of the rows with this key, in the words of the first one."""
-        column, words = self.column, self.words(key, row)
+        column = self.column
+        words = self.words(key, row)
         return column._replace(
             name=column.name.format(key),
             label=column.label.format(*words),

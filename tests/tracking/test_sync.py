@@ -142,7 +142,7 @@ def test_the_first_import_while_a_model_trains_again_shows_nothing_of_the_earlie
 
 
 def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
-    from moecore.report import headline
+    from moecore.report.tables import run_files as headline
 
     given = []
     numbers = headline.headline_numbers

@@ -48,8 +48,8 @@ def sheet(tiles: Sequence[Sequence[Tile]], frame: Frame, width: float, height: f
     size = (LEFT + across * width + right, top + len(tiles) * height + 0.05)
     figure = new_figure(*size, frame.caption, raster=True)
     figure.set_layout_engine("none")
-    low, high = 0.05 / size[1], len(tiles) * height / size[1]
-    axes = figure.add_axes((LEFT / size[0], low, across * width / size[0], high))
+    high = len(tiles) * height / size[1]
+    axes = figure.add_axes((LEFT / size[0], 0.05 / size[1], across * width / size[0], high))
     for row, line in enumerate(tiles):
         for column, tile in enumerate(line):
             put(axes, tile, column, row)

@@ -1,6 +1,7 @@
 """Predicted ages before and after correction (ERMoE-ba, supplement, table S1)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -59,6 +60,7 @@ def shares_of_median(result: AgeResult) -> np.ndarray | None:
     return None if errors is None else errors / result.median_mae
 
 
+age_column = partial(Column, paper="ages")
 COLUMNS = (
     Column(
         "median_mae",
@@ -82,52 +84,47 @@ COLUMNS = (
         note="one line for all, (ŷ − a)/b",
         items=items_of("pooled"),
     ),
-    Column(
+    age_column(
         "mae_sex_specific",
         "MAE, corrected per sex",
         number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
         items=items_of("sex_specific"),
-        paper="ages",
     ),
     *(
-        Column(
+        age_column(
             f"corr_{prediction}",
             f"Corr., {words}",
             number(prediction, "corr"),
             note="of the error with age; 0 is no leaning",
-            paper="ages",
         )
         for prediction, words in TABLE_S1.items()
     ),
     *(
-        Column(
+        age_column(
             f"{name}_{prediction}",
             f"{name.title()}, {words}",
             number(prediction, name),
             note="of predicted on known age",
-            paper="ages",
             detail=True,
         )
         for prediction, words in TABLE_S1.items()
         for name in ("slope", "intercept")
     ),
-    Column(
+    age_column(
         "interval_radius",
         "90 % interval, ± years",
         lambda result: result.interval.radius,
         "lower",
         note="split conformal, of a single prediction",
-        paper="ages",
     ),
-    Column(
+    age_column(
         "interval_coverage",
         "Interval's coverage",
         lambda result: result.interval.coverage,
         form="share",
         note="share of the test volumes inside the 90 % interval of a single prediction",
-        paper="ages",
         limits="wilson",
         detail=True,
     ),

@@ -3,6 +3,7 @@ experts know.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -72,31 +73,30 @@ def rescan(result: Result) -> Interval | None:
     return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
 
 
+age_column = partial(Column, paper="ages")
 COLUMNS = (
     *(
-        Column(
+        age_column(
             f"{kind}_{name}",
             f"MAE, {name.upper()} alone{end}",
             of_tissue(name, read),
             "lower",
             note=note,
-            paper="ages",
             items=of_tissue(name, items),
         )
         for kind, (end, read, items, note) in ERRORS.items()
         for name in TISSUES
     ),
     *(
-        Column(
+        age_column(
             f"{more}_over_{less}",
             f"{more.upper()} − {less.upper()}, probe",
             over(more, less),
             note=f"years by which the probe errs more on {words}",
-            paper="ages",
         )
         for (more, less), words in ORDER.items()
     ),
-    Column(
+    age_column(
         "monotone",
         "Ageing, rising steps",
         read_path("ageing.monotone_share"),
@@ -104,23 +104,20 @@ COLUMNS = (
         "share",
         "steps from one age to the next in which the prediction for the same simulated subject "
         "rises",
-        "ages",
     ),
-    Column(
+    age_column(
         "ageing_rank",
         "Ageing, rank correlation",
         read_path("ageing.rank_correlation"),
         "higher",
         note="of age and prediction",
-        paper="ages",
     ),
-    Column(
+    age_column(
         "rescan",
         "Rescan, years apart",
         rescan,
         "lower",
         note="mean |difference| of two scans of one subject",
-        paper="ages",
     ),
     *GENERALISATION,
 )

@@ -60,7 +60,8 @@ def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
     for row in result.rows:
         comparisons[row.name] = {}
         for count in COUNTS:
-            value, paper = ours(row, count), printed(row).values.get(count.metric)
+            value = ours(row, count)
+            paper = printed(row).values.get(count.metric)
             if value is not None and paper is not None:
                 both = {"ours": value, "paper": paper, "difference": value / paper - 1}
                 comparisons[row.name][count.metric] = both

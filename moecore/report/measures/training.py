@@ -55,7 +55,8 @@ def hits_of(name: str) -> Callable[[Measured], np.ndarray | None]:
     """Return what reads which test images (N,) are right by these scores of the calibration."""
 
     def read(model: Measured) -> np.ndarray | None:
-        trained, calibrated = model.of(Outcome), model.of(calibration.Result)
+        trained = model.of(Outcome)
+        calibrated = model.of(calibration.Result)
         scores = getattr(calibrated, name, None)
         if trained is None or calibrated is None or scores is None:
             return None
