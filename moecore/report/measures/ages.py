@@ -40,7 +40,7 @@ def applies(task: Task) -> bool:
     return task.needs_classes("confidence") is not None
 
 
-def number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
+def read_number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
     """One number of the predictions as they are, or corrected; None where nothing was corrected."""
 
     def read(result: AgeResult) -> Estimate | None:
@@ -79,7 +79,7 @@ COLUMNS = (
     Column(
         "mae_pooled",
         "MAE, corrected",
-        number("pooled", "mae"),
+        read_number("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
         items=items_of("pooled"),
@@ -87,7 +87,7 @@ COLUMNS = (
     age_column(
         "mae_sex_specific",
         "MAE, corrected per sex",
-        number("sex_specific", "mae"),
+        read_number("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
         items=items_of("sex_specific"),
@@ -96,7 +96,7 @@ COLUMNS = (
         age_column(
             f"corr_{prediction}",
             f"Corr., {words}",
-            number(prediction, "corr"),
+            read_number(prediction, "corr"),
             note="of the error with age; 0 is no leaning",
         )
         for prediction, words in TABLE_S1.items()
@@ -105,7 +105,7 @@ COLUMNS = (
         age_column(
             f"{name}_{prediction}",
             f"{name.title()}, {words}",
-            number(prediction, name),
+            read_number(prediction, name),
             note="of predicted on known age",
             detail=True,
         )
@@ -151,7 +151,7 @@ def part(phase: Phase) -> Iterator[Block]:
     )
     drawn = by_name(phase, AgeResult, figures)
     block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
-    yield block._replace(below=refusals(phase), about="mae_pooled")
+    yield block._replace(below=list_refusals(phase), about="mae_pooled")
     others = drawn["pad_against_age"] + drawn["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
     yield Block(title, pictures=others, about="corr_raw")
@@ -163,7 +163,7 @@ def table_s1(phase: Phase) -> Grid:
     columns = []
     for name in NUMBERS:
         metrics = {
-            prediction: Metric(Column(name, name, number(prediction, name)), AgeResult)
+            prediction: Metric(Column(name, name, read_number(prediction, name)), AgeResult)
             for prediction in TABLE_S1
         }
         cells = [
@@ -178,7 +178,7 @@ def table_s1(phase: Phase) -> Grid:
     return Grid(["Prediction", *NUMBERS.values()], lines)
 
 
-def refusals(phase: Phase) -> list[str]:
+def list_refusals(phase: Phase) -> list[str]:
     return [
         f"Not corrected: {method}, seed {seed}. {result.refused}"
         for method, seeds in phase.models.items()

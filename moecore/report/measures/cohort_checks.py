@@ -12,7 +12,10 @@ from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.column import Column, decode_items
 from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
 from moecore.report.measured import Phase, drop_none
-from moecore.report.measures.region_blocks import GENERALISATION, TISSUES, generalised, mixtures
+from moecore.report.measures.region_blocks import (
+    GENERALISATION,
+    TISSUES,
+)
 from moecore.report.measures.shown import Figures, Shown, each_method, read_path
 from moecore.report.page.rows import read_items
 from moecore.report.page.view import NONE, Block, Grid, Item, Line
@@ -58,7 +61,7 @@ ERRORS = {  # name → label, what reads them, one error per person, note
 }
 
 
-def over(more: str, less: str) -> Callable[[Result], Interval | None]:
+def error_excess(more: str, less: str) -> Callable[[Result], Interval | None]:
     """Years by which the probe errs more on one tissue alone than on another."""
 
     def read(result: Result) -> Interval | None:
@@ -68,7 +71,7 @@ def over(more: str, less: str) -> Callable[[Result], Interval | None]:
     return read
 
 
-def rescan(result: Result) -> Interval | None:
+def rescan_change(result: Result) -> Interval | None:
     scans = result.rescan
     return None if scans is None else Interval(scans.mean_abs_difference, scans.low, scans.high)
 
@@ -91,7 +94,7 @@ COLUMNS = (
         age_column(
             f"{more}_over_{less}",
             f"{more.upper()} − {less.upper()}, probe",
-            over(more, less),
+            error_excess(more, less),
             note=f"years by which the probe errs more on {words}",
         )
         for (more, less), words in ORDER.items()
@@ -115,7 +118,7 @@ COLUMNS = (
     age_column(
         "rescan",
         "Rescan, years apart",
-        rescan,
+        rescan_change,
         "lower",
         note="mean |difference| of two scans of one subject",
     ),
@@ -135,10 +138,10 @@ def part(phase: Phase) -> Iterator[Block]:
     for method, result in phase.first(Result).items():
         reasons |= result.reasons
         if result.generalisation is not None:
-            each_mixture.append(mixtures(result.generalisation, method))
-    grid = tissues(phase)
+            each_mixture.append(mixture_table(result.generalisation, method))
+    grid = tissue_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
-    tried = generalised(phase)
+    tried = generalisation_table(phase)
     if tried is not None:
         reasons.pop("generalisation", None)  # that of the methods without region experts
         yield Block(
@@ -157,7 +160,7 @@ def part(phase: Phase) -> Iterator[Block]:
     )
 
 
-def tissues(phase: Phase) -> Grid | None:
+def tissue_table(phase: Phase) -> Grid | None:
     """Errors with one tissue left, of the model and of a linear probe; the rescans' difference."""
     names = {"Whole volume": WHOLE} | {f"{words} alone": name for name, words in TISSUES.items()}
     reads = {
@@ -165,8 +168,10 @@ def tissues(phase: Phase) -> Grid | None:
         for end, read, *_ in ERRORS.values()
         for words, name in names.items()
     }
-    reads |= {f"{more.upper()} − {less.upper()}, probe": over(more, less) for more, less in ORDER}
-    reads["Rescan, years apart"] = rescan
+    reads |= {
+        f"{more.upper()} − {less.upper()}, probe": error_excess(more, less) for more, less in ORDER
+    }
+    reads["Rescan, years apart"] = rescan_change
     columns = {words: Column(words, words, read) for words, read in reads.items()}
     cells = {words: read_items(column, Result, phase.models) for words, column in columns.items()}
     having = {words: items for words, items in cells.items() if set(items) != {NONE}}

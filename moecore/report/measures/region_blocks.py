@@ -57,7 +57,7 @@ NUMBERS = {
 }
 
 
-def pair(name: str, label: str, path: str) -> tuple[Column, Column]:
+def agreement_columns(name: str, label: str, path: str) -> tuple[Column, Column]:
     """The agreement, and by how much it is above chance."""
     share = read_path(f"generalisation.{path}.share")
     over = read_path(f"generalisation.{path}.over_chance")
@@ -69,9 +69,9 @@ def pair(name: str, label: str, path: str) -> tuple[Column, Column]:
 
 
 GENERALISATION = (
-    *pair("mixed", "two tissues mixed", "mixed"),
-    *pair("whole", "whole volumes", "test.whole"),
-    *pair("other_generator", "another generator's whole volumes", "other.whole"),
+    *agreement_columns("mixed", "two tissues mixed", "mixed"),
+    *agreement_columns("whole", "whole volumes", "test.whole"),
+    *agreement_columns("other_generator", "another generator's whole volumes", "other.whole"),
 )
 
 
@@ -97,7 +97,7 @@ def last_probe(result: Outcome) -> Sequence[RegionRow]:
     return max(result.region_routing, key=lambda probe: probe.epoch).rows
 
 
-def gain(result: Outcome) -> float | None:
+def own_expert_gain(result: Outcome) -> float | None:
     """How much more often than by chance."""
     own = own_expert("")(result)
     control = own_expert(CONTROL)(result)
@@ -125,7 +125,7 @@ COLUMNS = (
     Column(
         "own_expert_gain",
         "Own expert − random",
-        gain,
+        own_expert_gain,
         "higher",
         note="above 0: experts know their tissue",
         paper="ages",
@@ -158,7 +158,7 @@ def part(phase: Phase) -> Iterator[Block]:
     )
 
 
-def generalised(phase: Phase) -> Grid | None:
+def generalisation_table(phase: Phase) -> Grid | None:
     """A group of rows for each method with region experts, a row per sort of volumes."""
     lines = []
     for method, seeds in phase.models.items():
@@ -179,7 +179,7 @@ def generalised(phase: Phase) -> Grid | None:
     return Grid(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
 
 
-def mixtures(result: GeneralisationResult, method: str) -> Grid:
+def mixture_table(result: GeneralisationResult, method: str) -> Grid:
     """One model: a row per pair of tissues, a column per share that is left of the second."""
     lefts = sorted({row.left for row in result.mixtures})
     rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
