@@ -1,7 +1,4 @@
-"""Score every method's model on the images that were attacked on every other's.
-
-python -m stages.transfer <phase> <seed>
-"""
+"""``python -m stages.transfer PHASE SEED``: each method on images attacked on every other."""
 
 import sys
 from pathlib import Path
@@ -38,13 +35,8 @@ def transfer(phase: Phase, seed: int) -> None:
         data = Prepared.open(inputs[0])
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
-
-        def parts(name, compute):
-            part = kept.part(name, compute)
-            bar.update(len(kept.parts))
-            return part
-
-        result = measure(models, data, params.transfer, parts)
+        kept.show_progress(bar)
+        result = measure(models, data, params.transfer, kept.part)
         run.result(result)
         print(result.reading.text, file=sys.stderr)
 

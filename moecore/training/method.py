@@ -19,18 +19,16 @@ from moecore.training.text_part import TextPart, apply_text_part
 class TeacherRouter(Config):
     """The router on the frozen teacher's features (TGR-MoE, §3.2)."""
 
-    features: Feature = Field(
-        default="mlp_input", description="where the teacher's features are read"
-    )
+    features: Feature = Field("mlp_input", description="where the teacher's features are read")
     load: float = Field(
-        default=0.005,
+        0.005,
         ge=0,
         description="weight of the squared coefficient of variation of the experts' "
         "mean probability",
     )
-    entropy: float = Field(default=0.005, ge=0, description="weight of the mean token entropy")
+    entropy: float = Field(0.005, ge=0, description="weight of the mean token entropy")
     fit: Literal["fitted", "joint"] = Field(
-        default="fitted",
+        "fitted",
         description="fitted beforehand by the stage teacher_router, or jointly while pretraining",
     )
 
@@ -41,64 +39,56 @@ class Method(Config):
     router: Router | None = None
     experts: Experts | None = None
     blocks: Blocks = Field(
-        default="last_2",
-        description="blocks that hold experts: every_2, last_2, all, or indices from 0",
+        "last_2", description="blocks that hold experts: every_2, last_2, all, or indices from 0"
     )
     regularizers: tuple[Regularizer, ...] = ()
     teacher_router: TeacherRouter = TeacherRouter()
     distillation: float = Field(
-        default=0.0,
+        0.0,
         ge=0,
         lt=1,
         description="share of DeiT's hard distillation in the task loss (DeiT: 0.5); "
         "the teacher must know the classes",
     )
     guided_finetuning: bool | None = Field(
-        default=None, description="fine-tune with the teacher; null: as `guided` of that phase says"
+        None, description="fine-tune with the teacher; null: as `guided` of that phase says"
     )
     upcycle: bool = Field(
-        default=False,
+        False,
         description="start from the teacher's weights, its MLPs copied into every expert "
         "(sparse upcycling)",
     )
     regions: Regions | None = Field(
-        default=None,
+        None,
         description="region experts and their warm start; null for none "
         "(data with tissue maps only)",
     )
     permuted: bool = Field(
-        default=False,
+        False,
         description="null control: the training labels are permuted among the training images",
     )
     model: dict[str, int | float | str] = Field(
-        default={},
-        description="settings of the section `model` that are other ones here: {width: 128}",
+        {}, description="settings of the section `model` that are other ones here: {width: 128}"
     )
     text: TextPart | None = Field(
-        default=None, description="the text tower of a two-tower model; null: dense"
+        None, description="the text tower of a two-tower model; null: dense"
     )
     pretrain: dict[str, int | float] = Field(
-        default={}, description="the same of the section `pretrain`: {learning_rate: 7.0e-4}"
+        {}, description="the same of the section `pretrain`: {learning_rate: 7.0e-4}"
     )
 
     @model_validator(mode="after")
-    def _router_with_experts(self) -> "Method":
+    def _fitting_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
-        return self
-
-    @model_validator(mode="after")
-    def _room_for_regions(self) -> "Method":
         if self.regions is None:
             return self
-        if self.router is None or self.experts is None:
+        if self.experts is None:
             mend = "give the method a router and experts, or leave out regions"
             raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
-        if (named := len(self.regions.experts)) > self.experts.number:
-            number = self.experts.number
-            raise ValueError(
-                f"regions.experts: found {named}; allowed: up to experts.number, {number}"
-            )
+        named, number = len(self.regions.experts), self.experts.number
+        if named > number:
+            raise ValueError(f"regions.experts: found {named}; allowed: at most {number} experts")
         return self
 
     @property
@@ -162,9 +152,7 @@ class Method(Config):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, with joint training the loss of the teacher's routers, and that of
-        region experts.
-        """
+        """The regularizers, the loss of jointly learned routers, and that of region experts."""
         losses: list[Regularizer] = list(self.regularizers)
         if self.joint:
             router = self.teacher_router

@@ -43,7 +43,7 @@ class Sgd(Config):
 
     kind: Literal["sgd"] = "sgd"
     decays: ClassVar[bool] = False
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="μ; 0 for none")
+    momentum: float = Field(0.9, ge=0, lt=1, description="μ; 0 for none")
 
     def build(self, groups: Groups, rate: float) -> torch.optim.Optimizer:
         """Build the optimizer of groups that have no decay."""
@@ -68,50 +68,44 @@ class Training(Config):
     epochs: int = Field(ge=1, le=10**6)
     batch: int = Field(ge=1, description="images per step")
     learning_rate: float = Field(gt=0, description="peak, after the warm-up")
-    final_learning_rate: float = Field(default=1e-6, ge=0, description="at the end of the cosine")
-    warmup_epochs: float = Field(default=1.0, ge=0)
-    optimizer: Optimizer = Field(default=Adamw(), description="adamw, adam or sgd")
+    final_learning_rate: float = Field(1e-6, ge=0, description="at the end of the cosine")
+    warmup_epochs: float = Field(1.0, ge=0)
+    optimizer: Optimizer = Field(Adamw(), description="adamw, adam or sgd")
     weight_decay: float = Field(
         default_factory=_default_decay,
         ge=0,
         description="on matrices; not on biases, norms, tokens and positions; adamw only",
         json_schema_extra={"default": DECAY},
     )
-    clip: float | None = Field(
-        default=1.0, gt=0, description="largest norm of the gradient; null for none"
-    )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null for none")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
     views: ViewSettings = ViewSettings()
-    mix: Mix | None = Field(default=None, description="mixup and cutmix; null for none")
+    mix: Mix | None = Field(None, description="mixup and cutmix; null for none")
     adversarial: Adversarial | None = Field(
-        default=None, description="learn from attacked images; null for the images as they are"
+        None, description="learn from attacked images; null for the images as they are"
     )
     updates: int | None = Field(
-        default=None,
+        None,
         ge=1,
         le=10**9,
         description="updates of an epoch; null: as many as go once over the training data",
     )
     shard: int = Field(
-        default=1,
+        1,
         ge=1,
         description="ranks over which parameters and the optimizer's state are spread, where "
         "several share the training; 1: each rank holds all",
     )
     expert_parallel: int = Field(
-        default=1,
+        1,
         ge=1,
         description="ranks over which whole experts are spread and tokens travel to them: 1, or "
         "what shard is; 1: every rank computes all experts for its own tokens",
     )
-    precision: Precision = Field(
-        default="auto", description="auto: bfloat16 where a probe finds it faster"
-    )
-    log_every: int = Field(default=20, ge=1, description="steps between two logged points")
+    precision: Precision = Field("auto", description="auto: bfloat16 where a probe finds it faster")
+    log_every: int = Field(20, ge=1, description="steps between two logged points")
     checkpoint_every: int = Field(
-        default=100,
-        ge=1,
-        description="steps between two checkpoints (rounded up to a logged point)",
+        100, ge=1, description="steps between two checkpoints (rounded up to a logged point)"
     )
 
     @field_validator("weight_decay")
@@ -125,20 +119,16 @@ class Training(Config):
 
 
 class Finetuning(Training):
-    """Fine-tuning on other data: fewer images, another resolution, another k, with or without the
-    teacher.
-    """
+    """Fine-tuning: other data, images of another size, another k, with or without the teacher."""
 
-    shots: int | None = Field(
-        default=None, ge=1, description="training images per class; null for all"
-    )
+    shots: int | None = Field(None, ge=1, description="training images per class; null for all")
     k: int | None = Field(
-        default=None,
+        None,
         ge=1,
         description="experts per token while fine-tuning and after; null keeps the method's",
     )
     guided: bool = Field(
-        default=False,
+        False,
         description="keep the regularizers that need the teacher (TGR during fine-tuning); "
         "a method's own guided_finetuning goes before",
     )
@@ -149,7 +139,7 @@ class AdversarialFinetuning(Finetuning):
     """Fine-tuning on attacked images only: the same settings, with an attack in any case."""
 
     adversarial: Adversarial = Field(
-        default=Adversarial(), description="the attack; without it the paper's: 10 steps, 8/255"
+        Adversarial(), description="the attack; without it the paper's: 10 steps, 8/255"
     )
 
 

@@ -88,9 +88,7 @@ def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]
 
 
 def short_error(error: BaseException) -> str:
-    """Return what is wrong, in a line: torch's own error of a checkpoint holds the tracebacks of
-    all ranks.
-    """
+    """Return what is wrong, in a line, and not the tracebacks of all ranks."""
     failures = getattr(error, "failures", {})
     each = {rank: str(failure) for rank, (failure, _) in failures.items()}
     return "; ".join(f"rank {rank}: {each[rank]}" for rank in sorted(each)) or str(error)

@@ -18,14 +18,12 @@ class TextPart(Config):
 
     router: Router | None = None
     experts: Experts | None = None
-    blocks: Blocks = Field(
-        default="last_2", description="blocks of the text tower that hold experts"
-    )
+    blocks: Blocks = Field("last_2", description="blocks of the text tower that hold experts")
     regularizers: tuple[Regularizer, ...] = Field(
-        default=(), description="of the routing of captions: none that needs views or a teacher"
+        (), description="of the routing of captions: none that needs views or a teacher"
     )
     frozen: Literal["never", "finetune", "always"] | None = Field(
-        default=None, description="when the text tower stays as it is; null: as `model.text` says"
+        None, description="when the text tower stays as it is; null: as `model.text` says"
     )
 
     @model_validator(mode="after")

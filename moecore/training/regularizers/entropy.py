@@ -18,7 +18,7 @@ class Entropy(Config):
 
     kind: Literal["entropy"] = "entropy"
     weight: float = Field(
-        default=0.01,
+        0.01,
         allow_inf_nan=False,
         description="factor in the objective: above 0 makes tokens surer, below 0 less sure",
     )

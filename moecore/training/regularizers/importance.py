@@ -1,7 +1,4 @@
-"""Importance loss: no expert should collect more probability than another (Shazeer et al.
-
-2017; V-MoE).
-"""
+"""No expert collects more probability than others (Shazeer et al. 2017; V-MoE)."""
 
 from typing import ClassVar, Literal
 
@@ -21,7 +18,7 @@ class Importance(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["importance"] = "importance"
-    weight: float = Field(default=0.005, ge=0, description="factor in the objective")
+    weight: float = Field(0.005, ge=0, description="factor in the objective")
 
     def __call__(self, step: Step) -> Tensor:
         return sum_over_layers(step, lambda record: importance(probs=record.probs))

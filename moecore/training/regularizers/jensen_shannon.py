@@ -1,6 +1,4 @@
-"""Jensen–Shannon consistency: the other distance between corresponding tokens of two views that PRC
-tried (§III-B, end).
-"""
+"""The other distance between corresponding tokens of two views (PRC, §III-B, end)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -24,11 +22,9 @@ class JensenShannon(Config):
 
     kind: Literal["jensen_shannon"] = "jensen_shannon"
     weight: float = Field(
-        default=5e-3, ge=0, description="factor in the objective (our choice; the paper gives none)"
+        5e-3, ge=0, description="factor in the objective (our choice; the paper gives none)"
     )
-    special: bool = Field(
-        default=False, description="pair the class token with itself (on for ImageNet)"
-    )
+    special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
     def __call__(self, step: Step) -> Tensor:
         layers = paired_layers(self.kind, step, self.special)

@@ -13,15 +13,12 @@ from moecore.training.regularizers.pairs import sum_over_layers
 
 
 class Load(Config):
-    """The load loss, summed over MoE layers.
-
-    It needs a router that gives the probability of being chosen.
-    """
+    """The load loss, summed over MoE layers, of routers that give the chance of being chosen."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
 
     kind: Literal["load"] = "load"
-    weight: float = Field(default=0.005, ge=0, description="factor in the objective")
+    weight: float = Field(0.005, ge=0, description="factor in the objective")
 
     def __call__(self, step: Step) -> Tensor:
         return sum_over_layers(step, lambda record: load(chances=record.load))

@@ -1,6 +1,4 @@
-"""Orthogonality penalty: the columns of every expert's basis should stay orthonormal (ERMoE,
-Algorithm 1, line 22; §7).
-"""
+"""Orthonormal columns of every expert's basis (ERMoE, Algorithm 1, line 22; §7)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -16,14 +14,12 @@ from moecore.training.sharded_state import local_shard
 
 
 class Orthogonality(Config):
-    """The orthogonality penalty, summed over every parameter of the model that is called ``basis``,
-    so over MoE layers.
-    """
+    """The orthogonality penalty, summed over every parameter that is called ``basis``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})
 
     kind: Literal["orthogonality"] = "orthogonality"
-    weight: float = Field(default=5e-5, ge=0, description="factor in the objective (the paper's λ)")
+    weight: float = Field(5e-5, ge=0, description="factor in the objective (the paper's λ)")
 
     def __call__(self, step: Step) -> Tensor:
         bases = [

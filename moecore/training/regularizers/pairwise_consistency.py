@@ -1,6 +1,4 @@
-"""Pairwise router consistency: corresponding patches of two views go to the same expert, and all
-experts are used (PRC, §III-B).
-"""
+"""Corresponding patches of two views go to the same expert, all are used (PRC, §III-B)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -20,21 +18,17 @@ class PairwiseConsistency(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
 
     kind: Literal["pairwise_consistency"] = "pairwise_consistency"
-    weight: float = Field(
-        default=1.0, ge=0, description="factor in the objective, on top of the two below"
-    )
+    weight: float = Field(1.0, ge=0, description="factor in the objective, on top of the two below")
     diagonal: float = Field(
-        default=5e-3,
+        5e-3,
         ge=0,
         description="factor of the mean of (1 − S_ii)²: equal choices in both views, "
         "all experts used",
     )
     off_diagonal: float = Field(
-        default=5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: no unequal choices"
+        5e-2, ge=0, description="factor of the mean of S_ij², i ≠ j: no unequal choices"
     )
-    special: bool = Field(
-        default=False, description="pair the class token with itself (on for ImageNet)"
-    )
+    special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
     def __call__(self, step: Step) -> Tensor:
         factors = {"diagonal": self.diagonal, "off_diagonal": self.off_diagonal}

@@ -1,6 +1,4 @@
-"""Teacher-guided routing: the student's router imitates a router on a dense teacher's features
-(TGR-MoE).
-"""
+"""The student's router imitates a router on a dense teacher's features (TGR-MoE)."""
 
 from typing import ClassVar, Literal
 
@@ -16,17 +14,13 @@ from moecore.nn.correspondence import match_tokens
 
 
 class RouterKl(Config):
-    """KL divergence from the teacher's routing to the student's, averaged over MoE layers; 0 once
-    ``until`` is reached.
-    """
+    """KL from the teacher's routing to the student's, mean over MoE layers, up to ``until``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "guidance"})
 
     kind: Literal["router_kl"] = "router_kl"
-    weight: float = Field(default=5.0, ge=0, description="factor in the objective")
-    until: float = Field(
-        default=1.0, gt=0, le=1, description="share of the training during which it acts"
-    )
+    weight: float = Field(5.0, ge=0, description="factor in the objective")
+    until: float = Field(1.0, gt=0, le=1, description="share of the training during which it acts")
 
     def __call__(self, step: Step) -> Tensor:
         students = [record.probs for record in step.output.routing]

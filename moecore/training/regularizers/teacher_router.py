@@ -1,6 +1,4 @@
-"""The loss of a router on a dense teacher's features: balanced over experts, sure of each token
-(TGR-MoE, eq. 8).
-"""
+"""The loss of a router on a teacher's features: balanced and sure (TGR-MoE, eq. 8)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -15,24 +13,19 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Config):
-    """The teacher router's loss, summed over its layers.
-
-    Only the teacher's router learns from it.
-    """
+    """The teacher router's loss, summed over its layers; only that router learns from it."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
 
     kind: Literal["teacher_router"] = "teacher_router"
-    weight: float = Field(
-        default=1.0, ge=0, description="factor in the objective, on top of the two below"
-    )
+    weight: float = Field(1.0, ge=0, description="factor in the objective, on top of the two below")
     balance: float = Field(
-        default=0.005,
+        0.005,
         ge=0,
         description="factor of the squared coefficient of variation of the experts' "
         "mean probability",
     )
-    entropy: float = Field(default=0.005, ge=0, description="factor of the mean token entropy")
+    entropy: float = Field(0.005, ge=0, description="factor of the mean token entropy")
 
     def __call__(self, step: Step) -> Tensor:
         if step.guidance is None or not step.guidance.probs:

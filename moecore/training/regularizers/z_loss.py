@@ -16,7 +16,7 @@ class ZLoss(Config):
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["z_loss"] = "z_loss"
-    weight: float = Field(default=1e-3, ge=0, description="factor in the objective")
+    weight: float = Field(1e-3, ge=0, description="factor in the objective")
 
     def __call__(self, step: Step) -> Tensor:
         return sum_over_layers(step, lambda record: z_loss(logits=record.logits))

@@ -6,8 +6,6 @@ from moecore.core.config import Config
 
 
 class NoTeacher(Config):
-    """``teacher: {kind: no_teacher}``: nothing is trained, and methods that need a teacher are
-    refused.
-    """
+    """No teacher is trained, and methods that need one are refused."""
 
     kind: Literal["no_teacher"] = "no_teacher"

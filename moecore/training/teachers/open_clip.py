@@ -59,7 +59,7 @@ class OpenClip(Config):
         "open_clip_model.safetensors"
     )
     activation: Literal["gelu", "quick_gelu"] = Field(
-        default="gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
+        "gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
     )
     training: None = None  # it comes trained, the same for every seed
 
@@ -101,9 +101,7 @@ class OpenClip(Config):
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """open_clip's weights under our names, in fp32; projections turned, biases that CLIP does not
-    have 0.
-    """
+    """Our names for open_clip's weights, in fp32; biases that CLIP does not have are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name
