@@ -63,7 +63,9 @@ class TrainingJob(NamedTuple):
     @property
     def routers(self) -> list[nn.Parameter]:
         """Return the teacher's routers where they learn with the model."""
-        return list(self.guide.routers) if self.guide is not None and self.guide.learns else []
+        if self.guide is None or not self.guide.learns:
+            return []
+        return list(self.guide.routers)
 
 
 def build_training_job(

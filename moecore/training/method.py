@@ -115,7 +115,9 @@ class Method(Config):
         Raises UserError, naming the key, where it does not take them.
         """
         sized = replace_and_validate("model", model, self.model, Backbone)
-        return sized if self.text is None else apply_text_part(self.text, sized)
+        if self.text is None:
+            return sized
+        return apply_text_part(self.text, sized)
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""
@@ -170,8 +172,7 @@ class Method(Config):
     @property
     def views(self) -> int:
         """Return how many views of each image a step needs."""
-        two = any("two_views" in regularizer.needs for regularizer in self.regularizers)
-        return 2 if two else 1
+        return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     @property
     def provided(self) -> frozenset[str]:

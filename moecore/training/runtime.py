@@ -117,7 +117,9 @@ def _keep_large_blocks() -> str:
     m_mmap_max = -4
     libc = ctypes.CDLL(None)
     done = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
-    return "glibc, memory kept" if done else "glibc"
+    if done:
+        return "glibc, memory kept"
+    return "glibc"
 
 
 def _matmul_precision(device: str) -> tuple[str, float]:

@@ -15,14 +15,12 @@ def is_sharded(value: Tensor) -> bool:
 
 def local_shard(values: Tensor) -> Tensor:
     """Return what this rank holds of a parameter that is sharded; all of one that is not."""
-    to_local = getattr(values, "to_local", None)
-    return values if to_local is None else to_local()
+    return getattr(values, "to_local", lambda: values)()
 
 
 def to_full_tensor(values: Tensor) -> Tensor:
     """A sharded tensor's whole value, on every rank; the tensor itself where it is not sharded."""
-    full = getattr(values, "full_tensor", None)
-    return values if full is None else full()
+    return getattr(values, "full_tensor", lambda: values)()
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
