@@ -1,7 +1,4 @@
-"""Fit a calibrator; measure predictions before and after on the test split.
-
-python -m stages.calibrate <phase> <method> <seed>
-"""
+"""``python -m stages.calibrate PHASE METHOD SEED``: a calibrator, and what it changes on test."""
 
 from pathlib import Path
 

@@ -8,15 +8,16 @@ it checks params.yaml, the data and the models too, before anything is computed.
 from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
+from moecore.report.tables.comparison import unknown_metrics
 from moecore.run.inputs import params_path, refuse_changed_document
-from moecore.run.stage import run_stage, unmeasured_metrics
+from moecore.run.stage import run_stage
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.document import load_yaml
 
 
 def code() -> None:
     document = load_yaml(params_path())
-    check_study(document.path, Path(), unmeasured_metrics)
+    check_study(document.path, Path(), unknown_metrics)
     write_code(document.path)
     refuse_changed_document(document)
 

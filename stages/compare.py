@@ -1,7 +1,4 @@
-"""Set all methods side by side: a page, its numbers as JSON, its curves as CSV, the claims.
-
-python -m stages.compare
-"""
+"""Set all methods side by side: a page, its numbers as JSON, its curves as CSV, the claims."""
 
 import sys
 from contextlib import ExitStack

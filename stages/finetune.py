@@ -1,8 +1,8 @@
 """Stages ``finetune`` and ``adversarial``: a pretrained model goes on with other data.
 
 ``python -m stages.finetune finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. ``… adversarial …``
-starts from the same model and learns from attacked images (adversarial-moe, §4.2); with the same
-data and settings both stand side by side. Killed at any moment, it goes on where it was.
+starts from the same model and learns from attacked images (adversarial-moe, §4.2). Killed at any
+moment, it goes on where it was.
 """
 
 from pathlib import Path

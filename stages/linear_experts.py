@@ -1,7 +1,4 @@
-"""Theorems 1 and 2 of Puigcerver et al. (2022) on drawn data; no model.
-
-python -m stages.linear_experts
-"""
+"""Theorems 1 and 2 of Puigcerver et al. (2022) on drawn data; no model."""
 
 from moecore.core.config import Config
 from moecore.measure.linear_experts import LinearExperts, measure

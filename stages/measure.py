@@ -1,7 +1,4 @@
-"""One measurement of one trained model, or why it does not apply.
-
-python -m stages.measure <what> <phase> <method> <seed>
-"""
+"""``python -m stages.measure WHAT PHASE METHOD SEED``: measured, or why it does not apply."""
 
 from pathlib import Path
 from typing import Annotated

@@ -17,8 +17,6 @@ from moecore.study.reading.params import Key, read_params
 
 
 class Params(Config):
-    """What this stage reads of params.yaml."""
-
     data: Annotated[Source, Key("data.{data}")]
 
 

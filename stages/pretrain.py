@@ -23,8 +23,6 @@ from moecore.training.settings import Training
 
 
 class Params(Config):
-    """What this stage reads of params.yaml."""
-
     model: Backbone
     pretrain: Training
     method: Annotated[Method, Key("methods.{method}")]

@@ -1,11 +1,7 @@
-"""Attack a trained model: scores and routing at each strength of each attack, and an audit.
+"""``python -m stages.robustness PHASE METHOD SEED``: scores under attacks, and an audit."""
 
-python -m stages.robustness <phase> <method> <seed>
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
@@ -34,13 +30,8 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
         device = tune_runtime(work=kept.folder).device
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
         with progress_bar(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
-
-            def parts(name: str, compute: Callable[[], Any]) -> Any:
-                part = kept.part(name, compute)
-                bar.update(len(kept.parts))
-                return part
-
-            result = measure(MeasuredSubject(model, data), settings, parts)
+            kept.show_progress(bar)
+            result = measure(MeasuredSubject(model, data), settings, kept.part)
         print_audit(result.audit, f"Audit of the attacks on {phase} {method} seed {seed}")
         run.result(result)
 

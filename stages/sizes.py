@@ -1,7 +1,4 @@
-"""Models of the papers' sizes, built without memory and counted; no data and no training.
-
-python -m stages.sizes
-"""
+"""Models of the papers' sizes, built without memory and counted; no data and no training."""
 
 from moecore.core.config import Config
 from moecore.measure.sizes import Sizes, measure

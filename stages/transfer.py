@@ -1,12 +1,8 @@
-"""Score every method's model on the images that were attacked on every other's.
-
-python -m stages.transfer <phase> <seed>
-"""
+"""``python -m stages.transfer PHASE SEED``: each method on images attacked on every other."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
@@ -39,13 +35,8 @@ def transfer(phase: Phase, seed: int) -> None:
         data = Prepared.open(inputs[0])
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}
-
-        def parts(name: str, compute: Callable[[], Any]) -> Any:
-            part = kept.part(name, compute)
-            bar.update(len(kept.parts))
-            return part
-
-        result = measure(models, data, params.transfer, parts)
+        kept.show_progress(bar)
+        result = measure(models, data, params.transfer, kept.part)
         run.result(result)
         print(result.reading.text, file=sys.stderr)
 

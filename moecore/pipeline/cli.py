@@ -56,10 +56,10 @@ class _Group(TyperGroup):
 
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
-    from moecore.run.stage import unmeasured_metrics
+    from moecore.report.tables.comparison import unknown_metrics
     from moecore.study.checking.preflight import describe_check
 
-    typer.echo(describe_check(params, also=unmeasured_metrics))
+    typer.echo(describe_check(params, also=unknown_metrics))
     _say_changed_raw_data(params)
 
 
@@ -95,7 +95,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.drivers import hold_project
     from moecore.pipeline.parallel import run_pipeline
-    from moecore.run.stage import unmeasured_metrics
+    from moecore.report.tables.comparison import unknown_metrics
     from moecore.study.checking.preflight import check_study
 
     with hold_project():  # who is refused has written nothing
@@ -104,7 +104,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
-        check_study(also=unmeasured_metrics)
+        check_study(also=unknown_metrics)
         _say_changed_raw_data(PARAMS_FILE)
         run_pipeline(jobs)
 

@@ -95,7 +95,9 @@ def locked_folders(study: Path) -> frozenset[str] | None:
     """
     locks = list_pipeline_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
-    return None if newest is None else _read_lock(study, newest)
+    if newest is None:
+        return None
+    return _read_lock(study, newest)
 
 
 @cache

@@ -1,8 +1,7 @@
 """The record of a run: a folder that the stage writes, and the truth that MLflow only shows.
 
-``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON). It
-grows in a git-ignored working folder and is published whole at the end, whatever the end was.
-A stage knows nothing of MLflow: ``moecore ui`` reads the growing file from outside.
+``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON),
+published whole at the end, whatever the end was.
 """
 
 import os
@@ -36,7 +35,7 @@ from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_change
 
 
 class Run:
-    """The record that a stage reports to; ``folder``: its growing history."""
+    """The record of ``record_run`` that a stage reports to; ``folder``: its growing history."""
 
     def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
         self.folder = folder
@@ -129,12 +128,9 @@ def record_run(
 ) -> Iterator[Run]:
     """Record one execution of a stage; published to artifacts/history/ however the block ends.
 
-    work: the folder of the stage's checkpoint, which outlives the process. A history of a killed
-    process found there goes on under its own id; what it logged after the checkpoint is dropped at
-    the first point that is logged again. Without ``work`` the run starts afresh.
-    An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
-    inputs: artifacts that the stage reads. Raises UserError at the end where they or the settings
-    are others than when the stage began.
+    work: the folder of the stage's checkpoint; the history of a killed process there goes on under
+    its own id. An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
+    inputs: artifacts that the stage reads; UserError at the end where they or the settings changed.
     """
     hashes = hash_inputs(inputs)
     path = execution_path(stage, phase, method, seed)
@@ -171,8 +167,8 @@ def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
     """Return the history of a killed process: whole lines up to the first that is not; none where
     its head is lost. What is missing beside a checkpoint is said, and the training goes on.
     """
-    lines = read_lines(folder)
     path = folder / HISTORY_FILE
+    lines = read_lines(folder)
     if lines and "uid" not in lines[0]:
         lines = []
     written = path.read_bytes().count(b"\n") if path.is_file() else 0

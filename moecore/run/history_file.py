@@ -30,7 +30,7 @@ SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these mak
 
 
 def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]:
-    """The header of a new execution, with an id; ``execution_path``: phase, method, seed."""
+    """Return the header of a new execution, with an id of its own."""
     settings = {}
     if params is not None:
         settings = to_jsonable(params)
@@ -97,9 +97,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
 
 
 def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield lines of JSON with their values, up to the first that is torn or not ``is_whole``:
-    what follows that is not trusted.
-    """
+    """Yield lines of JSON with their values, up to the first torn or not ``is_whole``."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)

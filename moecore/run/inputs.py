@@ -1,7 +1,5 @@
-"""What a stage has read, compared at its end with what stands there then.
-
-DVC hashes settings and files after the command. A result that was made with others would be filed
-under those, and DVC's run cache would hand it to other studies.
+"""What a stage has read, compared at its end with what stands there then: DVC hashes settings and
+files after the command, and would file a result of others under those.
 """
 
 import hashlib
@@ -28,8 +26,7 @@ def params_path() -> str:
 def refuse_changed_params(params: Config, **item: object) -> None:
     """Raise UserError, naming the key, where params.yaml holds other settings than ``params``.
 
-    item: what fills the keys' templates, as for ``read_params``. Where the file is gone, DVC itself
-    files nothing.
+    Where the file is gone, DVC itself files nothing. item: fills the keys' templates.
     """
     if not Path(params_path()).is_file():
         return
@@ -47,22 +44,16 @@ def refuse_changed_document(before: Document) -> None:
 
 def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key in {**before, **now}:
-        was = repr(before[key]) if key in before else "not there"
-        is_now = repr(now[key]) if key in now else "not there"
-        if key not in before or key not in now or before[key] != now[key]:
-            path = params_path()
-            keys_of_place = [int(word) if word.isdigit() else word for word in key.split(".")]
-            place = load_yaml(path).place(keys_of_place)
-            changed = f"was {was} when this stage read it, and is {is_now}"
-            raise UserError(f"{place}: {key}: {changed}; {GO_ON}")
+        if key in before and key in now and before[key] == now[key]:
+            continue
+        was, is_now = (repr(side[key]) if key in side else "not there" for side in (before, now))
+        keys = [int(word) if word.isdigit() else word for word in key.split(".")]
+        changed = f"was {was} when this stage read it, and is {is_now}"
+        raise UserError(f"{load_yaml(params_path()).place(keys)}: {key}: {changed}; {GO_ON}")
 
 
 def list_input_files(inputs: Iterable[str | Path]) -> list[Path]:
-    """Return the files that identify these artifacts: all; of prepared data the card, which holds
-    the hash of each array.
-
-    Raises UserError for what is not there.
-    """
+    """Return the files that identify artifacts: all; of prepared data the card."""
     return sorted(file for path in inputs for file in _identifying_files(Path(path)))
 
 

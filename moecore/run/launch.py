@@ -149,7 +149,9 @@ def stage_name(words: Sequence[str]) -> str:
     name = words[1].removeprefix("stages.")
     if name == "finetune" and len(words) > 2:
         return words[2]  # finetune or adversarial
-    return "routing" if words[1:3] == ["stages.measure", "routing"] else name
+    if words[1:3] == ["stages.measure", "routing"]:
+        return "routing"
+    return name
 
 
 def launch_command(cluster: Cluster, words: Sequence[str]) -> list[str]:
@@ -211,8 +213,10 @@ def run_with_launcher(cluster: Cluster, words: Sequence[str]) -> int:
             failed = has_failed(meeting)
             for left_over in folder.glob(f"{meeting.name}*"):
                 left_over.unlink()
-        code = code if code >= 0 else 128 - code
-        code = 1 if failed and code else code  # not of those that ended because one had failed
+        if code < 0:
+            code = 128 - code
+        if failed and code:  # not the code of those that ended because one had failed
+            code = 1
         if code in FINAL_CODES:
             break
         again = f"it is started again, {left} more times at most" if left else "given up"

@@ -1,9 +1,6 @@
 """Start one training as several ranks of this machine, which meet in a file: no port is opened.
 
 ``python -m moecore.run.local_ranks 2 -m stages.pretrain vmoe 0``
-
-torchrun does the same, over a port that listens everywhere; a cluster's launcher starts ranks on
-several machines, where a task of SLURM is told here which rank it is.
 """
 
 import os
@@ -35,14 +32,10 @@ def start_ranks(size: int, words: Sequence[str]) -> int:
         running: list[subprocess.Popen] = []
         try:
             for rank in range(size):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, *words],
-                        env=os.environ | shared | own,
-                        preexec_fn=set_parent_death_signal,
-                    )
-                )
+                own = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                command = [sys.executable, *words]
+                begin = set_parent_death_signal
+                running.append(subprocess.Popen(command, env=own, preexec_fn=begin))
             code = first_failure(running)
         finally:
             end_ranks(running)
@@ -94,7 +87,7 @@ def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return as many threads as the task has cores, where nothing else is said."""
+    """Return as many threads as the task has cores: not every cluster binds tasks to theirs."""
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
         return {}

@@ -38,9 +38,7 @@ def list_left_out(params: Path, run: Selection) -> list[str]:
 def split_waiting(
     comparisons: Iterable[AnyComparison], run: Selection
 ) -> tuple[list[AnyComparison], list[AnyComparison]]:
-    """Return the claims and questions that ``run`` can answer, and those that wait: for a method or
-    a phase, and claims for a second seed.
-    """
+    """Return the claims and questions that ``run`` can answer, and those that wait."""
     ready: list[AnyComparison] = []
     waiting: list[AnyComparison] = []
     for one in comparisons:

@@ -16,6 +16,7 @@ from moecore.run.history import Run, record_run
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
 from moecore.run.locks import hold_lock
+from moecore.run.progress import ProgressBar, ProgressLines
 from moecore.study.reading.params import params_keys
 
 CODE_KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
@@ -27,9 +28,8 @@ def work_folder(
 ) -> Iterator[Path]:
     """A folder ``.state/<item>/<key>`` for checkpoint and history, removed after success.
 
-    key: hash of the params, the inputs (files and folders of artifacts) and the code, as the stage
-    ``code`` found it, so what was begun with other settings, data or code is never continued.
-    Raises UserError where another process holds the folder, or the stage ``code`` has not run.
+    key: hash of the params, the inputs (files and folders of artifacts) and the code, so nothing
+    goes on that was begun with others. Raises UserError where another process holds the folder.
     """
     key = _work_key(params, [*inputs, *stage_code_files(item, params, script)])
     home = Path(".state") / item
@@ -43,10 +43,8 @@ def work_folder(
 
 
 def stage_code_files(item: str, params: Config, script: str | Path) -> list[Path]:
-    """Return the files of artifacts/code/ that a stage depends on.
-
-    They are those of its script, and of all methods, measurements and sections that item and params
-    name. Raises UserError where the script has none.
+    """Return the files of artifacts/code/ of a stage's script, and of all methods, measurements and
+    sections that item and params name. Raises UserError where the script has none.
     """
     hashes = CODE / "stages" / f"{Path(script).stem}.json"
     if not hashes.is_file():
@@ -78,6 +76,7 @@ class KeptParts:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.path = self.folder / "kept.jsonl"
+        self.bar: ProgressBar | ProgressLines | None = None
         try:
             content = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
@@ -90,15 +89,21 @@ class KeptParts:
         if whole != content:
             write_whole(self.path, whole)
 
-    def part(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The part kept under ``name``, or what ``compute`` returns, which is on the disk first.
+    def show_progress(self, bar: ProgressBar | ProgressLines) -> None:
+        """Have ``bar`` told of every part from now on."""
+        self.bar = bar
 
-        Either way it has been JSON, so a resumed stage ends with the same bits as any other.
+    def part(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The part kept under ``name``, or what ``compute`` returns, once it is on the disk.
+
+        Either way it has been JSON, so a resumed stage ends with the same bits.
         """
         if name not in self.parts:
             line = json.dumps(sealed_object({"key": name, "part": compute()})) + "\n"
             append_line(self.path, line, sync=True)
             self.parts[name] = json.loads(line)["part"]
+        if self.bar is not None:
+            self.bar.update(len(self.parts))
         return self.parts[name]
 
 
@@ -106,10 +111,7 @@ class KeptParts:
 def record_resumable(
     stage: str, params: Config, script: str | Path, phase: str, method: str, seed: int
 ) -> Iterator[tuple[Run, KeptParts]]:
-    """``record_run`` for a measuring stage, with the parts of a killed one.
-
-    They are taken up where model, data, settings and code are the same.
-    """
+    """Record a measuring stage; parts of a killed one of the same inputs are taken up."""
     item = f"{stage}/{phase}/{method}/{seed}"
     inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
     files = [*inputs, *stage_code_files(item, params, script)]

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,9 @@ def _exit(code: int) -> None:
 
 def refuse_several_ranks() -> None:
     """Raise UserError where a launcher started several processes of a stage that is one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1:
+    if has_several_ranks():
         shared = "teacher, pretrain, finetune and adversarial, which train, may be shared"
+        size = os.environ["WORLD_SIZE"]
         raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
 
 
@@ -117,17 +117,8 @@ def print_error_once(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def unmeasured_metrics(study: Any, stages: Sequence[str]) -> Iterable[tuple[tuple, str]]:
-    """Metrics that claims and questions name and no measurement of the study has."""
-    from moecore.report.tables.comparison import (
-        unknown_metrics,  # imports what draws: only where it is asked
-    )
-
-    return unknown_metrics(study, stages)
-
-
 def end_with_parent() -> None:
-    """Have SIGTERM sent when the parent dies (Linux): ``kill -9`` leaves no trainer."""
+    """Have SIGTERM sent when the parent dies, even by ``kill -9``; only on Linux."""
     parent = os.getppid()
     set_parent_death_signal()
     if os.getppid() != parent:  # it died in between
@@ -150,9 +141,8 @@ def _convert_words(function: Callable[..., None], words: list[str]) -> dict[str,
     for name, word in zip(names, words, strict=True):
         choices = typing.get_args(types.get(name))
         if choices and word not in choices:
-            _exit_with_usage(
-                f"{usage}: {name.upper()}: found {word!r}; allowed: {', '.join(choices)}"
-            )
+            allowed = ", ".join(choices)
+            _exit_with_usage(f"{usage}: {name.upper()}: found {word!r}; allowed: {allowed}")
         try:
             values[name] = int(word) if types.get(name) is int else word
         except ValueError:

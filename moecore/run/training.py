@@ -49,12 +49,8 @@ class TrainingRun:
         seed: int,
         each_epoch: Callable[[int], None] | None = None,
     ) -> None:
-        """Train from the last checkpoint; ``each_epoch`` is told every epoch (from 1) that ends.
-
-        Of several ranks the first alone comes back.
-
-        A point is in the history, and ``each_epoch`` done, before the training goes on: what a
-        checkpoint counts as done is never looked at again.
+        """Train from the last checkpoint; ``each_epoch`` is told every epoch (from 1) that ends,
+        before a checkpoint counts it as done. Of several ranks the first alone comes back.
         """
         checkpoint = Checkpoint(self.work)
         training = train_job(job, settings, seed, self.runtime, checkpoint, trace_file(self.title))
@@ -97,10 +93,9 @@ def training_run(
     seed: int | None = None,
     trains: bool = True,
 ) -> Iterator[TrainingRun]:
-    """A recorded run of a training stage on ``data``; killed at any moment, it is resumed.
+    """A recorded run of a training stage on ``data`` and ``inputs``; killed, it is resumed.
 
-    inputs: what else the result depends on, files and folders of artifacts. script: the stage's
-    file. trains: several ranks may share it; where nothing is trained the first does the work.
+    script: the stage's file. trains: several ranks may share it; else the first does the work.
     """
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
@@ -108,9 +103,8 @@ def training_run(
         join_ranks()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
-    check_equal_across_ranks(
-        "params", json.dumps([name, params.model_dump(mode="json")], sort_keys=True)
-    )
+    settings = json.dumps([name, params.model_dump(mode="json")], sort_keys=True)
+    check_equal_across_ranks("params", settings)
     check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
     check_equal_across_ranks("sources", source_hash() if has_process_group() else "")
     if not current_ranks().first:
@@ -147,9 +141,5 @@ def log_points(
 
 def _bar_values(metrics: Metrics) -> dict[str, float]:
     """The loss and the scores."""
-    scores = ("train_", "validation_")
-    return {
-        name: value
-        for name, value in metrics.values.items()
-        if name == "loss" or (name.startswith(scores) and name != "validation_loss")
-    }
+    names = [n for n in metrics.values if n.startswith(("loss", "train_", "validation_"))]
+    return {name: metrics.values[name] for name in names if name != "validation_loss"}

@@ -20,10 +20,7 @@ from moecore.tasks.base import Task
 
 
 class Adversarial(Config):
-    """A PGD attack on the images of every step, before the gradients of the parameters.
-
-    The defaults are the paper's.
-    """
+    """A PGD attack on the images of every step; the defaults are the paper's."""
 
     steps: int = Field(
         10, ge=1, description="of PGD on each batch; a training step costs as many more"
@@ -38,10 +35,9 @@ class Adversarial(Config):
     def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
         """The batch (every view of it) with adversarial images, fp32 in [0, 1].
 
-        model: is attacked as it is used (no noise, no capacity, no autocast); its modes, its
-        gradients and the global random state are afterwards as before. generator: on the CPU, for
-        the random start. The loss that grows is the task's, on the labels of the batch;
-        regularizers are not attacked. Labels and affines stay.
+        model: is attacked as it is used (no noise, no capacity, no autocast), and left as it was.
+        generator: on the CPU, for the random start. The task's loss grows; regularizers are not
+        attacked.
         """
         attack = Pgd(steps=self.steps, form=self.form)
         own: Generator | list[Generator] = generator
@@ -54,9 +50,7 @@ class Adversarial(Config):
 
 
 def own_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
-    """Return what draws the random start of each of ``images`` (views · b, …), this rank's part of
-    a batch: as it would be drawn with the whole of it.
-    """
+    """Return what draws the random start of each of this rank's ``images``, as of a whole batch."""
     here = current_ranks()
     if here.size == 1:
         return generator

@@ -48,19 +48,13 @@ class GuideCard(Config):
     learns: bool = False
 
 
-def make_model_card(model: Model) -> ModelCard:
-    """The card of a model that was built by a backbone."""
-    return ModelCard(
-        backbone=model.config, image=model.image, moe=model.moe, guided=isinstance(model, Guided)
-    )
-
-
 def save_model(folder: str | Path, model: Model) -> None:
     """Write ``model.json`` and ``model.safetensors`` into ``folder``; the teacher of a model that
     cannot route without it into ``guide/``.
     """
     folder = Path(folder)
-    card = make_model_card(model)
+    guided = isinstance(model, Guided)
+    card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     if isinstance(model, Guided):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
@@ -71,9 +65,7 @@ def save_model(folder: str | Path, model: Model) -> None:
 
 
 def save_words(folder: Path, data: Prepared) -> None:
-    """Write what the numbers of a text model mean: ``vocabulary.txt``, and how a text is read into
-    words, ``text.json``; for captions their tokenizer's file. Nothing for other data.
-    """
+    """Write ``vocabulary.txt`` and ``text.json`` of a text model, the tokenizer of captions."""
     if isinstance(data.task, ImageText):
         load_tokenizer(data.folder, data.task).write(folder)
     if data.task.long:
@@ -174,11 +166,10 @@ def _rescaled_head(
     """The head that predicts with the ``new`` (mean, deviation) what it did with the ``old``."""
     old_mean, old_deviation = old
     new_mean, new_deviation = new
-    heads = {name: value for name, value in weights.items() if name.startswith("head.")}
     ratio = old_deviation / new_deviation
     moved = (old_mean - new_mean) / new_deviation
-    scaled = {name: value * ratio for name, value in heads.items()}
-    return scaled | {name: value + moved for name, value in scaled.items() if name.endswith("bias")}
+    heads = {name: ratio * value for name, value in weights.items() if name.startswith("head.")}
+    return heads | {name: value + moved for name, value in heads.items() if name.endswith("bias")}
 
 
 def save_guide(folder: Path, guide: Guide) -> None:
@@ -250,9 +241,7 @@ def load_weights(
 
 
 def guide_folder(method: str, seed: int) -> Path:
-    """Return the folder of a pretrained method's guide: beside the model where its routers learned
-    with it, else where they were fitted.
-    """
+    """Return the guide's folder: beside the model where it learned, else where it was fitted."""
     learned = Path("artifacts/pretrain") / method / str(seed) / GUIDE
     if learned.exists():
         return learned

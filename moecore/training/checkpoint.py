@@ -1,12 +1,9 @@
 """A training run that was killed goes on where it was.
 
 Weights, optimiser and position are enough: views, order and noise are functions of (seed, step), so
-a run ends bit-equal to an uninterrupted one on CPU. Files are written by a thread while the
-training goes on, whole or not at all, with a checksum; none of them is a pickle.
-
-Where every rank holds all parameters, the first writes one safetensors file. Sharded parameters are
-written by torch.distributed.checkpoint, a safetensors file per rank. Both are read by any number of
-ranks.
+a run ends bit-equal to an uninterrupted one on CPU. A thread writes files while the training goes
+on, whole and with a checksum; none is a pickle. The first rank writes one safetensors file, or, of
+sharded parameters, every rank its own (torch.distributed.checkpoint); any number of ranks reads it.
 """
 
 import json
@@ -55,10 +52,9 @@ class Checkpoint:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
     ) -> None:
-        """Replace the checkpoint; ``step`` steps are done, ``note`` is small JSON kept with them.
+        """Copy the state after ``step`` steps, with a small ``note``; a thread replaces the file.
 
-        Returns once all is copied; a thread writes. Raises UserError where the one before could not
-        be written.
+        Raises UserError where the checkpoint before could not be written.
         """
         self.wait()
         tensors = collect_state(model, optimizer)
@@ -83,11 +79,9 @@ class Checkpoint:
             raise failed
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
-        """Restore model and optimiser; returns (steps done, note), or (0, {}) where there is no
-        checkpoint.
+        """Restore model and optimiser; return (steps done, note), (0, {}) without a checkpoint.
 
-        Raises UserError where it is damaged (files are written atomically: only a failing disk
-        damages them) or another model's, and where ranks do not find the same.
+        Raises UserError where it is damaged or another model's, or ranks do not find the same.
         """
         there = next((path for path in (self.pointer, self.path) if path.exists()), None)
         check_equal_across_ranks("checkpoints", str(there and there.name))
@@ -99,14 +93,11 @@ class Checkpoint:
             tensors, about = read_tensors(self.path)
         check_equal_across_ranks("checkpoints", about["step"])
         state = model.state_dict()
-        weights = {
-            name.removeprefix("model."): value
-            for name, value in tensors.items()
-            if name.startswith("model.")
-        }
-        weights = {
-            name: shard_like(value, state.get(name, value)) for name, value in weights.items()
-        }
+        weights = {}
+        for prefixed, value in tensors.items():
+            if prefixed.startswith("model."):
+                name = prefixed.removeprefix("model.")
+                weights[name] = shard_like(value, state.get(name, value))
         load_weights(model, weights, there, mend=AGAIN)
         restore_optimizer(optimizer, tensors)
         return int(about["step"]), json.loads(about["note"])
@@ -118,10 +109,8 @@ class Checkpoint:
         about = read_json(self.pointer, sealed=True)
         folder = self.folder / about["folder"]
         # the first looks, and all end alike: they read together
-        damage = broadcast_text(
-            _find_damage(folder, about["files"]) if current_ranks().first else ""
-        )
-        if damage:
+        damage = _find_damage(folder, about["files"]) if current_ranks().first else ""
+        if damage := broadcast_text(damage):
             raise UserError(damage)
         state = model.state_dict()
         parameters = optimizer_parameters(optimizer)

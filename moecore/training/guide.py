@@ -13,12 +13,10 @@ from moecore.training.method import Method
 
 
 class Guide(nn.Module):
-    """A dense teacher with one linear router (no bias) per MoE layer of the student; no router for
-    a dense student.
+    """A frozen dense teacher with one linear router (no bias) per MoE layer of the student.
 
     ``guide(images)`` with images (B, C, H, W) in [0, 1] returns Guidance(prediction (B, K), probs
-    per layer (B, T, E)). Where it ``learns``, its routers are trained together with the student
-    (joint training); the teacher never is.
+    per layer (B, T, E)). Where it ``learns``, its routers are trained together with the student.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Guide(nn.Module):
         return Guidance(prediction, probs)
 
     def route(self, layer: int, features: Tensor) -> Tensor:
-        """Probabilities (B, T, E) fp32 of the teacher's router at an MoE layer."""
+        """Probabilities (B, T, E) of the teacher's router at an MoE layer, always in fp32."""
         with torch.autocast(features.device.type, enabled=False):
             return torch.softmax(linear(features.float(), self.routers[layer].float()), dim=-1)
 
@@ -64,9 +62,7 @@ class Guide(nn.Module):
 
 
 class Guided(Model):
-    """A student that cannot route without its teacher, and the teacher (TGR's upper bound):
-    ``guided(images)`` as any model.
-    """
+    """A student with the teacher that its router asks (TGR): ``guided(images)`` as any model."""
 
     def __init__(self, model: BackboneModel, guide: Guide) -> None:
         super().__init__(model.config, model.image, model.moe)
@@ -122,15 +118,11 @@ def aligned_blocks(
     """
     if len(ours) != len(theirs):
         return (-1,) * len(student)
-    blocks = []
-    for index in student:
-        stage = 0
-        while index >= sum(ours[: stage + 1]):
-            stage += 1
-        within = index - sum(ours[:stage])
-        place = round((within + 1) * theirs[stage] / ours[stage]) - 1
-        blocks.append(-1 if place < 0 else sum(theirs[:stage]) + place)
-    return tuple(blocks)
+    aligned = []
+    for stage, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        places = [round((within + 1) * other / own) - 1 for within in range(own)]
+        aligned += [-1 if place < 0 else sum(theirs[:stage]) + place for place in places]
+    return tuple(aligned[index] for index in student)
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
@@ -143,7 +135,7 @@ def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...])
 
 
 def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:
-    """The teacher's router on the images, (N, T, E) per MoE layer; [] where there is none."""
+    """Return the teacher's probs (N, T, E) per MoE layer on the images; [] without a teacher."""
     if guide is None or not guide.blocks:
         return []
     chunks = [

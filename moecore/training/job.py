@@ -45,19 +45,12 @@ class TrainingJob(NamedTuple):
         return self.model.image.task
 
     def updates(self, settings: Training) -> int:
-        """Updates of an epoch: as ``settings`` say, or once over all that there is."""
+        """Return the updates of an epoch: as set, or once over all that there is."""
         if settings.updates is not None:
             return settings.updates
         if isinstance(self.train, Stream):
             return self.train.steps(settings.batch)
         return steps_per_epoch(len(self.train.labels), settings.batch)
-
-    @property
-    def routers(self) -> list[nn.Parameter]:
-        """Return the teacher's routers where they learn with the model."""
-        if self.guide is None or not self.guide.learns:
-            return []
-        return list(self.guide.routers)
 
     @property
     def learners(self) -> nn.ModuleDict:
@@ -66,6 +59,13 @@ class TrainingJob(NamedTuple):
         if self.guide is not None and self.guide.learns:
             learners["teacher_routers"] = self.guide.routers
         return nn.ModuleDict(learners)
+
+    @property
+    def routers(self) -> list[nn.Parameter]:
+        """Return the teacher's routers where they learn with the model."""
+        if self.guide is None or not self.guide.learns:
+            return []
+        return list(self.guide.routers)
 
 
 def build_training_job(
@@ -79,10 +79,8 @@ def build_training_job(
     isolation: Isolation | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
-    """The training of ``model`` on prepared data, on ``device``.
-
-    subset: indices of the training images that are used. permuted: the seed of a null control,
-    whose training labels change places.
+    """The training of ``model`` on prepared data, on ``device``; of the training images ``subset``
+    alone. permuted: the seed of a null control, whose training labels change places.
     """
     train = data.train
     if subset is not None:
@@ -165,10 +163,7 @@ def make_batch_views(
 def apply_adversarial(
     job: TrainingJob, settings: Training, seed: int, step: int, batch: Batch
 ) -> Batch:
-    """Return the batch that a step learns from: attacked where training is adversarial.
-
-    The attack's draws are functions of (seed, step).
-    """
+    """Return the batch that a step learns from: attacked where training is adversarial."""
     if settings.adversarial is None:
         return batch
     model = attach_required_guide(job.model, job.guide)
@@ -178,9 +173,8 @@ def apply_adversarial(
 class BatchPrefetcher:
     """``make(step)`` for ``steps`` in their order, made by a thread while the device computes.
 
-    Beside a GPU it copies and draws on a stream of its own, so that neither waits for the model.
-    What a step draws is a function of its number, so it may be drawn early. Errors of ``make`` are
-    raised where the step's turn is.
+    Beside a GPU it copies and draws on a stream of its own. What a step draws is a function of its
+    number, so it may be drawn early. Errors of ``make`` are raised where the step's turn is.
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, depth: int = 2) -> None:

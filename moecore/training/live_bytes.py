@@ -12,12 +12,11 @@ from moecore.core.torch_internals import TorchDispatchMode, storage_address, tre
 
 
 class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes that tensors held at one time within it: ``peak``.
+    """``peak``: the largest number of bytes that tensors held at one time within it.
 
-    It begins with the tensors given. Every storage that an operation returns counts from then until
-    it is freed, once, at its own size. So the peak is that of the computation itself, the same on
-    every machine; not in it are what an allocator rounds up or keeps, and what a kernel takes for
-    itself while it runs.
+    It begins with the tensors given. Every storage that an operation returns counts, once, until it
+    is freed; what an allocator rounds up or keeps, or a kernel takes for itself, does not. So the
+    peak is the same on every machine.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -86,10 +85,8 @@ def peak_counting_method(device: torch.device) -> str:
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """Return what is there before a step: weights, their last gradients, buffers, the optimizer's
-    state and the batch. The data set is not among it.
-
-    One by one, so that nothing keeps the gradients which the step lets go.
+    """Yield what is there before a step: weights, gradients, buffers, the optimizer's state and
+    the batch; one by one, so that nothing keeps the gradients which the step lets go.
     """
     for module in modules:
         if module is not None:

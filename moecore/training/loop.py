@@ -60,12 +60,9 @@ def train_job(
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
     Over several ranks each trains its part of every batch (see spread.py), and ``job.model`` is up
-    to date, on all of them, at the end of an epoch.
-
-    With a ``checkpoint`` the run goes on where it was killed. A checkpoint is written after the
-    caller has taken the metrics of its step, so a caller that logs them never loses or repeats one.
-    trace: where a trace of a few steps is written, if anywhere.
-    Raises UserError at a non-finite loss.
+    to date, on all of them, at the end of an epoch. With a ``checkpoint`` the run goes on where it
+    was killed; one is written after the caller has taken the metrics of its step, so none is lost
+    or repeated. trace: the file of a trace of a few steps. Raises UserError at a non-finite loss.
     """
     spread = spread_over_ranks(job, settings, runtime.device)
     whole, job = job, job if spread is None else spread.job
@@ -109,9 +106,8 @@ def train_job(
 
 
 def spread_over_ranks(job: TrainingJob, settings: Training, device: str) -> "Spread | None":
-    """The training's part on this rank; None where there is one process.
-
-    Puts the model on the device. Raises UserError for what the ranks cannot share.
+    """Return the training's part on this rank; None for one process. UserError for what does not
+    divide. The model is put on the device.
     """
     job.model.to(device)
     if has_process_group():
@@ -200,7 +196,7 @@ def train_step(
         loss.backward()
     with record_function("optimizer"):
         if spread is not None:
-            spread.clip_gradients(optimizer, settings.clip)
+            spread.reduce_gradients(optimizer, settings.clip)
         elif settings.clip is not None:
             nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()

@@ -18,10 +18,7 @@ NEVER = 2**53  # a step, from 0, that no training reaches
 
 
 class Meter:
-    """Sums on the device between two logged points, read once each time.
-
-    So a step makes the host wait for nothing.
-    """
+    """Sums on the device between two logged points, read once each: the host waits for nothing."""
 
     def __init__(self, device: torch.device, measure: str = "train_accuracy") -> None:
         """``measure``: the name of the mean, per image, of the scores."""
@@ -94,8 +91,7 @@ def collect_metrics(
 ) -> dict[str, float]:
     """Return what the meter holds, and the learning rate.
 
-    Raises UserError where the loss was not finite, or the weights are not: a finite loss can leave
-    such weights, and they must not become a checkpoint.
+    Raises UserError where the loss or the weights are not finite: they must not be a checkpoint.
     """
     values = meter.take(last_good) | {"learning_rate": rate}
     sums = torch.stack([local_shard(parameter.detach()).sum() for parameter in model.parameters()])

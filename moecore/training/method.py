@@ -63,23 +63,17 @@ class Method(Config):
     )
 
     @model_validator(mode="after")
-    def _router_with_experts(self) -> "Method":
+    def _fitting_experts(self) -> "Method":
         if (self.router is None) != (self.experts is None):
             raise ValueError("a method has both `router` and `experts`, or neither (a dense model)")
-        return self
-
-    @model_validator(mode="after")
-    def _room_for_regions(self) -> "Method":
         if self.regions is None:
             return self
-        if self.router is None or self.experts is None:
+        if self.experts is None:
             mend = "give the method a router and experts, or leave out regions"
             raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
-        if (named := len(self.regions.experts)) > self.experts.number:
-            number = self.experts.number
-            raise ValueError(
-                f"regions.experts: found {named}; allowed: up to experts.number, {number}"
-            )
+        named, number = len(self.regions.experts), self.experts.number
+        if named > number:
+            raise ValueError(f"regions.experts: found {named}; allowed: at most {number} experts")
         return self
 
     @property
@@ -106,7 +100,9 @@ class Method(Config):
         Raises UserError, naming the key, where it does not take them.
         """
         sized = replace_and_validate("model", model, self.model, Backbone)
-        return sized if self.text is None else apply_text_part(self.text, sized)
+        if self.text is None:
+            return sized
+        return apply_text_part(self.text, sized)
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""
@@ -143,7 +139,7 @@ class Method(Config):
 
     @property
     def losses(self) -> tuple[Regularizer, ...]:
-        """The regularizers, those of joint teacher routers and those of region experts."""
+        """The regularizers, the loss of jointly learned routers, and that of region experts."""
         losses: list[Regularizer] = list(self.regularizers)
         if self.joint:
             router = self.teacher_router
@@ -161,8 +157,7 @@ class Method(Config):
     @property
     def views(self) -> int:
         """Return how many views of each image a step needs."""
-        two = any("two_views" in regularizer.needs for regularizer in self.regularizers)
-        return 2 if two else 1
+        return 1 + any("two_views" in regularizer.needs for regularizer in self.regularizers)
 
     @property
     def provided(self) -> frozenset[str]:

@@ -16,9 +16,8 @@ from moecore.training.regularizers import Regularizer
 class Objective(NamedTuple):
     """The task's loss plus weighted regularizers.
 
-    distillation: share of DeiT's hard distillation (Touvron et al. 2021, eq. 3): the class head
-    learns the labels, the distillation head (the same head where there is one only) the teacher's
-    most probable class.
+    distillation: share of DeiT's hard distillation (Touvron et al. 2021, eq. 3): the distillation
+    head (or the only one) learns the teacher's most probable class.
     """
 
     regularizers: Sequence[Regularizer] = ()
@@ -73,16 +72,13 @@ class Objective(NamedTuple):
 def hard_distillation(step: Step) -> Tensor:
     """Cross-entropy of the last head with the teacher's decisions; no label smoothing.
 
-    Raises UserError without a fitting teacher, and for a task whose labels are not one class each:
-    the teacher's most probable class is not all of several.
+    Raises UserError without a fitting teacher, and for labels that are not one class each.
     """
     if why := step.model.image.task.needs_classes("distillation"):
         raise UserError(f"distillation: {why}; allowed: distillation: 0")
     if step.guidance is None:
-        missing = (
-            "there is no teacher in this step; run the stages teacher and teacher_router first"
-        )
-        raise UserError(f"distillation: {missing}, or set distillation: 0")
+        mend = "run the stages teacher and teacher_router first, or set distillation: 0"
+        raise UserError(f"distillation: there is no teacher in this step; {mend}")
     student = step.output.heads[-1]
     teacher = step.guidance.prediction
     if student.shape != teacher.shape:

@@ -15,12 +15,7 @@ def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer of ``settings``, fused; weight decay on matrices only, so on no bias, norm,
-    token, position embedding, and on no expert's basis.
-
-    Decay would pull a basis (and the scale and target beside it) away from the lengths that its
-    orthogonality penalty holds.
-
-    What is frozen takes no part.
+    token, position embedding, and no expert's basis, whose lengths its orthogonality penalty holds.
 
     routers: those of the teacher where they learn too; a group of their own, without decay.
     """
@@ -40,7 +35,7 @@ def build_optimizer(
 
 
 def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
-    """Rate of step ``step`` of ``steps``: linear warm-up, then a half cosine to the end."""
+    """Rate of a step from 0: linear over ``warmup`` steps, then a half cosine to the final."""
     if step < warmup:
         return settings.learning_rate * (step + 1) / (warmup + 1)
     share = (step - warmup) / max(1.0, steps - warmup)

@@ -44,8 +44,7 @@ def build_unfitted_guide(
 def stream_length(data: Prepared, batch: int) -> int | None:
     """Words of each of ``batch`` streams of a training text; None where the data are no text.
 
-    Raises UserError where the test text, whose perplexity is that of as many streams, leaves them
-    no block: before the training, and not after it.
+    Raises UserError where the test text, read in as many streams, leaves them no block.
     """
     if not data.task.long:
         return None

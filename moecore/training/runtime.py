@@ -117,7 +117,9 @@ def _keep_large_blocks() -> str:
     m_mmap_max = -4
     libc = ctypes.CDLL(None)
     done = libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
-    return "glibc, memory kept" if done else "glibc"
+    if done:
+        return "glibc, memory kept"
+    return "glibc"
 
 
 def _matmul_precision(device: str) -> tuple[str, float]:
@@ -138,9 +140,7 @@ def _matmul_precision(device: str) -> tuple[str, float]:
 
 
 def _remembered_speedup(device: str, name: str) -> float:
-    """The probe's answer for this machine, measured once: a busy machine must not make a resumed
-    run change its dtype.
-    """
+    """Return the probe's first answer: a busy machine must not change a resumed run's dtype."""
     path = Path(".state/runtime.json")
     machine = f"{platform.node()}, {name}, torch {torch.__version__}"
     known = read_json(path) if path.exists() else {}

@@ -119,7 +119,7 @@ class Training(Config):
 
 
 class Finetuning(Training):
-    """Fine-tuning on other data: fewer images, another resolution, another k."""
+    """Fine-tuning: other data, images of another size, another k, with or without the teacher."""
 
     shots: int | None = Field(None, ge=1, description="training images per class; null for all")
     k: int | None = Field(

@@ -15,14 +15,12 @@ def is_sharded(value: Tensor) -> bool:
 
 def local_shard(values: Tensor) -> Tensor:
     """Return what this rank holds of a parameter that is sharded; all of one that is not."""
-    to_local = getattr(values, "to_local", None)
-    return values if to_local is None else to_local()
+    return getattr(values, "to_local", lambda: values)()
 
 
 def to_full_tensor(values: Tensor) -> Tensor:
     """A sharded tensor's whole value, on every rank; the tensor itself where it is not sharded."""
-    full = getattr(values, "full_tensor", None)
-    return values if full is None else full()
+    return getattr(values, "full_tensor", lambda: values)()
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
@@ -88,7 +86,7 @@ def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]
 
 
 def short_error(error: BaseException) -> str:
-    """Return what is wrong, in a line, without the tracebacks of all ranks."""
+    """Return what is wrong, in a line, and not the tracebacks of all ranks."""
     failures = getattr(error, "failures", {})
     each = {rank: str(failure) for rank, (failure, _) in failures.items()}
     return "; ".join(f"rank {rank}: {each[rank]}" for rank in sorted(each)) or str(error)

@@ -1,11 +1,9 @@
 """One training over several ranks: a replica of the model whose parameters are sharded.
 
-The ranks lie on a mesh (replicate, shard). With shard 1 every rank holds all parameters and the
-gradients are averaged (data parallelism); with replicate 1 parameters, gradients and the
-optimizer's state are spread over all ranks (FSDP2). With ``expert_parallel`` the experts among them
-are not gathered for a step: tokens travel to the ranks that hold them. Between steps the job's own
-model, which is whole on every rank, is brought up to date: it is validated, looked at and saved as
-ever.
+The ranks lie on a mesh (replicate, shard). Shard 1: every rank holds all parameters, gradients are
+averaged (data parallelism); replicate 1: all is spread over all ranks (FSDP2). With
+``expert_parallel`` tokens travel to the ranks that hold their experts. Between steps the job's own
+model, whole on every rank, is brought up to date: it is validated and saved as ever.
 """
 
 import copy
@@ -68,7 +66,7 @@ class Spread:
         for name, value in self.job.model.state_dict().items():
             value.copy_(shard_like(state[name], value))
 
-    def clip_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         """Average the gradients that are not sharded, and clip all."""
         sharded: dict[Tensor, Tensor] = {}
         others: dict[Tensor, Tensor] = {}

@@ -37,9 +37,8 @@ class Isolation(NamedTuple):
         """The volumes (B, C, D, H, W) of ``indices`` (B,), some times the share of one tissue, and
         which region each keeps: (B,) int64, or WHOLE.
 
-        Regions take turns within a batch and from step to step, so every expert learns at every
-        step. Outside ``alone`` one volume at least stays whole. source: a generator on the CPU, of
-        the step, or the draws of these volumes.
+        Regions take turns, so every expert learns at every step. Outside ``alone`` one volume at
+        least stays whole. source: a generator on the CPU, or the draws of these volumes.
         """
         draws = Draws.of(source, len(indices))
         region = (torch.arange(draws.whole) + step) % len(self.channels)
@@ -63,8 +62,7 @@ class Isolation(NamedTuple):
         each view.
 
         In the epochs ``alone`` age is learned from them too. Later they teach the routers only:
-        they are unlike all that the model will be asked, and where they taught age as well some
-        trainings stayed at the median age.
+        where they taught age as well some trainings stayed at the median age.
         """
         # Of ranks one may have none where another has some, and all must compute the same terms.
         if not has_process_group() and bool((region == WHOLE).all()):

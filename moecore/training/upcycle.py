@@ -20,9 +20,8 @@ Settings = TypeVar("Settings")
 
 
 def inherit_position_windows(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
-    """The settings ``config`` of a model for ``image`` that starts from ``dense``: its continuous
-    position bias goes on counting in the windows that it was learned for, unless ``config`` says
-    which those are.
+    """Return ``config`` for a model that starts from ``dense``: a continuous position bias goes on
+    counting in the windows that it was learned for, unless ``config`` says which those are.
     """
     theirs = dense.config
     if not isinstance(config, SwinSettings) or not isinstance(theirs, SwinSettings):
@@ -40,12 +39,10 @@ def inherit_position_windows(config: Settings, image: ImageSpec, dense: Backbone
 @torch.no_grad()
 def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
-    MLP into all experts of its block.
+    MLP into all experts of its block, positions interpolated to the model's grid.
 
-    Routers keep their fresh weights, the head too where the classes differ; positions are
-    interpolated to the model's grid. With ``renormalise`` on the router the model then computes
-    what ``dense`` does. Raises UserError where the sizes differ, or where the experts are no plain
-    MLPs.
+    Routers keep their fresh weights, the head too where the classes differ. With ``renormalise`` on
+    the router the model then computes what ``dense`` does. Raises UserError for what does not fit.
     """
     if dense.config.kind != model.config.kind:
         problem = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
@@ -73,20 +70,15 @@ def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
 
 
 def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
-    """Raise UserError where a continuous position bias would count in other windows than those
-    that it was learned for: what it counts in is no weight, so nothing else would say so.
-    """
+    """Raise UserError where a position bias would count in other windows than it learned."""
     if not isinstance(model.config, SwinSettings) or model.config.depths != dense.config.depths:
         return
     here = model.config.trained_on(model.image).pretrained_windows
     there = dense.config.trained_on(dense.image).pretrained_windows
     if here != there:
-        problem = (
-            f"the teacher's positions were learned for windows of {there}, the model has {here}"
-        )
-        raise UserError(
-            f"upcycle: {problem}; set model.pretrained_windows to the teacher's, or null"
-        )
+        problem = f"the teacher's positions are of windows of {there}, the model's of {here}"
+        mend = "set model.pretrained_windows to the teacher's, or null"
+        raise UserError(f"upcycle: {problem}; {mend}")
 
 
 def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:

@@ -179,8 +179,7 @@ def test_run_stage_prints_one_clear_line():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [(("a",), "toy METHOD SEED (1 given)"), (("a", "b"), "SEED: found 'b'")],
+    ("words", "expected"), [(("a",), "toy METHOD SEED (1 given)"), (("a", "b"), "SEED: found 'b'")]
 )
 def test_run_stage_refuses_wrong_arguments(words, expected):
     process = start(*words)

@@ -17,12 +17,7 @@ from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoE
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import (
-    load_card,
-    load_for_images,
-    load_model,
-    save_model,
-)
+from moecore.training.artifacts import load_card, load_for_images, load_model, save_model
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import BatchPrefetcher, TrainingJob, build_training_job, training_batch
 from moecore.training.loop import total_steps, train_job, validation_metrics

@@ -163,11 +163,7 @@ def test_what_cannot_be_compiled_ends_the_training_or_goes_on_without(capsys):
 
 @pytest.mark.parametrize(
     "word, device, expected",
-    [
-        (None, "cuda", "tried"),
-        (None, "cpu", "off"),
-        ("true", "cpu", "required"),
-    ],
+    [(None, "cuda", "tried"), (None, "cpu", "off"), ("true", "cpu", "required")],
 )
 def test_the_environment_decides(monkeypatch, word, device, expected):
     monkeypatch.delenv(COMPILE, raising=False)

@@ -1,6 +1,4 @@
-"""Group sparsity: experts lie on a map, and a token's probs gather in one neighbourhood of it
-(MoGE, §2.3).
-"""
+"""Group sparsity: a token's probs gather in one neighbourhood of a map (MoGE, §2.3)."""
 
 import math
 from typing import ClassVar, Literal, Self, cast
@@ -93,18 +91,16 @@ def group_sparsity(
 ) -> Tensor:
     """Σ sqrt(F ∗ Z²) over positions, mean over tokens (MoGE, algorithm 1).
 
-    With ``reduction`` "authors" the sum over the global batch's tokens of the mean over positions,
-    divided by the neighbourhood's number of experts h², as the authors' code has it (their
-    repository MoGE, commit c54f89c); the paper's text fixes neither.
+    ``reduction`` "authors": the sum over the global batch's tokens of the mean over positions, over
+    the neighbourhood's number of experts h² (their repository MoGE, commit c54f89c); the paper's
+    text fixes neither.
 
     probs: (B, T, E), clean, each token sums to 1; Z is a token's probs as the map of ``map_shape``,
-    row by row. F sums to 1 and is size × size experts, cut to the map's sides where those are
-    shorter (our choice: a 2 × 4 map has no valid 3 × 3 window); sigma is in experts, infinite for
-    the average filter.  Returns a scalar > 0.
+    row by row. F sums to 1 and is size × size experts, cut to shorter sides of the map (our
+    choice); sigma is in experts, infinite for the average.  Returns a scalar > 0.
 
-    A Gaussian is a product of its rows and its columns, so the convolution is two sums of shifted
-    slices: measured forward and backward on one core, 0.5 ms at 6304 tokens × 8 experts and 0.7 ms
-    at 200 × 400, where conv2d takes 1.4 and 7.5 ms. No product is rounded.
+    A Gaussian is a product of its rows and columns, so the convolution is two sums of shifted
+    slices: 0.5 ms on one core at 6304 tokens × 8 experts, where conv2d takes 1.4.
     """
     rows, columns = map_shape(probs.shape[-1])
     tall, wide = min(size, rows), min(size, columns)
@@ -119,7 +115,7 @@ def group_sparsity(
 
 
 def filter_weights(size: int, sigma: float) -> list[float]:
-    """One side of the filter, centred, of sum 1: a Gaussian, or with infinite sigma the mean."""
+    """One side of the filter, with sum 1: a Gaussian; the average where sigma is infinite."""
     weights = [math.exp(-(((place - (size - 1) / 2) / sigma) ** 2) / 2) for place in range(size)]
     return [weight / sum(weights) for weight in weights]
 

@@ -1,7 +1,4 @@
-"""Importance loss: no expert should collect more probability than another (Shazeer et al.
-
-2017; V-MoE).
-"""
+"""No expert collects more probability than others (Shazeer et al. 2017; V-MoE)."""
 
 from typing import ClassVar, Literal
 

@@ -1,6 +1,4 @@
-"""Jensen–Shannon consistency: the other distance between corresponding tokens of two views that PRC
-tried (§III-B, end).
-"""
+"""The other distance between corresponding tokens of two views (PRC, §III-B, end)."""
 
 from typing import ClassVar, Literal, cast
 

@@ -13,10 +13,7 @@ from moecore.training.regularizers.pairs import sum_over_layers
 
 
 class Load(Config):
-    """The load loss, summed over MoE layers.
-
-    It needs a router that gives the probability of being chosen.
-    """
+    """The load loss, summed over MoE layers, of routers that give the chance of being chosen."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
 

@@ -1,6 +1,4 @@
-"""Orthogonality penalty: the columns of every expert's basis should stay orthonormal (ERMoE,
-Algorithm 1, line 22; §7).
-"""
+"""Orthonormal columns of every expert's basis (ERMoE, Algorithm 1, line 22; §7)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -16,7 +14,7 @@ from moecore.training.sharded_state import local_shard
 
 
 class Orthogonality(Config):
-    """The orthogonality penalty, summed over all parameters that are called ``basis``."""
+    """The orthogonality penalty, summed over every parameter that is called ``basis``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})
 

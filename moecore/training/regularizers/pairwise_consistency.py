@@ -1,6 +1,4 @@
-"""Pairwise router consistency: corresponding patches of two views go to the same expert, and all
-experts are used (PRC, §III-B).
-"""
+"""Corresponding patches of two views go to the same expert, all are used (PRC, §III-B)."""
 
 from typing import ClassVar, Literal, cast
 

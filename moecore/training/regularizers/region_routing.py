@@ -1,6 +1,4 @@
-"""The warm start of region experts: a token of a volume that keeps one tissue should find that
-tissue's expert by its score.
-"""
+"""The warm start of region experts: a tissue's tokens find its expert by their scores."""
 
 from typing import ClassVar, Literal
 
@@ -9,9 +7,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.records import Step
+from moecore.training.regularizers.pairs import check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
 
@@ -20,10 +18,9 @@ class Regions(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
     warm-started on volumes that keep only theirs.
 
-    In the epochs of the warm start each volume keeps one tissue, all in turn, and age is learned
-    from that; the expert of the tissue is the label from which the routers learn. Afterwards a
-    share of the volumes, isolated, goes on to teach the routers, and age is learned from the
-    others. Routers decide throughout; nothing is sent anywhere by force.
+    In the warm start each volume keeps one tissue, all in turn; age is learned from that, and the
+    routers from the tissue's expert. Afterwards a share of the volumes, isolated, goes on to teach
+    the routers, and age is learned from the others. Routers decide throughout.
     """
 
     experts: tuple[str, ...] = Field(
@@ -53,10 +50,8 @@ class RegionRouting(Config):
 
     *Our choice*: the paper says that region experts are warm-started on region-isolated inputs
     (algorithm 2, line 1), not how the routers learn of it. Here the tissue of an isolated volume is
-    known, and is the label of its tokens: the expert's ψ and basis are drawn to the tokens of its
-    tissue and away from those of the others, and the blocks before learn to tell tissues apart.
-    Tokens that are sent to an expert by force instead tell the next layer by what came out of it,
-    which nothing does when the model is used.
+    the label of its tokens. Tokens sent to an expert by force would tell the next layer by what
+    came out of it, which nothing does when the model is used.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
@@ -65,9 +60,7 @@ class RegionRouting(Config):
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
     def __call__(self, step: Step) -> Tensor:
-        if not step.output.routing:
-            mend = "give the method a router and experts, or remove region_routing"
-            raise UserError(f"region_routing: the model has no MoE layers; {mend}")
+        check_has_experts(step)
         if (belongs := step.batch.belongs) is None:
             return step.output.routing[0].logits.new_zeros(())
         terms = [

@@ -1,6 +1,4 @@
-"""Teacher-guided routing: the student's router imitates a router on a dense teacher's features
-(TGR-MoE).
-"""
+"""The student's router imitates a router on a dense teacher's features (TGR-MoE)."""
 
 from typing import ClassVar, Literal
 
@@ -16,7 +14,7 @@ from moecore.nn.correspondence import match_tokens
 
 
 class RouterKl(Config):
-    """KL from the teacher's routing to the student's, mean over MoE layers, to ``until``."""
+    """KL from the teacher's routing to the student's, mean over MoE layers, up to ``until``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "guidance"})
 

@@ -1,6 +1,4 @@
-"""The loss of a router on a dense teacher's features: balanced over experts, sure of each token
-(TGR-MoE, eq. 8).
-"""
+"""The loss of a router on a teacher's features: balanced and sure (TGR-MoE, eq. 8)."""
 
 from typing import ClassVar, Literal, cast
 
@@ -15,10 +13,7 @@ from moecore.training.regularizers.importance import importance
 
 
 class TeacherRouter(Config):
-    """The teacher router's loss, summed over its layers.
-
-    Only the teacher's router learns from it.
-    """
+    """The teacher router's loss, summed over its layers; only that router learns from it."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
 

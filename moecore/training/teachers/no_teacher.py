@@ -6,6 +6,6 @@ from moecore.core.config import Config
 
 
 class NoTeacher(Config):
-    """``{kind: no_teacher}``: nothing is trained; methods that need one are refused."""
+    """No teacher is trained, and methods that need one are refused."""
 
     kind: Literal["no_teacher"] = "no_teacher"

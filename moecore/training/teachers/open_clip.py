@@ -98,7 +98,7 @@ class OpenClip(Config):
 
 
 def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """open_clip's weights under our names, in fp32; biases that CLIP does not have are 0."""
+    """Our names for open_clip's weights, in fp32; biases that CLIP does not have are 0."""
     ours_by_name: dict[str, Tensor] = {}
     for name, value in weights.items():
         new = name

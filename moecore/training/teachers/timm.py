@@ -1,6 +1,4 @@
-"""Pretrained weights of timm's plain vision transformers (ViT, DeiT, DeiT-III) and of Swin V1
-and V2, as a frozen teacher.
-"""
+"""timm's plain vision transformers (ViT, DeiT, DeiT-III) and Swin V1 and V2 as teachers."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -33,7 +31,7 @@ POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
 
 
 class Timm(Config):
-    """A timm model by name, with its pretrained weights or those of a checkpoint file."""
+    """A timm model by name, with timm's weights (downloaded) or those of a file."""
 
     kind: Literal["timm"] = "timm"
     name: str = Field(
@@ -110,10 +108,10 @@ class Timm(Config):
 
         architecture = self.name.split(".")[0]
         if not timm.is_model(architecture):
-            near = timm.list_models(f"*{self.name.split('_')[0]}*")[:5]
-            allowed = (
-                f"a timm model name, for example {', '.join(near) or 'deit_small_patch16_224'}"
-            )
+            near = timm.list_models(f"*{self.name.split('_')[0]}*")[:5] or [
+                "deit_small_patch16_224"
+            ]
+            allowed = f"a timm model name, for example {', '.join(near)}"
             raise UserError(f"teacher.name: found {self.name!r}; allowed: {allowed}")
         if not timm.models.is_model_in_modules(architecture, MODULES):
             module = timm.model_entrypoint(architecture).__module__.rpartition(".")[2]

@@ -259,10 +259,7 @@ def test_what_cannot_be_a_teacher_is_refused():
         Timm(name=NAME, checkpoint="weights.pth").build(IMAGENET)
 
 
-SWIN = {
-    "swin": "swin_tiny_patch4_window7_224",
-    "swin_v2": "swinv2_tiny_window8_256",
-}
+SWIN = {"swin": "swin_tiny_patch4_window7_224", "swin_v2": "swinv2_tiny_window8_256"}
 
 
 def swin_checkpoint(kind: str):

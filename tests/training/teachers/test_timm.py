@@ -11,11 +11,7 @@ from moecore.training.teachers.timm import Timm
 from tests.project import PARAMS
 
 IMAGE = ImageSpec(
-    channels=3,
-    size=224,
-    mean=(0.5,) * 3,
-    std=(0.5,) * 3,
-    task=Classification(classes=("a", "b")),
+    channels=3, size=224, mean=(0.5,) * 3, std=(0.5,) * 3, task=Classification(classes=("a", "b"))
 )
 UNSUPPORTED = {
     "vit_small_patch14_reg4_dinov2": "register tokens",
