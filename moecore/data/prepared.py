@@ -50,14 +50,7 @@ CARD_KEYS = (
     "files",
     "settings",
 )
-VOLUME_KEYS = (
-    "target_range",
-    "regions",
-    "voxel_mm",
-    "simulated",
-    "skipped",
-    "dtype",
-)
+VOLUME_KEYS = ("target_range", "regions", "voxel_mm", "simulated", "skipped", "dtype")
 SMALL = 2**28  # bytes of data whose every bit is verified when they are opened: 0.2 s at most
 
 

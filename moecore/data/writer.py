@@ -13,7 +13,6 @@ from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.data.files.decode import Packing
 from moecore.data.jpeg_store import jpeg_files
 from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
@@ -42,16 +41,7 @@ class JpegFile(NamedTuple):
     lengths: np.ndarray  # int64 (N,), bytes
     extents: np.ndarray  # int64 (N, 2), height and width
     histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
-    packing: Packing
-
-    def card_entry(self) -> dict[str, int | bool]:
-        """Return what the card says of it."""
-        return {
-            "side": self.packing.size,
-            "whole": self.packing.whole,
-            "quality": self.packing.quality,
-            "bytes": int(self.lengths.sum()),
-        }
+    short_side: int
 
 
 class SplitPart(NamedTuple):
@@ -88,7 +78,7 @@ def write_prepared(
     packed = parts["train"].images
     if isinstance(packed, JpegFile):
         mean, std = _moments_of(packed.histogram)
-        jpeg = {"jpeg": packed.card_entry()}
+        jpeg = {"jpeg": {"side": packed.short_side}}
     else:
         mean, std = channel_moments(
             np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)

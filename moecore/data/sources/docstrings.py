@@ -25,16 +25,7 @@ from moecore.data.text.words import (
 )
 from moecore.tasks.next_token import NextToken
 
-PACKAGES = (
-    "matplotlib",
-    "networkx",
-    "numpy",
-    "pandas",
-    "scikit-learn",
-    "scipy",
-    "sympy",
-    "timm",
-)
+PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
 CODE = (">>>", "---", "===", "::")  # what prose does not have
 LEAST_WORDS = 8  # of a paragraph
 LEAST_LETTERS = 0.7  # share of its characters

@@ -103,16 +103,14 @@ def _affine(settings, size: list[int], draws: Draws) -> Tensor:
     low, high = settings.scale
     factors = uniform_draws(draws, low, high)
     turns = torch.stack(
-        [uniform_draws(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size],
-        dim=1,
+        [uniform_draws(draws, -settings.degrees, settings.degrees).deg2rad() for _ in size], dim=1
     )
     moves = torch.stack(
         [uniform_draws(draws, -settings.translate, settings.translate) * side for side in size],
         dim=1,
     )
     return centred_volume_affines(
-        volume_translations(moves) @ volume_rotations(turns) @ volume_scalings(factors),
-        size,
+        volume_translations(moves) @ volume_rotations(turns) @ volume_scalings(factors), size
     )
 
 

@@ -133,17 +133,17 @@ FindFiles = Callable[[VolumeSubject], tuple[SubjectFiles | None, list[str]]]
 
 
 def age_preview(
-    name: str, size: tuple[int, int, int], regions: tuple[str, ...], *seen: Path
+    name: str, size: tuple[int, int, int], regions: tuple[str, ...]
 ) -> Preview:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
     task = Regression(target="age", unit="years")
-    return Preview(name, 1, size, task, regions=regions, seen=seen)
+    return Preview(name, 1, size, task, regions=regions)
 
 
 def preview_cohort(
     root: Path, table: CohortTable, files: FindFiles, settings: CohortSplits
 ) -> dict[str, Any]:
-    """Return ``counts``, ``seen`` and ``note`` of a Preview; no volume is opened.
+    """Return ``counts`` and ``note`` of a Preview; no volume is opened.
 
     files: a subject's files, or None and what is wrong with them. Raises UserError that lists the
     problems of the whole cohort, unless ``settings.on_error`` is "skip".
@@ -162,7 +162,7 @@ def preview_cohort(
     rows = split_cohort(usable, settings, asked)
     note = f"{len(problems)} problems; those subjects will be left out" if problems else None
     counts = {split: (len(part),) for split, part in rows.items()}
-    return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
+    return {"counts": counts, "note": note}
 
 
 def list_problems(root: Path, problems: Sequence[SubjectProblem]) -> str:
