@@ -66,13 +66,16 @@ def write_prepared(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     counts = {split: _count_classes(facts, split, parts[split].labels) for split in SPLITS}
+    names = []
     for split in SPLITS:
-        labels = parts[split].labels
-        images = parts[split].images
+        labels, images = parts[split]
         if isinstance(images, JpegFile):
             _write_jpegs(folder, split, len(labels), images)
+            names += jpeg_files(split)
         else:
-            _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
+            names.append(f"{split}_images.npy")
+            _write_images(folder / names[-1], facts, len(labels), images)
+        names.append(f"{split}_labels.npy")
         _, dtype = facts.task.storage_format(len(labels))
         save_array(folder / f"{split}_labels.npy", labels.astype(dtype))
     packed = parts["train"].images
@@ -80,9 +83,8 @@ def write_prepared(
         mean, std = _moments_of(packed.histogram)
         jpeg = {"jpeg": {"side": packed.short_side}}
     else:
-        mean, std = channel_moments(
-            np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
-        )
+        stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
+        mean, std = channel_moments(stored)
         jpeg = {}
     settings = facts.settings.model_dump(mode="json")
     card = {
@@ -98,24 +100,12 @@ def write_prepared(
         "seed": settings["seed"],
         "licence": facts.licence,
         "source": facts.source,
-        "files": {name: file_checksum(folder / name) for name in image_file_names(parts)},
+        "files": {name: file_checksum(folder / name) for name in names},
         "settings": settings,
         **jpeg,
     }
     write_sealed(folder / "card.json", card)
     return card
-
-
-def image_file_names(parts: Mapping[str, SplitPart]) -> list[str]:
-    """Names of the files of a prepared folder: two arrays a split, or four where JPEG is stored."""
-    names = []
-    for split in SPLITS:
-        if isinstance(parts[split].images, JpegFile):
-            names += jpeg_files(split)
-        else:
-            names.append(f"{split}_images.npy")
-        names.append(f"{split}_labels.npy")
-    return names
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:

@@ -36,10 +36,7 @@ class Cifar(PublishedSet):
         description="Folder, or folders in order, with the .bin files or the archive",
     )
     size: int = Field(
-        32,
-        ge=4,
-        le=1024,
-        description="Height and width in pixels; other than 32 is resized bilinearly",
+        32, ge=4, le=1024, description="Height and width in pixels; bilinear where not 32"
     )
 
     def facts(self) -> PublishedFacts:

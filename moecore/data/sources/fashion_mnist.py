@@ -41,10 +41,7 @@ class FashionMnist(PublishedSet):
         description="Folder, or folders in order, that may hold the four files",
     )
     size: int = Field(
-        28,
-        ge=4,
-        le=1024,
-        description="Height and width in pixels; other than 28 is resized bilinearly",
+        28, ge=4, le=1024, description="Height and width in pixels; bilinear where not 28"
     )
 
     def facts(self) -> PublishedFacts:

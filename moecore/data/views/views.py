@@ -57,7 +57,7 @@ class Affine(Config):
         0.0,
         ge=0,
         le=180,
-        description="Rotation from −degrees to +degrees; of volumes about each of the three axes",
+        description="Rotation from −degrees to +degrees; volumes: about each axis",
     )
     translate: float = Field(
         0.0, ge=0, le=1, description="Movement along each axis, up to this share of the side"
@@ -66,10 +66,7 @@ class Affine(Config):
         (1.0, 1.0), description="Factor on both sides: lowest, highest"
     )
     shear: float = Field(
-        0.0,
-        ge=0,
-        lt=45,
-        description="Shear along the columns from −shear to +shear degrees; images only",
+        0.0, ge=0, lt=45, description="Shear along the columns, ± this many degrees; images only"
     )
 
     @model_validator(mode="after")
@@ -104,11 +101,7 @@ class ViewSettings(Config):
     """
 
     shift: int = Field(
-        0,
-        ge=0,
-        description=(
-            "Move by up to this many whole pixels along each axis (as padding and cropping does)"
-        ),
+        0, ge=0, description="Move by up to this many whole pixels along each axis (pad and crop)"
     )
     crop: Crop | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
@@ -121,10 +114,7 @@ class ViewSettings(Config):
     )
     intensity: Intensity | None = Field(None, description="Random grey values; volumes only")
     erasing: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Probability of blacking out a rectangle of 2 to 33 % of the view",
+        0.0, ge=0, le=1, description="Probability of a black rectangle of 2 to 33 % of the view"
     )
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
