@@ -17,8 +17,8 @@ from moecore.data.workers import thread_count
 
 
 def jpeg_files(split: str) -> list[str]:
-    """Return the names of a split's JPEG files in one, its offsets, its heights and widths."""
-    return [f"{split}_images.bin", f"{split}_offsets.npy", f"{split}_extents.npy"]
+    """Return the names of a split's JPEG files in one, and of its offsets."""
+    return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,11 @@ class JpegImages:
         """Open those of a prepared folder. Raises UserError naming the file where its length is not
         what the offsets say.
         """
-        path, offsets, extents = (folder / name for name in jpeg_files(split))
+        path, offsets = (folder / name for name in jpeg_files(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
         if size != starts[-1]:
             raise UserError(f"{path}: expected {starts[-1]} bytes, found {size}; {PREPARE_AGAIN}")
-        open_array(extents, (number, 2), np.int64)
         content = np.memmap(path, np.uint8, "r")
         return cls(path, content, np.arange(number), starts, card["size"], card["channels"])
 

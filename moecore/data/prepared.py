@@ -12,7 +12,7 @@ are blocks of M tokens with those that are read before them, int32 (N, C, M), an
 next tokens (N, M): see moecore/data/text/words.py.
 
 Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
-``train_offsets.npy`` int64 (N + 1,), ``train_extents.npy`` int64 (N, 2), height and width.
+``train_offsets.npy`` int64 (N + 1,).
 
 The card says everything about the set: name, kind, task, channels, size, images and counts of each
 split, mean and std of the training images, seed, licence, source, sha256 of each file, and the

@@ -39,7 +39,6 @@ class JpegFile(NamedTuple):
 
     path: Path
     lengths: np.ndarray  # int64 (N,), bytes
-    extents: np.ndarray  # int64 (N, 2), height and width
     histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
     short_side: int
 
@@ -149,10 +148,9 @@ def _count_classes(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[s
 def _write_jpegs(folder: Path, split: str, labels: int, images: JpegFile) -> None:
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
-    content, offsets, extents = (folder / name for name in jpeg_files(split))
+    content, offsets = (folder / name for name in jpeg_files(split))
     shutil.move(images.path, content)
     save_array(offsets, np.concatenate([[0], images.lengths.cumsum()]))
-    save_array(extents, images.extents)
 
 
 def _write_images(

@@ -66,12 +66,9 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
 
 
 class PackedImage(NamedTuple):
-    """A JPEG file, its height and width, and its pixels' histogram before compression, int64
-    (C, 256).
-    """
+    """A JPEG file, and its pixels' histogram before compression, int64 (C, 256)."""
 
     content: bytes
-    extent: tuple[int, int]
     histogram: np.ndarray
 
 
@@ -89,7 +86,7 @@ def pack_image(path: str | Path, short_side: int, channels: int) -> PackedImage:
         file = io.BytesIO()
         small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
-    return PackedImage(file.getvalue(), (height, width), histogram)
+    return PackedImage(file.getvalue(), histogram)
 
 
 def unpack_image(content: bytes, channels: int) -> Image.Image:

@@ -73,11 +73,10 @@ class DecodeCache(NamedTuple):
         State is saved as by ``decode``; another short side starts afresh too.
         """
         file = self.folder / f"{split}.bin"
-        # length, height and width of each
-        listed, shape = self.folder / f"{split}_files.npy", (len(paths), 3)
+        listed, shape = self.folder / f"{split}_lengths.npy", (len(paths),)
         key = _key(f"whole {short_side}", self, paths)
         state: dict[str, Any] = {"bytes": 0} | self._resume(split, listed, shape, np.int64, key)
-        table = new_array(listed, np.int64, shape, begun=state["done"] > 0)
+        lengths = new_array(listed, np.int64, shape, begun=state["done"] > 0)
         histogram = np.array(state.get("histogram", np.zeros((self.channels, 256))), np.int64)
         _append_content(file, state["bytes"], b"")
 
@@ -92,18 +91,17 @@ class DecodeCache(NamedTuple):
             for row, one in zip(rows, packed, strict=True):
                 if isinstance(one, str):
                     state["failures"][str(row)] = one
-                    table[row] = 0
+                    lengths[row] = 0
                     continue
                 contents.append(one.content)
-                table[row] = (len(one.content), *one.extent)
+                lengths[row] = len(one.content)
                 histogram += one.histogram
             state["bytes"] = _append_content(file, state["bytes"], b"".join(contents))
-            table.flush()
+            lengths.flush()
             state |= {"done": rows.stop, "histogram": histogram.tolist()}
             write_sealed(self.folder / f"{split}.json", state)
         bad = {int(row): reason for row, reason in state["failures"].items()}
-        whole = np.delete(table, sorted(bad), axis=0)
-        return JpegFile(file, whole[:, 0], whole[:, 1:], histogram, short_side), bad
+        return JpegFile(file, np.delete(lengths, sorted(bad)), histogram, short_side), bad
 
     def _resume(
         self, split: str, array: Path, shape: tuple[int, ...], dtype: type, key: str
