@@ -56,7 +56,7 @@ class ClassFolders(SplitSettings):
         raise NotImplementedError
 
     def scratch_folder(self, folder: Path) -> Path:
-        """Where unfinished work lies."""
+        """Return where unfinished work lies."""
         return folder / ".decoded"
 
     def prepare(self, folder: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class PublishedSet(SplitSettings):
     )
 
     def facts(self) -> PublishedFacts:
-        """What is known of the set."""
+        """Return what is known of the set."""
         raise NotImplementedError
 
     def find_files(self, roots: list[Path]) -> Path | None:

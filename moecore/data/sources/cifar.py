@@ -40,7 +40,7 @@ class Cifar(PublishedSet):
     )
 
     def facts(self) -> PublishedFacts:
-        """What is known of the set."""
+        """Return what is known of the set."""
         chosen = SETS[self.classes]
         name = f"CIFAR-{self.classes}"
         train, test = (sum(files.values()) for files in (chosen.train, chosen.test))

@@ -45,7 +45,7 @@ class FashionMnist(PublishedSet):
     )
 
     def facts(self) -> PublishedFacts:
-        """What is known of the set."""
+        """Return what is known of the set."""
         source = "https://github.com/zalandoresearch/fashion-mnist"
         return PublishedFacts("Fashion-MNIST", CLASSES, 1, "MIT", source, 60_000, 10_000)
 
