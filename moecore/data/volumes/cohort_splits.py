@@ -132,9 +132,7 @@ def _draw_from_groups(
 FindFiles = Callable[[VolumeSubject], tuple[SubjectFiles | None, list[str]]]
 
 
-def age_preview(
-    name: str, size: tuple[int, int, int], regions: tuple[str, ...]
-) -> Preview:
+def age_preview(name: str, size: tuple[int, int, int], regions: tuple[str, ...]) -> Preview:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
     task = Regression(target="age", unit="years")
     return Preview(name, 1, size, task, regions=regions)
