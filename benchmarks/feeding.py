@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_images
 
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
-from moecore.data.files.decode import Packing, decode_image, pack_image, unpack_image
+from moecore.data.files.decode import decode_image, pack_image, unpack_image
 from moecore.data.sampling import UnevenImages, cut_reached_parts
 from moecore.data.views.views import Crop, ViewSettings, make_views
 from moecore.data.writer import channel_moments
@@ -28,7 +28,7 @@ class Feeding(NamedTuple):
 
     decoded_224: float  # prepare, raw
     decoded_256: float
-    packed_256: float  # prepare, store: jpeg, short_side: 256
+    packed_256: float  # prepare, short_side: 256
     unpacked_256: float  # training on them: decoding
     cut_224: float  # … and cutting out random resized crops, which the device resizes
     taken_224: float  # training on raw: gathered from memory
@@ -50,8 +50,7 @@ def feeding(repeats: int = 60) -> Feeding:
 
 
 def _rates(paths: list[Path], repeats: int) -> Feeding:
-    packing = Packing(256, whole=True, channels=3, quality=95)
-    packed = [pack_image(path, packing) for path in paths]
+    packed = [pack_image(path, 256, 3) for path in paths]
     whole = [np.asarray(unpack_image(one.content, 3)) for one in packed] * (SEVERAL // 2)
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (4096, 3, 224, 224), np.uint8)  # more than a cache holds
@@ -68,7 +67,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
     return Feeding(
         a_second(lambda: [decode_image(path, 224, 3) for path in paths], each),
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
-        a_second(lambda: [pack_image(path, packing) for path in paths], each),
+        a_second(lambda: [pack_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [np.asarray(unpack_image(one.content, 3)) for one in packed], each),
         a_second(lambda: cut_reached_parts(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),

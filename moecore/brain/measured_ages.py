@@ -61,7 +61,7 @@ class AgeResult(Config):
     predictor_sha256: str
     points: AgePoints
     items: dict[str, str] = Field(
-        default={}, description="of each variant's MAE one number a person (``encode_items``)"
+        {}, description="of each variant's MAE one number a person (``encode_items``)"
     )
 
 

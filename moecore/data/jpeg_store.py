@@ -1,4 +1,4 @@
-"""Images kept as JPEG files in one file, each decoded when it is asked for."""
+"""Images kept whole, as JPEG files in one file, each decoded when it is asked for."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +17,13 @@ from moecore.data.workers import thread_count
 
 
 def jpeg_files(split: str) -> list[str]:
-    """Return the names of a split's JPEG files in one, its offsets, its heights and widths."""
-    return [f"{split}_images.bin", f"{split}_offsets.npy", f"{split}_extents.npy"]
+    """Return the names of a split's JPEG files in one, and of its offsets."""
+    return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
 
 @dataclass(frozen=True)
 class JpegImages:
-    """N images kept as JPEG files in one file, each decoded when it is asked for.
+    """N images of different shapes, kept as JPEG files in one file.
 
     Looks like an array uint8 (N, C, S, S) of their centre squares; several indices give the same
     of fewer images, and nothing is decoded before ``numpy.asarray``. ``whole`` has all pixels.
@@ -33,31 +33,21 @@ class JpegImages:
     content: np.ndarray  # uint8 (bytes,), memory-mapped
     places: np.ndarray  # int64 (N,): which of the file's images
     offsets: np.ndarray  # int64 (all + 1,): where each begins, and the last one ends
-    extents: np.ndarray  # int64 (all, 2): height and width
     size: int  # S
     channels: int
-    uneven: bool  # whether the images have different shapes
     dtype = np.dtype(np.uint8)
     ndim = 4
 
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "JpegImages":
         """Open those of a prepared folder; UserError where a length is not what offsets say."""
-        path, offsets, extents = (folder / name for name in jpeg_files(split))
+        path, offsets = (folder / name for name in jpeg_files(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
         if size != starts[-1]:
             raise UserError(f"{path}: expected {starts[-1]} bytes, found {size}; {PREPARE_AGAIN}")
-        return cls(
-            path,
-            np.memmap(path, np.uint8, "r"),
-            np.arange(number),
-            starts,
-            np.array(open_array(extents, (number, 2), np.int64)),
-            card["size"],
-            card["channels"],
-            card["jpeg"]["whole"],
-        )
+        content = np.memmap(path, np.uint8, "r")
+        return cls(path, content, np.arange(number), starts, card["size"], card["channels"])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

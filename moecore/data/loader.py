@@ -83,21 +83,17 @@ class OnDisk(NamedTuple):
 
 
 class EncodedOnDisk(NamedTuple):
-    """A split whose images stay JPEG files on disk; those of each batch are decoded, in threads."""
+    """A split whose images stay whole, as JPEG files; each batch is decoded, in threads."""
 
     images: JpegImages
     labels: Tensor
 
-    def take(self, indices: Tensor) -> tuple[Tensor | UnevenImages, Tensor]:
-        """Images uint8 (B, C, H, W), or of different shapes, and labels of CPU indices (B,)."""
+    def take(self, indices: Tensor) -> tuple[UnevenImages, Tensor]:
+        """Images of different shapes and labels (B,) or (B, K) of CPU indices (B,)."""
         device = self.labels.device
         labels = self.labels.index_select(0, to_device_async(indices, device))
-        if self.images.uneven:
-            whole = self.images.whole(indices.numpy())
-            return UnevenImages(whole, self.images.size, device), labels
-        return to_device_async(
-            torch.from_numpy(np.asarray(self.images[indices.numpy()])), device
-        ), labels
+        whole = self.images.whole(indices.numpy())
+        return UnevenImages(whole, self.images.size, device), labels
 
 
 Loaded = OnDevice | OnDisk | EncodedOnDisk

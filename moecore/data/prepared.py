@@ -12,7 +12,7 @@ are blocks of M tokens with those that are read before them, int32 (N, C, M), an
 next tokens (N, M): see moecore/data/text/words.py.
 
 Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
-``train_offsets.npy`` int64 (N + 1,), ``train_extents.npy`` int64 (N, 2), height and width.
+``train_offsets.npy`` int64 (N + 1,).
 
 The card says everything about the set: name, kind, task, channels, size, images and counts of each
 split, mean and std of the training images, seed, licence, source, sha256 of each file, and the
@@ -35,22 +35,8 @@ from moecore.tasks import AnyTask
 
 SPLITS = ("train", "validation", "test")
 CARD_KEYS = (
-    "name",
-    "kind",
-    "task",
-    "channels",
-    "size",
-    "images",
-    "counts",
-    "mean",
-    "std",
-    "seed",
-    "licence",
-    "source",
-    "files",
-    "settings",
+    "name kind task channels size images counts mean std seed licence source files settings".split()
 )
-VOLUME_KEYS = ("target_range", "regions", "voxel_mm", "simulated", "skipped", "dtype")
 SMALL = 2**28  # bytes of data whose every bit is verified when they are opened: 0.2 s at most
 
 
@@ -127,8 +113,7 @@ class Prepared(NamedTuple):
         # Volumes have three sizes, images one, and text one in a list.
         sizes = card.get("size")
         axes = len(sizes) if isinstance(sizes, list) else 2
-        wanted = CARD_KEYS + VOLUME_KEYS if axes == 3 else CARD_KEYS
-        if lacking := [key for key in wanted if key not in card]:
+        if lacking := [key for key in CARD_KEYS if key not in card]:
             raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {PREPARE_AGAIN}")
         try:
             task = read_task(card["task"])
@@ -137,7 +122,8 @@ class Prepared(NamedTuple):
             raise UserError(f"{folder / 'card.json'}: task: {why}; {PREPARE_AGAIN}") from error
         open_split = {1: _open_text, 2: _open_images, 3: _open_volumes}[axes]
         train, validation, test = (open_split(folder, card, task, split) for split in SPLITS)
-        if verify or _file_bytes(folder, card) <= SMALL:
+        paths = [folder / name for name in card["files"]]
+        if verify or sum(path.stat().st_size for path in paths if path.is_file()) <= SMALL:
             _verify(folder, card)
         return Prepared(card, train, validation, test, folder)
 
@@ -175,12 +161,6 @@ def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) ->
 
 def _labels(folder: Path, task: AnyTask, split: str, number: int) -> np.ndarray:
     return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))
-
-
-def _file_bytes(folder: Path, card: dict[str, Any]) -> int:
-    """Bytes of the files that the card names."""
-    paths = [folder / name for name in card["files"]]
-    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _verify(folder: Path, card: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Preview of the data that a source would write: its settings, folders and counts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ class Preview(NamedTuple):
     # split → images of each class, or the one number of all where labels are no single classes
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
-    seen: tuple[Path, ...] = ()  # files and folders whose change may change this
     short_side: int | None = None  # of training images that are kept whole; None: squares of size
     note: str | None = None  # what is worth knowing and no problem, such as a download
     problem: str | None = None  # why ``prepare`` would fail
@@ -46,26 +44,20 @@ class Preview(NamedTuple):
         return tuple(self.size)
 
     def complete_with(self, look: Callable[[], Mapping[str, Any]]) -> "Preview":
-        """Return it with the fields that ``look`` gives; a UserError of it becomes the ``problem``.
-
-        ``seen`` is added to what is there.
-        """
+        """Return it with the fields that ``look`` gives; a UserError is its ``problem``."""
         try:
-            fields = dict(look())
+            return self._replace(**look())
         except UserError as error:
             return self._replace(problem=str(error))
-        fields["seen"] = tuple(dict.fromkeys((*self.seen, *fields.get("seen", ()))))
-        return self._replace(**fields)
 
 
-def card_preview(card: Mapping[str, Any], path: Path) -> Preview:
-    """Return the preview of data that ``prepare`` has written; ``path`` is the card's.
+def card_preview(card: Mapping[str, Any]) -> Preview:
+    """Return the preview of data that ``prepare`` has written.
 
     Raises KeyError or pydantic.ValidationError where the card is of other code than this.
     """
     size = card["size"]
     task = read_task(card["task"])
-    jpeg = card.get("jpeg", {})
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
     if task.needs_classes("one_class"):
         counts = {split: (number,) for split, number in card["images"].items()}
@@ -76,8 +68,7 @@ def card_preview(card: Mapping[str, Any], path: Path) -> Preview:
         task,
         counts,
         tuple(card.get("regions") or ()),
-        (path,),
-        jpeg.get("side") if jpeg.get("whole") else None,
+        card.get("jpeg", {}).get("side"),
     )
 
 

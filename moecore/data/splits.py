@@ -20,16 +20,13 @@ class SplitSettings(Config):
         0.1,
         gt=0,
         allow_inf_nan=False,
-        description=(
-            "Split off the training set for validation: below 1 a share of each class, from 1 on a "
-            "number of images in all"
-        ),
+        description="Split off train for validation: below 1 a share, from 1 on a number of images",
     )
     train_limit: int | None = Field(
-        None, ge=1, description="At most this many training images, evenly from the classes"
+        None, ge=1, description="At most this many training images, drawn evenly from the classes"
     )
     test_limit: int | None = Field(
-        None, ge=1, description="At most this many test images, evenly from the classes"
+        None, ge=1, description="At most this many test images, drawn evenly from the classes"
     )
 
     @model_validator(mode="after")

@@ -13,7 +13,6 @@ from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.data.files.decode import Packing
 from moecore.data.jpeg_store import jpeg_files
 from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
@@ -40,18 +39,8 @@ class JpegFile(NamedTuple):
 
     path: Path
     lengths: np.ndarray  # int64 (N,), bytes
-    extents: np.ndarray  # int64 (N, 2), height and width
     histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
-    packing: Packing
-
-    def card_entry(self) -> dict[str, int | bool]:
-        """Return what the card says of it."""
-        return {
-            "side": self.packing.size,
-            "whole": self.packing.whole,
-            "quality": self.packing.quality,
-            "bytes": int(self.lengths.sum()),
-        }
+    short_side: int
 
 
 class SplitPart(NamedTuple):
@@ -76,23 +65,25 @@ def write_prepared(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     counts = {split: _count_classes(facts, split, parts[split].labels) for split in SPLITS}
+    names = []
     for split in SPLITS:
-        labels = parts[split].labels
-        images = parts[split].images
+        labels, images = parts[split]
         if isinstance(images, JpegFile):
             _write_jpegs(folder, split, len(labels), images)
+            names += jpeg_files(split)
         else:
-            _write_images(folder / f"{split}_images.npy", facts, len(labels), images)
+            names.append(f"{split}_images.npy")
+            _write_images(folder / names[-1], facts, len(labels), images)
+        names.append(f"{split}_labels.npy")
         _, dtype = facts.task.storage_format(len(labels))
         save_array(folder / f"{split}_labels.npy", labels.astype(dtype))
     packed = parts["train"].images
     if isinstance(packed, JpegFile):
         mean, std = _moments_of(packed.histogram)
-        jpeg = {"jpeg": packed.card_entry()}
+        jpeg = {"jpeg": {"side": packed.short_side}}
     else:
-        mean, std = channel_moments(
-            np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
-        )
+        stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
+        mean, std = channel_moments(stored)
         jpeg = {}
     settings = facts.settings.model_dump(mode="json")
     card = {
@@ -108,24 +99,12 @@ def write_prepared(
         "seed": settings["seed"],
         "licence": facts.licence,
         "source": facts.source,
-        "files": {name: file_checksum(folder / name) for name in image_file_names(parts)},
+        "files": {name: file_checksum(folder / name) for name in names},
         "settings": settings,
         **jpeg,
     }
     write_sealed(folder / "card.json", card)
     return card
-
-
-def image_file_names(parts: Mapping[str, SplitPart]) -> list[str]:
-    """Names of the files of a prepared folder: two arrays a split, or four where JPEG is stored."""
-    names = []
-    for split in SPLITS:
-        if isinstance(parts[split].images, JpegFile):
-            names += jpeg_files(split)
-        else:
-            names.append(f"{split}_images.npy")
-        names.append(f"{split}_labels.npy")
-    return names
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
@@ -169,10 +148,9 @@ def _count_classes(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[s
 def _write_jpegs(folder: Path, split: str, labels: int, images: JpegFile) -> None:
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
-    content, offsets, extents = (folder / name for name in jpeg_files(split))
+    content, offsets = (folder / name for name in jpeg_files(split))
     shutil.move(images.path, content)
     save_array(offsets, np.concatenate([[0], images.lengths.cumsum()]))
-    save_array(extents, images.extents)
 
 
 def _write_images(

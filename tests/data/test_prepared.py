@@ -216,8 +216,7 @@ def test_what_is_said_beforehand_is_what_is_written(tmp_path, monkeypatch, kind)
     said = source.preview()
     assert said.problem is None and said.note is None
     source.prepare(tmp_path / "out")
-    card = tmp_path / "out/card.json"
-    written = card_preview(read_json(card), card)
+    written = card_preview(read_json(tmp_path / "out/card.json"))
     assert said.counts == written.counts and said.images == written.images
     assert (said.name, said.channels, said.shape) == (written.name, written.channels, written.shape)
     assert said.classes == written.classes and said.task.kind == written.task.kind

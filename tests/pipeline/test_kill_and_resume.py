@@ -146,7 +146,7 @@ def test_a_training_on_jpeg_files_of_all_shapes_ends_bit_equal_too(tmp_path):
     params = PARAMS
     views = "views: {crop: {scale: [0.08, 1.0]}, flip: true}"
     for old, new in (
-        ("{kind: digits, size: 16}", f"{{{kind}, store: jpeg, short_side: 40}}"),
+        ("{kind: digits, size: 16}", f"{{{kind}, short_side: 40}}"),
         ("{kind: digits, size: 24, seed: 1}", f"{{{kind}}}"),
         ("log_every: 5, checkpoint_every: 4}\nteacher_router", f"{views}}}\nteacher_router"),
         ("{epochs: 2, batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 4,\n", ""),

@@ -20,14 +20,9 @@ from moecore.core.roots import candidate_folders
 from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview
-from moecore.data.text.captions import (
-    CaptionedDatasetInfo,
-    caption_task,
-    tokenize_captions,
-    write_captioned,
-)
-from moecore.data.text.tokenizers import AnyTokenizer, Tokenizer, WordSettings, WordTokenizer
-from moecore.data.writer import SplitPart
+from moecore.data.text.captions import caption_task, tokenize_captions, write_captioned
+from moecore.data.text.tokenizers import AnyTokenizer, WordSettings, WordTokenizer
+from moecore.data.writer import DatasetInfo
 from moecore.tasks.image_text import ImageText
 
 SPLIT_STREAM = 6  # a random stream of its own
@@ -88,39 +83,27 @@ class CaptionedFiles(Config):
             text for _, one in splits["train"] for text in one.captions
         )
         name, licence, source = self.facts()
-        about = CaptionedDatasetInfo(
-            name, self.channels, self.size, licence, source, self, self.sided
-        )
-        task = caption_task(about, tokenizer)
+        task = caption_task(self, tokenizer)
+        info = DatasetInfo(name, task, self.channels, self.size, licence, source, self)
         files, counts = {}, {}
         for split, images in splits.items():
             captions = [one.captions for _, one in images]
             labels, counts[split] = tokenize_captions(captions, tokenizer, task)
             files[split] = SplitFiles([path for path, _ in images], labels)
         scratch = Path(folder) / ".decoded"
-        kept = DecodeCache(scratch, self.size, self.channels)
-        parts: dict[str, SplitPart] = decode_splits(kept, files, self.on_error)
-        card = write_captioned(folder, about, tokenizer, parts, counts)
+        parts = decode_splits(DecodeCache(scratch, self.size, self.channels), files, self.on_error)
+        card = write_captioned(folder, info, tokenizer, parts, counts)
         shutil.rmtree(scratch)
         return card
 
     def preview(self) -> Preview:
-        """Return what ``prepare`` would write; the annotations are read, and no image."""
-        roots = tuple(candidate_folders(self.root))
-        unseen = self._task(WordTokenizer([]))  # a task with captions, though no file be there
-        known = Preview(self.facts()[0], self.channels, self.size, unseen, seen=roots)
-        return known.complete_with(self._look)
+        """Return what ``prepare`` would write; the annotations are read, and no word counted."""
+        unseen = caption_task(self, WordTokenizer([]))  # its words are not known before
+        known = Preview(self.facts()[0], self.channels, self.size, unseen)
+        return known.complete_with(self._count_images)
 
-    def _look(self) -> dict[str, Any]:
-        splits = self._image_files()
-        counts = {split: (len(images),) for split, images in splits.items()}
-        training = (text for _, one in splits["train"] for text in one.captions)
-        return {"task": self._task(self.tokenizer.build(training)), "counts": counts}
-
-    def _task(self, tokenizer: Tokenizer) -> ImageText:
-        return caption_task(
-            CaptionedDatasetInfo("", self.channels, self.size, "", "", self, self.sided), tokenizer
-        )
+    def _count_images(self) -> dict[str, Any]:
+        return {"counts": {split: (len(images),) for split, images in self._image_files().items()}}
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
         """The files of each split, and what is said of them, after the limits."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
 from moecore.data.files.download import check_digest, download_file
 
 URL = "https://www.cs.toronto.edu/~kriz/"
@@ -40,7 +39,7 @@ def read_binary(
         check_digest(place, "md5", chosen.md5, str(place))
         contents = _read_archive(place, files)
     else:
-        contents = {name: path_inside(place, name).read_bytes() for name in files}
+        contents = {name: (place / name).read_bytes() for name in files}
     width = chosen.label_bytes + PIXELS
     for name, number in files.items():
         if (length := len(contents[name])) != number * width:

@@ -1,79 +1,114 @@
-"""Folders of images, one folder a class, and how their images are kept."""
+"""Folders of images, one folder a class: what the sources image_folder and imagenet share."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
-from moecore.data.files.decode import SUFFIXES, Packing
-from moecore.data.files.decode_cache import SplitFiles
-from moecore.data.preview import class_counts
+from moecore.core.roots import candidate_folders
+from moecore.data.files.decode import SUFFIXES
+from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
+from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings
+from moecore.data.writer import DatasetInfo, write_prepared
+from moecore.tasks.classification import Classification
 
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
-QUALITY = 95
 
 
-class ImageStoreSettings(SplitSettings):
+class ClassFolders(SplitSettings):
     """Fields of the sources whose images are files of different shapes."""
 
-    store: Literal["raw", "jpeg"] = Field(
-        "raw", description="Training images: raw bytes, or JPEG, decoded whenever they are seen"
-    )
+    root: str
+    size: int = Field(32, ge=4, le=1024, description="Height and width in pixels")
+    channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
     short_side: int | None = Field(
-        None, ge=4, le=1024, description="With store: jpeg: keep whole images, with this short side"
+        None,
+        ge=SMALLEST,
+        le=1024,
+        description="Keep training images whole, as JPEG files with a short side of this, so that "
+        "views.crop chooses from all of them; null: their centre square of `size`, raw",
     )
-    quality: int = Field(
-        QUALITY, ge=50, le=100, description="Of the JPEG files, where they are kept"
+    on_error: Literal["stop", "skip"] = Field(
+        "stop",
+        description="What an unreadable image does: stop, naming all of them, or be left out",
     )
 
     @model_validator(mode="after")
-    def _stored(self) -> Self:
-        size = getattr(self, "size", SMALLEST)
-        if self.store == "jpeg" and size < SMALLEST:
-            raise ValueError(f"store is jpeg, size {size}; allowed: {SMALLEST} or more, or raw")
-        if self.store == "raw" and self.quality != QUALITY:
-            given = f"quality is {self.quality}, of JPEG files, and store is raw"
-            raise ValueError(f"{given}; allowed: {QUALITY}, or store: jpeg")
-        if self.short_side is None:
-            return self
-        if self.store == "raw":
-            given = f"short_side is {self.short_side}, store raw, which has one shape for all"
-            raise ValueError(f"{given}; allowed: short_side: null, or store: jpeg")
-        if self.short_side < size:
-            given = f"short_side is {self.short_side}, size {size}"
-            raise ValueError(f"{given}; allowed: {size} or more, or null")
+    def _large_enough(self) -> Self:
+        if self.short_side is not None and self.short_side < self.size:
+            given = f"short_side is {self.short_side}, size {self.size}"
+            raise ValueError(f"{given}; allowed: {self.size} or more, or null")
         return self
 
-    def packing(self, size: int, channels: int) -> Packing | None:
-        """Return how training images become JPEG files; None where they stay raw."""
-        if self.store == "raw":
-            return None
-        return Packing(self.short_side or size, self.short_side is not None, channels, self.quality)
+    def facts(self) -> tuple[str, str, str]:
+        """Name, licence and source, for the card."""
+        raise NotImplementedError
+
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, SplitFiles]]:
+        """The classes and the files of each split. Raises UserError on wrong folders."""
+        raise NotImplementedError
+
+    def scratch_folder(self, folder: Path) -> Path:
+        """Return where unfinished work lies."""
+        return folder / ".decoded"
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout to ``folder`` and return its card; UserError on wrong folders
+        or unreadable files.
+        """
+        classes, splits = self.list_splits()
+        scratch = self.scratch_folder(Path(folder))
+        cache = DecodeCache(scratch, self.size, self.channels)
+        parts = decode_splits(cache, splits, self.on_error, self.short_side)
+        name, licence, source = self.facts()
+        task = Classification(classes=classes)
+        info = DatasetInfo(name, task, self.channels, self.size, licence, source, self)
+        card = write_prepared(folder, info, parts)
+        shutil.rmtree(scratch)
+        return card
+
+    def preview(self) -> Preview:
+        """Return what ``prepare`` would write; files are counted."""
+        known = Preview(self.facts()[0], self.channels, self.size, None)
+        return known.complete_with(self._count_files)
+
+    def _count_files(self) -> dict[str, Any]:
+        classes, splits = self.list_splits()
+        labels = {split: part.labels for split, part in splits.items()}
+        return {
+            "task": Classification(classes=classes),
+            "counts": class_counts(self.facts()[0], classes, labels),
+            "short_side": self.short_side,
+        }
+
+    def root_folder(self) -> Path:
+        """The first of the folders that ``root`` may be. Raises UserError where there is none."""
+        roots = candidate_folders(self.root)
+        if folder := next((root for root in roots if root.is_dir()), None):
+            return folder
+        looked = " and ".join(map(str, roots))
+        raise UserError(
+            f"{looked}: no such folder; set `root` to the folder with the class folders"
+        )
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
     """Return the sorted names of the class folders; UserError where there are fewer than two."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    names = tuple(
-        sorted(
-            path.name
-            for path in folder.iterdir()
-            if path.is_dir() and not path.name.startswith(".")
-        )
-    )
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    names = sorted(name for name in names if not name.startswith("."))
     if len(names) < 2:
-        raise UserError(
-            f"{folder}: found {len(names)} class folders; allowed: two or more, with the images "
-            "of one class each"
-        )
-    return names
+        allowed = "two or more, with the images of one class each"
+        raise UserError(f"{folder}: found {len(names)} class folders; allowed: {allowed}")
+    return tuple(names)
 
 
 def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFiles:
@@ -84,42 +119,39 @@ def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFile
     on links that lead out of ``root``.
     """
     if (names := class_names(folder)) != classes:
-        lacking = set(classes) - set(names)
-        unknown = set(names) - set(classes)
-        raise UserError(
-            f"{folder}: class folders differ; lacking: {_join_names(lacking)}; unknown: "
-            f"{_join_names(unknown)}"
-        )
-    lists: list[list[Path]] = []
-    empty: list[str] = []
-    for name in classes:
-        lists.append(sorted(_images_below(root, path_inside(root, folder / name))))
-        if not lists[-1]:
-            empty.append(name)
-    if empty:
-        raise UserError(
-            f"{folder}: no image in class {', '.join(empty[:10])}; allowed endings: "
-            f"{' '.join(sorted(SUFFIXES))}"
-        )
+        lacking = _join_names(set(classes) - set(names))
+        unknown = _join_names(set(names) - set(classes))
+        raise UserError(f"{folder}: class folders differ; lacking: {lacking}; unknown: {unknown}")
+    lists = [sorted(_images_below(root, path_inside(root, folder / name))) for name in classes]
+    if empty := [name for name, paths in zip(classes, lists, strict=True) if not paths]:
+        endings = " ".join(sorted(SUFFIXES))
+        listed = ", ".join(empty[:10])
+        raise UserError(f"{folder}: no image in class {listed}; allowed endings: {endings}")
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
     return SplitFiles([path for paths in lists for path in paths], labels)
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """Yield the image files at any depth; links to folders are not followed, those to files are."""
-    for here, _, names in os.walk(folder, onerror=_refuse_folder):
-        for name in names:
-            if os.path.splitext(name)[1].lower() in SUFFIXES:
-                path = Path(here, name)
-                if path.is_symlink():  # all above it are folders of their own
-                    path_inside(root, path)
-                if path.is_file() or not path.exists():
-                    yield path
+    """Yield the image files at any depth; links to folders are not followed, those to files are.
 
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    why = (error.strerror or str(error)).lower()
-    raise UserError(f"{error.filename}: cannot be listed, {why}; correct that, or remove it")
+    Raises UserError where a folder cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as listed:
+            entries = list(listed)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{folder}: cannot be listed, {why}; correct that, or remove it") from error
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _images_below(root, path)
+        if path.suffix.lower() not in SUFFIXES:
+            continue
+        if entry.is_symlink():  # all above it are folders of their own
+            path_inside(root, path)
+        if entry.is_file() or not path.exists():
+            yield path
 
 
 def select_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
@@ -128,21 +160,7 @@ def select_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
 
 
 def _join_names(names: set[str]) -> str:
-    shown = sorted(names)
-    if not shown:
-        return "none"
-    words = ", ".join(shown[:10])
-    if len(shown) > 10:
-        words += f" and {len(shown) - 10} more"
+    words = ", ".join(sorted(names)[:10]) or "none"
+    if len(names) > 10:
+        words += f" and {len(names) - 10} more"
     return words
-
-
-def preview_folders(
-    name: str, root: Path, classes: Sequence[str], splits: Mapping[str, SplitFiles]
-) -> dict[str, Any]:
-    """Return ``counts`` and ``seen`` of a Preview, from the files of each split below ``root``.
-
-    Raises UserError where a class has no image in a split.
-    """
-    counts = class_counts(name, classes, {split: part.labels for split, part in splits.items()})
-    return {"counts": counts, "seen": [Path(folder) for folder, _, _ in os.walk(root)]}

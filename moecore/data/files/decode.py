@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 CHUNK = 4096
+QUALITY = 95  # of JPEG files that are kept
 
 
 def resize_images(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -62,40 +63,28 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
         return centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 
 
-class Packing(NamedTuple):
-    """How images become the JPEG files of a store."""
-
-    size: int  # the side of centre squares, or the short side of whole images
-    whole: bool  # keep the aspect, and everything to the border
-    channels: int
-    quality: int
-
-
 class PackedImage(NamedTuple):
-    """A JPEG file, its size, and its pixels' histogram before compression, int64 (C, 256)."""
+    """A JPEG file, and its pixels' histogram before compression, int64 (C, 256)."""
 
     content: bytes
-    extent: tuple[int, int]
     histogram: np.ndarray
 
 
-def pack_image(path: str | Path, packing: Packing) -> PackedImage:
-    """Decode an image file as ``decode_image`` does and encode it as JPEG.
+def pack_image(path: str | Path, short_side: int, channels: int) -> PackedImage:
+    """Decode an image file as ``decode_image`` does, whole, and encode it as JPEG.
 
-    Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises Unreadable
-    as ``decode_image`` does.
+    Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises
+    UnreadableImage as ``decode_image`` does.
     """
     with _raise_unreadable():
-        image = _open_image(path, packing.size, packing.channels)
-        if packing.whole:
-            extent = _size_by_short_side(image.size, packing.size)
-            small = image.resize(extent, Image.Resampling.BILINEAR)
-        else:
-            small = Image.fromarray(centre_square(image, packing.size).squeeze())
+        image = _open_image(path, short_side, channels)
+        factor = short_side / min(image.size)
+        width, height = (max(short_side, round(side * factor)) for side in image.size)
+        small = image.resize((width, height), Image.Resampling.BILINEAR)
         file = io.BytesIO()
-        small.save(file, "JPEG", quality=packing.quality, subsampling="4:2:0")
-    histogram = np.array(small.histogram(), np.int64).reshape(packing.channels, 256)
-    return PackedImage(file.getvalue(), (small.height, small.width), histogram)
+        small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
+    histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
+    return PackedImage(file.getvalue(), histogram)
 
 
 def unpack_image(content: bytes, channels: int) -> Image.Image:
@@ -173,10 +162,3 @@ def centre_square(image: Image.Image, size: int) -> np.ndarray:
         (size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side)
     )
     return np.asarray(small).reshape(size, size, -1)
-
-
-def _size_by_short_side(extent: tuple[int, int], size: int) -> tuple[int, int]:
-    """Width and height with a short side of ``size`` and the same aspect, to the nearest pixel."""
-    short = min(extent)
-    width, height = (max(size, round(side * size / short)) for side in extent)
-    return width, height

@@ -19,7 +19,7 @@ def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None
         )
 
 
-def download_file(url: str, path: Path, check: Callable[[Path], None]) -> None:
+def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
     """Download ``url`` to ``path``; the file appears only after ``check(temporary path)`` has
     accepted it.
 

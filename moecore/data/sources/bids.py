@@ -143,7 +143,7 @@ class Bids(CohortSplits, Grid):
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = age_preview(self.name, self.size, self._regions(), *candidate_folders(self.root))
+        known = age_preview(self.name, self.size, self._regions())
         return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:

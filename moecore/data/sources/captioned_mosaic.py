@@ -18,14 +18,10 @@ from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.mosaic import compose_mosaics
-from moecore.data.text.captions import (
-    CaptionedDatasetInfo,
-    CaptionedSplit,
-    encode_captions,
-    write_captioned,
-)
+from moecore.data.text.captions import caption_task, tokenize_captions, write_captioned
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
+from moecore.data.writer import DatasetInfo, SplitPart
 from moecore.tasks.image_text import ImageText
 
 STREAM = 8  # those below are the splits', few_shot's and the mosaics'
@@ -81,45 +77,34 @@ class CaptionedMosaic(Config):
         card = source.card
         names = source.task.classes
         layouts = draw_layouts(len(names), self)
-        parts = {
-            split: CaptionedSplit(
-                [layout_captions([names[one] for one in row])[: self.captions] for row in rows],
-                self._images(getattr(source, split), rows, SPLITS.index(split)),
-            )
-            for split, rows in layouts.items()
-        }
-        about = CaptionedDatasetInfo(
+        tokenizer = build_tokenizer(names)
+        task = caption_task(self, tokenizer)
+        parts, counts = {}, {}
+        for split, rows in layouts.items():
+            captions = [layout_captions([names[one] for one in row]) for row in rows]
+            labels, counts[split] = tokenize_captions(captions, tokenizer, task)
+            images = self._images(getattr(source, split), rows, SPLITS.index(split))
+            parts[split] = SplitPart(labels, images)
+        info = DatasetInfo(
             f"{card['name']}, captioned mosaics",
+            task,
             card["channels"],
             2 * card["size"],
             card["licence"],
             card["source"],
             self,
-            self.sided,
         )
-        tokenizer = build_tokenizer(names)
-        written = write_captioned(
-            folder, about, tokenizer, *encode_captions(parts, about, tokenizer)
-        )
+        written = write_captioned(folder, info, tokenizer, parts, counts)
         shutil.rmtree(scratch)
         return written
 
     def preview(self) -> Preview:
         """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
-        known = build_tokenizer(source.classes or ())
-        task = ImageText(
-            words=known.words,
-            context=self.context,
-            captions=self.captions,
-            end=known.end,
-            vocabulary=known.digest,
-            sided=self.sided,
-        )
         return source._replace(
             name=f"{source.name}, captioned mosaics",
             size=2 * source.shape[0],
-            task=task,
+            task=caption_task(self, build_tokenizer(source.classes or ())),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
 

@@ -23,7 +23,7 @@ class Digits(SplitSettings):
 
     kind: Literal["digits"] = "digits"
     size: int = Field(
-        8, ge=4, le=1024, description="Height and width in pixels; other than 8 is resized"
+        8, ge=4, le=1024, description="Height and width in pixels; bilinear where not 8"
     )
     test: float = Field(0.2, gt=0, lt=1, description="Share of each class for the test split")
 

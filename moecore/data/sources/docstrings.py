@@ -27,6 +27,7 @@ from moecore.tasks.next_token import NextToken
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
 CODE = (">>>", "---", "===", "::")  # what prose does not have
+LEAST = 3  # times that a word of the vocabulary occurs
 LEAST_WORDS = 8  # of a paragraph
 LEAST_LETTERS = 0.7  # share of its characters
 
@@ -35,7 +36,7 @@ class Docstrings(TextSettings):
     """Paragraphs of prose, each once, in the order of packages and files; a line each.
 
     A file's split is decided by the sha256 of its path in the package, so a new release of one
-    package moves no file of another. Words that the training split has fewer than ``least`` times
+    package moves no file of another. Words that the training split has fewer than LEAST times
     are ``<unk>``.
     """
 
@@ -45,7 +46,6 @@ class Docstrings(TextSettings):
     packages: tuple[str, ...] = Field(
         PACKAGES, min_length=1, description="installed distributions whose docstrings are read"
     )
-    least: int = Field(3, ge=1, description="times that a word of the vocabulary occurs")
     validation: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
     test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
 
@@ -60,7 +60,7 @@ class Docstrings(TextSettings):
                     if paragraph not in seen:
                         seen.add(paragraph)
                         lines[self._split(path)].append(lower_words(paragraph))
-        vocabulary = build_vocabulary(lines["train"], self.least)
+        vocabulary = build_vocabulary(lines["train"], LEAST)
         numbers = {word: number for number, word in enumerate(vocabulary)}
         tokens = {split: number_tokens(part, numbers) for split, part in lines.items()}
         about = {

@@ -58,13 +58,12 @@ class Wikitext(TextSettings):
         """Return what ``prepare`` would write; words are counted only then."""
         words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
         task = NextToken(words=words)
-        known = Preview(
-            self.name, self.context + 1, self.size, task, seen=tuple(candidate_folders(self.root))
-        )
+        known = Preview(self.name, self.context + 1, self.size, task)
         return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
-        return {"seen": tuple(self._files().values())}
+        self._files()
+        return {}
 
     def _files(self) -> dict[str, Path]:
         for root in candidate_folders(self.root):

@@ -7,7 +7,7 @@ order of their numbers, or ``tokenizer.json`` is the file that the user named.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,66 +17,26 @@ from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
 from moecore.tasks.image_text import NONE, ImageText
 
 
-class CaptionedSplit(NamedTuple):
-    """One split: its captions, image by image, and the images in the same order (see Part)."""
-
-    captions: Sequence[Sequence[str]]
-    images: Any
-
-
-class CaptionedDatasetInfo(NamedTuple):
-    """What a source knows of its data beside the captions."""
-
-    name: str
-    channels: int
-    size: int
-    licence: str
-    source: str
-    settings: Any  # the source's own, with context and captions
-    sided: bool
-
-
-def caption_task(about: CaptionedDatasetInfo, tokenizer: Tokenizer) -> ImageText:
-    """The task of such data."""
+def caption_task(settings: Any, tokenizer: Tokenizer) -> ImageText:
+    """The task of a source's data; settings: with context, captions and sided."""
     return ImageText(
         words=tokenizer.words,
-        context=about.settings.context,
-        captions=about.settings.captions,
+        context=settings.context,
+        captions=settings.captions,
         end=tokenizer.end,
         vocabulary=tokenizer.digest,
-        sided=about.sided,
+        sided=settings.sided,
     )
-
-
-def encode_captions(
-    parts: Mapping[str, CaptionedSplit], about: CaptionedDatasetInfo, tokenizer: Tokenizer
-) -> tuple[dict[str, SplitPart], dict[str, dict[str, int]]]:
-    """Every split with its captions as tokens, and the counts of ``tokenize_captions``."""
-    task = caption_task(about, tokenizer)
-    written, counts = {}, {}
-    for split, part in parts.items():
-        labels, counts[split] = tokenize_captions(part.captions, tokenizer, task)
-        written[split] = SplitPart(labels, part.images)
-    return written, counts
 
 
 def write_captioned(
     folder: Path,
-    about: CaptionedDatasetInfo,
+    facts: DatasetInfo,
     tokenizer: Tokenizer,
     parts: Mapping[str, SplitPart],
     counts: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
     """Write the prepared layout to ``folder`` and return its card."""
-    facts = DatasetInfo(
-        about.name,
-        caption_task(about, tokenizer),
-        about.channels,
-        about.size,
-        about.licence,
-        about.source,
-        about.settings,
-    )
     card = write_prepared(folder, facts, parts)
     name = tokenizer.write(folder)
     card["counts"] = dict(counts)

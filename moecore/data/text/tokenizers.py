@@ -5,18 +5,17 @@ M tokens of a caption.
 
 import hashlib
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_whole
 from moecore.core.roots import find_raw_file
-from moecore.data.text.words import lower_words
+from moecore.data.text.words import frequent_words, lower_words
 from moecore.tasks.image_text import ImageText
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unk>"
@@ -33,29 +32,6 @@ class EncodedCaption(NamedTuple):
     unknown: int  # words that the vocabulary does not have
 
 
-class Tokenizer(Protocol):
-    """A vocabulary that turns captions into tokens."""
-
-    @property
-    def words(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
-
-    def encode(self, text: str, context: int) -> EncodedCaption:
-        """START, the words, END, PAD; a caption that is too long is cut before END."""
-        ...
-
-    def word(self, token: int) -> str:
-        """Return the word or bytes of a token."""
-        ...
-
-    def write(self, folder: Path) -> str:
-        """Write the vocabulary into ``folder``; the file's name."""
-        ...
-
-
 class WordTokenizer:
     """Words in lower case, punctuation apart."""
 
@@ -63,20 +39,15 @@ class WordTokenizer:
         """words: without the special ones, each once."""
         self.vocabulary = (*SPECIAL, *words)
         self.numbers = {word: number for number, word in enumerate(self.vocabulary)}
-
-    @property
-    def words(self) -> int:
-        return len(self.vocabulary)
-
-    @property
-    def end(self) -> int:
-        return self.numbers[END]
+        self.words = len(self.vocabulary)
+        self.end = SPECIAL.index(END)
 
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str, context: int) -> EncodedCaption:
+        """START, the words, END, PAD; a caption that is too long is cut before END."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
         tokens, cut = pad_tokens(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
@@ -108,18 +79,11 @@ class BpeTokenizer:
             raise UserError(f"{path}: not a tokenizer.json: {error}") from error
         self.loaded.no_truncation()
         self.loaded.no_padding()
-        if self.loaded.get_vocab_size() != words:
-            counted = f"found {self.loaded.get_vocab_size():,} words"
+        self.words = self.loaded.get_vocab_size()
+        if self.words != words:
+            counted = f"found {self.words:,} words"
             raise UserError(f"{path}: {counted}; allowed: {words:,}, as tokenizer.words says")
-        self.start, self._end = (self._number(special) for special in CLIP)
-
-    @property
-    def words(self) -> int:
-        return self.loaded.get_vocab_size()
-
-    @property
-    def end(self) -> int:
-        return self._end
+        self.start, self.end = (self._number(special) for special in CLIP)
 
     @cached_property
     def digest(self) -> str:
@@ -144,6 +108,9 @@ class BpeTokenizer:
         return THEIRS
 
 
+Tokenizer = WordTokenizer | BpeTokenizer
+
+
 def pad_tokens(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
     """Tokens between ``start`` and ``end``, filled with 0 to ``context``; whether they were cut."""
     kept = numbers[: context - 2]
@@ -159,11 +126,8 @@ class WordSettings(Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """The vocabulary of these captions: most frequent first, ties by the alphabet."""
-        counts = Counter(word for text in training for word in lower_words(text))
-        kept = sorted(
-            (word for word, n in counts.items() if n >= self.least), key=lambda w: (-counts[w], w)
-        )
-        return WordTokenizer([word for word in kept if word not in SPECIAL])
+        words = frequent_words(map(lower_words, training), self.least)
+        return WordTokenizer([word for word in words if word not in SPECIAL])
 
 
 class BpeSettings(Config):

@@ -7,7 +7,7 @@ before it: see ``block_windows``.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -66,25 +66,23 @@ def split_words(text: str, reading: ReadingStyle) -> list[str]:
 
 
 def build_vocabulary(train: Iterable[Sequence[str]], least: int) -> list[str]:
-    """The vocabulary of training lines: ``<eos>``, ``<unk>``, and every word that occurs at least
-    ``least`` times, most frequent first, ties by the alphabet.
-    """
-    counts = Counter(word for line in train for word in line)
-    kept = sorted((word for word, n in counts.items() if n >= least), key=lambda w: (-counts[w], w))
-    return [END, UNKNOWN, *(word for word in kept if word not in (END, UNKNOWN))]
+    """The vocabulary of training lines: ``<eos>``, ``<unk>``, and the frequent words."""
+    words = frequent_words(train, least)
+    return [END, UNKNOWN, *(word for word in words if word not in (END, UNKNOWN))]
+
+
+def frequent_words(lines: Iterable[Sequence[str]], least: int) -> list[str]:
+    """The words that occur at least ``least`` times, most frequent first, ties by the alphabet."""
+    counts = Counter(word for line in lines for word in line)
+    kept = [word for word, number in counts.items() if number >= least]
+    return sorted(kept, key=lambda word: (-counts[word], word))
 
 
 def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) -> np.ndarray:
     """Token numbers (n,) int32 of lines, each closed by ``<eos>``; unknown words ``<unk>``."""
-    unknown, end = numbers[UNKNOWN], numbers[END]
-
-    def every() -> Iterator[int]:
-        for line in lines:
-            for word in line:
-                yield numbers.get(word, unknown)
-            yield end
-
-    return np.fromiter(every(), np.int32)
+    unknown = numbers[UNKNOWN]
+    every = (numbers.get(word, unknown) for line in lines for word in (*line, END))
+    return np.fromiter(every, np.int32)
 
 
 def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,6 +123,7 @@ def write_text(
         save_array(folder / f"{split}_tokens.npy", tokens[split])
     text = "".join(f"{word}\n" for word in vocabulary)
     write_whole(folder / "vocabulary.txt", text)
+    files = [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
     unknown = list(vocabulary).index(UNKNOWN)
     channels = settings.context + 1
     card = {
@@ -143,16 +142,11 @@ def write_text(
         "mean": [0.0] * channels,
         "std": [1.0] * channels,
         "seed": settings.seed,
-        "files": {name: file_checksum(folder / name) for name in text_file_names()},
+        "files": {name: file_checksum(folder / name) for name in files},
         "settings": settings.model_dump(mode="json"),
     }
     write_sealed(folder / "card.json", card)
     return card
-
-
-def text_file_names() -> list[str]:
-    """Names of the files of a prepared text, but the card."""
-    return [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
 
 
 def read_vocabulary(folder: Path, words: int) -> list[str]:
@@ -164,10 +158,9 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
         vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
+    again = "run the stage that writes it again"
     if len(vocabulary) != words:
-        again = "run the stage that writes it again"
         raise UserError(f"{path}: found {len(vocabulary):,} words; allowed: {words:,}; {again}")
     if lacking := {UNKNOWN, END} - set(vocabulary):
-        again = "run the stage that writes it again"
         raise UserError(f"{path}: found no {min(lacking)}, which every vocabulary has; {again}")
     return vocabulary

@@ -43,7 +43,7 @@ class RandAugment(Config):
         2, ge=0, le=16, description="Operations drawn for each image, with replacement"
     )
     magnitude: float = Field(
-        9, ge=0, le=30, description="Strength; 10 is the full range of each operation"
+        9, ge=0, le=30, description="Strength; 10 is the full range of each, above in proportion"
     )
     names: tuple[Geometric | Colour, ...] = Field(
         STANDARD, min_length=1, description="Operations to draw from; all but invert by default"

@@ -61,7 +61,7 @@ class Affine(Config):
         (1.0, 1.0), description="Factor on both sides: lowest, highest"
     )
     shear: float = Field(
-        0.0, ge=0, lt=45, description="Largest shear along the columns, degrees; images only"
+        0.0, ge=0, lt=45, description="Shear along the columns, ± this many degrees; images only"
     )
 
     @model_validator(mode="after")
@@ -69,31 +69,18 @@ class Affine(Config):
         return _ranges(self, {"scale": math.inf})
 
 
-class Intensity(Config):
-    """Volumes' random grey values: v becomes factor · v^gamma; the background stays 0."""
-
-    factor: tuple[float, float] = Field(
-        (1.0, 1.0), description="Factor on all voxels: lowest, highest"
-    )
-    gamma: tuple[float, float] = Field(
-        (1.0, 1.0), description="Power of all voxels: lowest, highest"
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        return _ranges(self, {"factor": math.inf, "gamma": math.inf})
-
-
 class ViewSettings(Config):
     """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
-    its colours, jitter, intensity, erasing.
+    its colours, jitter, erasing.
 
     The default changes nothing. All geometry is one affine and one linear sampling; shifts and
     flips alone keep every pixel exact. Volumes take shift, flip (of their first axis, which runs
-    from left to right), affine without shear, intensity and fill.
+    from left to right), affine without shear, and fill.
     """
 
-    shift: int = Field(0, ge=0, description="Move by up to so many whole pixels along each axis")
+    shift: int = Field(
+        0, ge=0, description="Move by up to this many whole pixels along each axis (pad and crop)"
+    )
     crop: Crop | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: Affine | None = Field(None, description="Random affine")
@@ -103,9 +90,8 @@ class ViewSettings(Config):
     jitter: ColourJitter | None = Field(
         None, description="Random brightness, contrast and saturation"
     )
-    intensity: Intensity | None = Field(None, description="Random grey values; volumes only")
     erasing: float = Field(
-        0.0, ge=0, le=1, description="Probability of blacking out 2 to 33 % of the view"
+        0.0, ge=0, le=1, description="Probability of a black rectangle of 2 to 33 % of the view"
     )
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
@@ -140,16 +126,12 @@ def make_views(
 
     images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
     images of different shapes, of which there must be a crop.
-    source: a generator on the CPU, or the draws of these images.  Raises UserError for settings
-    that have no meaning for one or the other.
+    source: a generator on the CPU, or the draws of these images. Raises UserError for settings
+    that have no meaning for volumes or for uneven images.
     """
     draws = Draws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
         return Views(*make_volume_views(images, settings, draws))
-    if settings.intensity:
-        raise UserError(
-            "views: found intensity, which is for volumes; allowed for images: jitter, randaugment"
-        )
     count = len(images)
     if isinstance(images, UnevenImages) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")

@@ -44,16 +44,6 @@ def make_volume_views(
         views = warp_volumes(volumes, affines, settings.fill)
     else:
         views = _shift_and_flip(volumes, shifts, mirrored, settings.fill)
-    if settings.intensity:
-        factors, powers = (
-            uniform_draws(draws, low, high)
-            for low, high in (settings.intensity.factor, settings.intensity.gamma)
-        )
-        factors, powers = (
-            to_device_async(values.to(torch.float32), volumes.device).view(-1, 1, 1, 1, 1)
-            for values in (factors, powers)
-        )
-        views = views.pow_(powers).mul_(factors)
     return views.clamp_(0, 1), to_device_async(affines.to(torch.float32), volumes.device)
 
 
@@ -100,7 +90,7 @@ def _refuse(settings: "ViewSettings") -> None:
     if given:
         raise UserError(
             f"views: found {', '.join(given)}, which are for images; allowed for volumes: shift, "
-            "flip, affine (without shear), intensity, fill"
+            "flip, affine (without shear), fill"
         )
 
 

@@ -1,7 +1,6 @@
 """Which participant belongs to which split, stratified by age and sex, never by session."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -113,9 +112,7 @@ def _draw_from_groups(
     )
 
 
-def age_preview(
-    name: str, size: tuple[int, int, int], regions: tuple[str, ...], *seen: Path
-) -> Preview:
+def age_preview(name: str, size: tuple[int, int, int], regions: tuple[str, ...]) -> Preview:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
     task = Regression(target="age", unit="years")
-    return Preview(name, 1, size, task, regions=regions, seen=seen)
+    return Preview(name, 1, size, task, regions=regions)

@@ -15,6 +15,8 @@ from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.region_blocks import (
     GENERALISATION,
     TISSUES,
+    generalisation_table,
+    mixture_table,
 )
 from moecore.report.measures.shown import Figures, Shown, each_method, read_path
 from moecore.report.page.rows import read_items

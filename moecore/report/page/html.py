@@ -116,11 +116,7 @@ def card_facts(phase: Phase) -> list[Line]:
         facts = cohort_facts(card)
     else:
         facts = image_facts(card, phase.task.answers)
-    facts |= {
-        "Licence": card["licence"],
-        "Source": card["source"],
-        "Split seed": str(card["seed"]),
-    }
+    facts |= {"Licence": card["licence"], "Source": card["source"], "Split seed": str(card["seed"])}
     return [Line(Item(name), [Item(words, look="words")]) for name, words in facts.items()]
 
 

@@ -102,7 +102,7 @@ def _read_card(card: Path, source: Any) -> Preview | None:
         content = read_json(card)
         # Settings that are younger than the card have their defaults in it.
         if type(source).model_validate(content["settings"]) == source:
-            return card_preview(content, card)
+            return card_preview(content)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew
     return None

@@ -9,7 +9,7 @@ from moecore.study.reading.study import Study
 
 Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
-VOLUME_VIEWS = "shift, flip, affine, intensity and fill"
+VOLUME_VIEWS = "shift, flip, affine and fill"
 # of ViewSettings, for flat images only
 FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
 

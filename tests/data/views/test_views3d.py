@@ -13,7 +13,6 @@ from moecore.data.sampling import fold_indices, is_inside
 from moecore.data.views.views import (
     Affine,
     Crop,
-    Intensity,
     ViewSettings,
     make_views,
 )
@@ -30,7 +29,6 @@ FULL = ViewSettings(
     shift=1,
     flip=True,
     affine=Affine(degrees=20, translate=0.1, scale=(0.8, 1.2)),
-    intensity=Intensity(factor=(0.8, 1.2), gamma=(0.7, 1.4)),
 )
 VOLUMES = torch.rand(16, 1, *SIZE, generator=generator_for(9)).half()
 
@@ -201,22 +199,6 @@ def test_scale_and_translation_have_their_range():
     assert (moves <= torch.tensor([1.5, 2.0, 2.5])).all() and (
         moves > torch.tensor([1.4, 1.9, 2.4])
     ).all()
-
-
-def test_intensity_keeps_the_background_and_is_what_it_says():
-    volume = torch.tensor([0.0, 0.25, 0.5]).view(1, 1, 1, 1, 3).expand(50, -1, -1, -1, -1)
-    views = make_views(
-        volume,
-        ViewSettings(intensity=Intensity(factor=(0.8, 0.8), gamma=(2.0, 2.0))),
-        generator_for(0),
-    ).images
-    torch.testing.assert_close(views, torch.tensor([0.0, 0.05, 0.2]).expand_as(views))  # 0.8 · v²
-    drawn = make_views(
-        volume,
-        ViewSettings(intensity=Intensity(factor=(0.5, 1.5), gamma=(0.5, 2.0))),
-        generator_for(0),
-    ).images
-    assert (drawn[..., 0] == 0).all() and drawn[:, 0, 0, 0, 1].unique().numel() == 50
 
 
 def test_cubes_find_their_partners_through_the_affines():
