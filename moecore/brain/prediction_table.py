@@ -51,9 +51,7 @@ class CorrectedAges(NamedTuple):
 
     @property
     def best(self) -> np.ndarray:
-        """The predictions that intervals are around: the pooled correction, or the raw one where
-        there is none.
-        """
+        """The predictions that intervals are around: the pooled correction, else the raw ones."""
         return self.raw if self.pooled is None else self.pooled
 
     @property

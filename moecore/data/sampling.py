@@ -116,9 +116,7 @@ def cut_reached_parts(
 def _cut_part(
     image: np.ndarray, place: np.ndarray, first: list[int], last: list[int], fill: str
 ) -> None:
-    """Rows and columns from ``first`` to ``last`` of an image (H, W, C), into ``place`` from its
-    corner on.
-    """
+    """Rows and columns from ``first`` to ``last`` of an image (H, W, C), into ``place``."""
     if fill == "zeros":
         begin = np.clip(first, 0, image.shape[:2])
         end = np.clip(last, 0, image.shape[:2])

@@ -169,9 +169,7 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor, resamples: in
 
 
 def summarize_answers(task: Task, scores: Tensor, answers: AnswerValues, resamples: int) -> Quality:
-    """Return what the answers to each of N items are worth, as ``prediction_quality`` does. scores:
-    (N,).
-    """
+    """Return what answers to N items are worth, as ``prediction_quality`` does."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     sure, hits = answers.sure, answers.hits
 

@@ -217,9 +217,7 @@ def text_layer(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> Te
 
 
 def same_expert_rate(table: Tensor) -> float:
-    """Share of the pairs of two occurrences in one row of (rows, E) counts that have one expert;
-    1 where no row has two.
-    """
+    """Share of pairs of occurrences in one row of (rows, E) counts with one expert, or 1."""
     counts = table.sum(dim=1)
     pairs = (counts * (counts - 1)).sum()
     if pairs == 0:

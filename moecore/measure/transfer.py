@@ -201,9 +201,7 @@ def compare_with_direct(task: Task, cells: tuple[TransferCell, ...]) -> AuditLin
 
 
 def is_beyond_chance(task: Task, difference: Estimate) -> bool:
-    """Return whether the whole interval of (transferred − direct) is on the side of the worse
-    scores.
-    """
+    """Return whether the interval of (transferred − direct) is all on the worse side."""
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit
     return value != 0 and is_no_better(task, value, 0.0)

@@ -71,9 +71,7 @@ class AnswerValues(NamedTuple):
 def final_tokens(
     model: LanguageTransformer, split: Split, batch: int, most: int | None = None
 ) -> FinalTokens:
-    """The final tokens of a split, in evaluation mode and fp32; of blocks evenly spread over it
-    with ``most`` tokens together.
-    """
+    """The final tokens, fp32, of blocks spread over a split, ``most`` tokens in all."""
     block = split.labels.shape[1]
     where = evenly_spaced_indices(len(split.labels), most and max(1, most // block))
     device = model_device(model)

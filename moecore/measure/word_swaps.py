@@ -39,9 +39,7 @@ class WordSwaps(Config):
 
 
 class SwapRow(Config):
-    """The text with so many words swapped; lists have a value per MoE layer, none for a dense
-    model.
-    """
+    """The text with so many words swapped; lists have a value per MoE layer."""
 
     share: float
     words: int  # swapped, of the whole text

@@ -93,9 +93,7 @@ def applies(subject: MeasuredSubject) -> str | None:
 
 
 def measure(subject: MeasuredSubject, settings: ZeroShot, parts: PartStore) -> Result:
-    """Accuracy of the class whose prompts lie nearest. Raises UserError for images of other
-    channels, and as many names as there are no classes.
-    """
+    """Accuracy of the class whose prompts lie nearest; UserError for names that do not fit."""
     image = subject.model.image
     with tempfile.TemporaryDirectory() as folder:
         sized = settings.source.model_copy(update={"size": image.shape[0]})
@@ -140,9 +138,7 @@ def measure(subject: MeasuredSubject, settings: ZeroShot, parts: PartStore) -> R
 def class_sides(
     subject: MeasuredSubject, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
-    """The text side (K, w + 3) of each class, the mean of its prompts' unit vectors, and how many
-    of its words are unknown.
-    """
+    """The mean unit vector (K, w + 3) of each class's prompts, and the unknown words."""
     task = subject.model.image.task
     assert isinstance(task, ImageText)
     tokenizer = load_tokenizer(subject.data.folder, task)

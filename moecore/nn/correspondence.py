@@ -191,9 +191,7 @@ def _patch_centres(layout: Layout, device: torch.device) -> Tensor:
 
 
 def _nearest_patches(places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The patch (B, P) in which each place (B, P, D) lies, whose centre is the nearest on a regular
-    grid, and whether it lies in any.
-    """
+    """The patch (B, P) in which each place (B, P, D) lies, and whether it lies in any."""
     index = torch.zeros((), dtype=torch.int64, device=places.device)
     inside = torch.ones((), dtype=torch.bool, device=places.device)
     for axis, (patches, side) in enumerate(zip(layout.grid, _patch_sides(layout), strict=True)):

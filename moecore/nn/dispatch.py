@@ -169,9 +169,7 @@ def cat_or_single(pieces: list[Tensor]) -> Tensor:
 
 
 def _sort_keys(experts: Tensor, number: int) -> Tensor:
-    """The ids in as few bytes as hold them on CUDA, where each byte of a key is one more pass of
-    the sort; elsewhere as they are.
-    """
+    """The ids in as few bytes as hold them on CUDA, where a byte is a pass of the sort."""
     if not experts.is_cuda or number > 2**15:
         return experts
     return experts.to(torch.uint8 if number <= 2**8 else torch.int16)

@@ -168,9 +168,7 @@ def launch_command(cluster: Cluster, words: Sequence[str]) -> list[str]:
 
 
 def hand_over_stage() -> None:
-    """Run this process's stage with the launcher, and exit with its code; in what the launcher
-    started, say which rank it is, and go on.
-    """
+    """Run this stage with the launcher and exit; in what it started, say which rank it is."""
     if LAUNCHED in os.environ:
         os.environ.update(rank_by_slurm(os.environ) | threads_by_slurm(os.environ))
         return

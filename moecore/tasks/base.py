@@ -108,9 +108,7 @@ class Task(Config, ABC):
         """
 
     def with_gallery(self, labels: Tensor) -> Self:
-        """Return the task whose attacks compare with all of ``labels`` (N, …), not with those of a
-        batch; itself where an item stands for itself.
-        """
+        """Return the task whose attacks compare with all ``labels`` (N, …), or itself."""
         return self
 
     @abstractmethod
@@ -160,9 +158,7 @@ class Task(Config, ABC):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the mean of ``one`` minus that of ``other``, scores (N,) of the same images, with
-        its interval; more resamples for limits far out.
-        """
+        """Return the mean of ``one`` − ``other``, scores (N,) of the same images, with interval."""
         resamples = max(1000, round(50 / (1 - level)))
         return paired_bootstrap(one.numpy(), other.numpy(), resamples, level=level, people=people)
 
@@ -185,9 +181,7 @@ class Task(Config, ABC):
         return torch.tensor(kept, dtype=torch.float64)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (rows, classes), each (M,): an image stands once for each of its labels; None
-        where labels are no classes.
-        """
+        """Return (rows, classes), each (M,): an image once for each label; None without classes."""
         return None
 
     def counts(self, labels: np.ndarray) -> list[int]:

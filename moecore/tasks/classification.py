@@ -92,9 +92,7 @@ class Classification(Task):
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
-        """Return the difference of two shares, paired (Newcombe, 1998), or over people who have
-        several images by the bootstrap.
-        """
+        """Return the difference of paired shares (Newcombe, 1998), or of people by bootstrap."""
         if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_difference(count_paired_hits(one.numpy(), other.numpy()), level)

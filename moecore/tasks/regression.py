@@ -15,9 +15,7 @@ from moecore.tasks.errors import absolute_error, age_fit, median_mae
 
 
 class Regression(Task):
-    """The mean absolute error: in deviations of the training labels where it is learned from, in
-    the target's unit where it is shown.
-    """
+    """The mean absolute error: learned in deviations of the labels, shown in their unit."""
 
     kind: Literal["regression"] = "regression"
     target: str = Field(min_length=1, description="what the labels are, such as age")

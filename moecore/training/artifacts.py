@@ -49,9 +49,7 @@ class GuideCard(Config):
 
 
 def save_model(folder: str | Path, model: Model) -> None:
-    """Write ``model.json`` and ``model.safetensors`` into ``folder``; the teacher of a model that
-    cannot route without it into ``guide/``.
-    """
+    """Write ``model.json``, ``model.safetensors`` and a needed teacher into ``folder``."""
     folder = Path(folder)
     guided = isinstance(model, Guided)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)

@@ -122,9 +122,7 @@ def spread_over_ranks(job: TrainingJob, settings: Training, device: str) -> "Spr
 
 
 def agreed_precision(note: dict, settings: Training, runtime: Runtime) -> str:
-    """The name of the autocast dtype, the first rank's. A resumed run keeps the one it began with,
-    whatever a new probe would say.
-    """
+    """The autocast dtype's name, the first rank's; a resumed run keeps its own."""
     probed = str(runtime.dtype(settings.precision)).removeprefix("torch.")
     return broadcast_text(note.get("dtype", probed))
 

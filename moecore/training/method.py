@@ -85,9 +85,7 @@ class Method(Config):
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """The experts' names: tissues, then free_<index>; expert_<index> where the method has no
-        region experts; none for a dense model.
-        """
+        """The experts' names: tissues, then free_<index>; else expert_<index>."""
         number = 0 if self.experts is None else self.experts.number
         if self.regions is None:
             return tuple(f"expert_{index}" for index in range(number))

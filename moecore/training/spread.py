@@ -133,9 +133,7 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
 
 
 def check_rank_batches(model: nn.Module, batch: int) -> None:
-    """Raise UserError where ranks would have unequally many images, or images that share a capacity
-    would be of several ranks.
-    """
+    """Raise UserError where ranks would have unequally many images, or split groups."""
     current_ranks().rows(batch)
     size = current_ranks().size
     for module in model.modules():

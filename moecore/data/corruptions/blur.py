@@ -102,9 +102,7 @@ def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
 def local_shuffle_order(
     size: tuple[int, int], reach: int, sweeps: int, random: np.random.Generator
 ) -> list[int]:
-    """Return where each pixel comes from, as an index into the flattened image, after swaps with
-    pixels at most ``reach`` rows and columns away.
-    """
+    """Return where each pixel comes from, flat, after swaps at most ``reach`` pixels away."""
     order = list(range(size[0] * size[1]))
     rows, columns = (axis.ravel() for axis in np.indices(size))
     for _ in range(sweeps):

@@ -60,9 +60,7 @@ class ClassFolders(SplitSettings):
         return folder / ".decoded"
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError on wrong folders
-        or unreadable files.
-        """
+        """Write the prepared layout and return its card; UserError on wrong folders or files."""
         classes, splits = self.list_splits()
         scratch = self.scratch_folder(Path(folder))
         cache = DecodeCache(scratch, self.size, self.channels)

@@ -59,9 +59,7 @@ class PublishedSet(SplitSettings):
         raise NotImplementedError
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; UserError where files are
-        missing or damaged.
-        """
+        """Write the prepared layout and return its card; UserError on missing or damaged files."""
         roots = candidate_folders(self.root)
         place = self.find_files(roots)
         if place is None and not self.download:

@@ -78,9 +78,7 @@ class Anatomy(NamedTuple):
         return cls(*scores, pose, thinning, spots, preset)
 
     def at(self, age: float, sex: str, base: Template | None = None) -> Brain:
-        """The brain of this person at an age (years), as a woman (F) or a man (M); ``base`` in
-        place of the MNI152 anatomy.
-        """
+        """The brain of this person at an age in years, as a woman (F) or a man (M)."""
         base = base or load_template()
         head_ml = numbers.HEAD_ML[sex] * float(np.exp(numbers.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
@@ -154,9 +152,7 @@ def move_tissue(
 
 
 def take_tissue(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
-    """Take ``amount`` voxels from ``source`` in proportion to ``weight`` × source, at most 90 % of
-    a voxel's content; float32, as source.
-    """
+    """Take ``amount`` voxels from ``source``, at most 90 % of a voxel, by ``weight``."""
     wanted = weight * source
     most = MOST * source
     result = np.zeros_like(source)

@@ -55,9 +55,7 @@ class Template(NamedTuple):
 
 
 class Pose(NamedTuple):
-    """A person's head: proportions along the axes (3,), rotation (3, 3), shift in voxels (3,),
-    displacement in voxels (3, 64³).
-    """
+    """A head: proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³), voxels."""
 
     shape: np.ndarray
     rotation: np.ndarray
@@ -127,9 +125,7 @@ def complete_template(
 
 
 def level_set(offset: float, distance: np.ndarray) -> np.ndarray:
-    """Share of each voxel inside the ventricles when their wall is moved outwards by ``offset`` mm:
-    one voxel of partial volume at the wall.
-    """
+    """Share of each voxel inside the ventricles when their wall moves outwards ``offset`` mm."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
 
@@ -155,9 +151,7 @@ def draw_pose(random: Generator, warp_mm: float) -> Pose:
 
 
 def rotation_matrix(angles: np.ndarray) -> np.ndarray:
-    """Rotation about x, then y, then z axes of the body: Rx · Ry · Rz, (3, 3); angles (3,) in
-    radians.
-    """
+    """Rx · Ry · Rz, (3, 3), about the body's axes; angles (3,) in radians."""
     cx, cy, cz = np.cos(angles)
     sx, sy, sz = np.sin(angles)
     about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
@@ -166,9 +160,7 @@ def rotation_matrix(angles: np.ndarray) -> np.ndarray:
 
 
 def place_template(base: Template, pose: Pose, scale: float, ventricle_voxels: float) -> Placement:
-    """The template, ``scale`` times as large, in a pose, with lateral ventricles of
-    ``ventricle_voxels``.
-    """
+    """The template, ``scale`` times as large, in a pose, with these lateral ventricles."""
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)

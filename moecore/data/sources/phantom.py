@@ -82,9 +82,7 @@ class Phantom(CohortSplits):
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card; the same settings give the
-        same bytes, with any number of cores.
-        """
+        """Write the prepared layout and return its card; the same settings give the same bytes."""
         visits = self.visits()
         parts = {}
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
@@ -112,15 +110,11 @@ class Phantom(CohortSplits):
         return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
     def person_seed(self, number: int) -> int:
-        """The seed of person ``number`` (from 0) of this cohort; numbers from ``subjects`` on are
-        people who are in no split.
-        """
+        """The seed of a person; from ``subjects`` on they are in no split."""
         return self.seed * MOST + number
 
     def visits(self) -> list[Visit]:
-        """Every scan of the cohort, in the order of the people; a person is a function of the
-        cohort's seed and the person's number.
-        """
+        """Every scan of the cohort, in the order of the people."""
         return [self._visit(number) for number in range(self.subjects)]
 
     def _visit(self, number: int) -> Visit:

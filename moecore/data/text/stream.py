@@ -11,9 +11,7 @@ from moecore.core.streams import generator_for
 
 
 class StreamReading(NamedTuple):
-    """What a step reads of every stream: M tokens from ``place`` on; ``anew`` where the streams
-    begin again, so that nothing is remembered.
-    """
+    """M tokens of every stream from ``place`` on; ``anew`` where nothing is remembered."""
 
     place: int
     anew: bool

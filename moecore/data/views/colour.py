@@ -114,9 +114,7 @@ JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 
 
 class DrawnJitter(NamedTuple):
-    """What each of B images gets: places in JITTERED (B, 3), first to last, and the factors of
-    brightness, contrast and saturation fp64 (B, 3).
-    """
+    """Of B images: order of JITTERED (B, 3), and factors fp64 (B, 3)."""
 
     order: Tensor
     factors: Tensor

@@ -19,9 +19,7 @@ MISSING = "n/a"
 
 
 class SubjectProblem(NamedTuple):
-    """Reason why one subject, or one of his sessions (``*``: all), cannot be used; ``reason`` names
-    the file.
-    """
+    """Why a subject, or one of his sessions (``*``: all), cannot be used."""
 
     participant_id: str
     session_id: str
@@ -29,9 +27,7 @@ class SubjectProblem(NamedTuple):
 
 
 class CohortTable(NamedTuple):
-    """The usable rows, the splits that the user chose (participant → split), and the problems of
-    the others.
-    """
+    """The usable rows, splits that the user chose, and the problems of the others."""
 
     subjects: list[VolumeSubject]
     splits: dict[str, str]
@@ -121,9 +117,7 @@ def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 def _visit_rows(
     root: Path, path: Path, rows: list[dict[str, str]]
 ) -> list[tuple[Path, dict[str, str]]]:
-    """The rows of a participant's visits, with the file that says so; a sessions table goes over
-    the participant's single row.
-    """
+    """The rows of a participant's visits, with the file that says so."""
     participant = rows[0]["participant_id"]
     sessions = root / participant / f"{participant}_sessions.tsv"
     if len(rows) > 1 or not sessions.is_file():

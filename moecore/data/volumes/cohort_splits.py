@@ -68,9 +68,7 @@ def split_cohort(
 
 
 def draw_splits(people: Sequence[VolumeSubject], settings: CohortSplits) -> dict[str, str]:
-    """Participant → split for one subject a participant: test and validation take their share of
-    every group of age and sex.
-    """
+    """Participant → split: test and validation take their share of each age and sex."""
     if settings.validation + settings.test >= 1:
         raise UserError(
             f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "

@@ -55,9 +55,7 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
 def resample_inside(
     volume: np.ndarray, mask: np.ndarray, zooms: tuple[float, ...], voxel_mm: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Like ``resample_volume``, without mixing the background in: values weighted by the mask, and
-    the new mask (at least half inside), bool.
-    """
+    """Like ``resample_volume`` of the mask's inside; values, and the new mask, bool."""
     weight = resample_volume(mask.astype(np.float32), zooms, voxel_mm)
     values = resample_volume(np.where(mask, volume, 0), zooms, voxel_mm)
     inside = weight >= BRAIN

@@ -24,9 +24,7 @@ class UnusableVolume(UserError):
 
 
 class Volume(NamedTuple):
-    """Values fp32 (D, H, W) with axes nearest to right, anterior, superior (RAS); voxel sizes in mm
-    along them; affine (4, 4) to scanner mm.
-    """
+    """Values fp32 (D, H, W), axes as RAS; voxel sizes in mm; affine (4, 4) to scanner mm."""
 
     values: np.ndarray
     zooms: tuple[float, ...]

@@ -54,9 +54,7 @@ def range_problem(region: np.ndarray) -> str | None:
 
 
 def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
-    """Return what no head can have, or None: regions fp32 (3, D, H, W), tissue shares of wm, gm,
-    csf; ``voxel_ml``: volume of a voxel.
-    """
+    """Return what no head can have, or None; regions: shares fp32 (3, D, H, W)."""
     total = regions.sum(axis=0)
     if (over := float((total > 1 + OVERLAP).mean())) > RARE:
         where = f"{over:.1%} of the voxels (up to {total.max():.2f})"
@@ -80,9 +78,7 @@ def _shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float
 
 
 def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:
-    """Return why a volume (D, H, W) seems to show more than the brain, or None; ``mask`` bool, from
-    tissue maps or where the volume is above 0.
-    """
+    """Return why a volume (D, H, W) seems to show more than the brain, or None."""
     way = "strip the skull, or give a brain mask (`mask`)"
     if not mask.any():
         return "there is no brain in it (no voxel inside the mask)"

@@ -19,9 +19,7 @@ from moecore.tasks.regression import Regression
 
 
 class VolumeDatasetInfo(NamedTuple):
-    """What a cohort knows before any volume is written; ``settings`` is the source's own config,
-    ``skipped`` says who was left out and why.
-    """
+    """What a cohort knows before any volume is written."""
 
     name: str
     size: tuple[int, int, int]  # (D, H, W): voxels along right, anterior, superior

@@ -31,9 +31,7 @@ REGIONS = ("wm", "gm", "csf")
 
 
 class StoredVolume(NamedTuple):
-    """A subject as ``prepare`` stores it: image float16 (1, D, H, W) in [0, 1], regions uint8
-    (3, D, H, W) share × 255, or None without maps.
-    """
+    """image float16 (1, D, H, W) in [0, 1], regions uint8 (3, D, H, W) share × 255, or None."""
 
     image: np.ndarray
     regions: np.ndarray | None
@@ -93,9 +91,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def to_stored(volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray) -> StoredVolume:
-    """Return what is stored of a volume (D, H, W), tissue shares (R, D, H, W) in [0, 1] and a brain
-    mask that lie on the final grid.
-    """
+    """Return what is stored of a volume (D, H, W), shares (R, D, H, W) and a brain mask."""
     image = normalise_intensities(volume, mask).astype(np.float16)[None]
     if regions is None:
         return StoredVolume(image, None)

@@ -65,9 +65,7 @@ class Gallery(NamedTuple):
 
 
 def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExperts]:
-    """Return the experts of every MoE layer; most: favourites per expert, fewer where there are
-    many experts.
-    """
+    """Return the experts of every MoE layer, with at most ``most`` favourites each."""
     chunks = list(zip(*iterate_preferences(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
     uses = []
@@ -91,9 +89,7 @@ def iterate_preferences(model: Model, gallery: Gallery) -> Iterator[list[LayerPr
 
 
 def layer_preferences(record: RoutingRecord, special: int) -> LayerPreferences:
-    """Return what a router did with each of the images; the first ``special`` tokens are no
-    patches.
-    """
+    """Return what a router did with each image's patches (the ``special`` tokens are none)."""
     liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = liked.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])

@@ -38,9 +38,7 @@ class EncodedPicture(Config):
 
 
 def encode_picture(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
-    """pixels: fp32 in [0, 1], (N, C, H, W) or (N, C, D, H, W); no axis is longer than ``side``
-    then.
-    """
+    """Encode pixels in [0, 1], (N, C, *axes), as pictures with no axis above ``side``."""
     small = shrink_pixels(pixels, side)
     data = np.rint(small.clamp(0, 1).numpy() * 255).astype(np.uint8)
     return EncodedPicture(shape=data.shape, pixels=encode_arrays(data))

@@ -63,9 +63,7 @@ def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) ->
 
 
 def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
-    """Return what was kept in ``folder``. Raises UserError, naming the file, where an epoch is
-    missing.
-    """
+    """Return what was kept in ``folder``; raises UserError where an epoch is missing."""
     places = explored_places(data, IMAGES)
     return tuple(
         WatchedEpoch(

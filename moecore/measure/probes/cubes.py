@@ -64,9 +64,7 @@ def tissue_amounts(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
 
 
 def tissue_agreement(sorts: Sequence[Cubes], resamples: int) -> Agreement:
-    """Return the agreement of the same people's cubes in one or several sorts of volumes, taken
-    together.
-    """
+    """Return the agreement of the same people's cubes in several sorts of volumes."""
     own = np.concatenate([cubes.own for cubes in sorts], axis=1)
     first = np.concatenate([cubes.first for cubes in sorts], axis=1)
     tissues = np.arange(sorts[0].amounts.shape[-1])

@@ -154,9 +154,7 @@ def compare_sessions(
 
 
 def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:
-    """Pairs of places: sessions that follow each other in age, of one participant, at most
-    RESCAN_YEARS apart.
-    """
+    """Pairs of places: consecutive sessions of one person at most RESCAN_YEARS apart."""
     visits = sorted(
         (subject["participant_id"], float(subject["age"]), place)
         for place, subject in enumerate(subjects)

@@ -64,9 +64,7 @@ class VolumePredictions(NamedTuple):
 def predict_volumes(
     model: Model, data: Prepared, split: str, region: int | None, batch: int, count: int | None
 ) -> VolumePredictions:
-    """Predict ``count`` volumes, evenly spread over a split (None: all), whole or with one tissue
-    left, each voxel by its share of it.
-    """
+    """Predict ``count`` volumes of a split (None: all), whole or with one tissue left."""
     volumes = getattr(data, split).images
     ages = np.array(getattr(data, split).labels, np.float64)
     chosen = evenly_spaced_indices(len(ages), count)
@@ -118,9 +116,7 @@ def summarize_errors(
 def order_tissues(
     tissues: Mapping[str, VolumeErrors], resamples: int, people: np.ndarray | None = None
 ) -> tuple[TissueOrder, ...] | None:
-    """Return how much more the probe errs on one tissue than on the next; None where one is
-    missing.
-    """
+    """Return how much more the probe errs on one tissue than on the next, or None."""
     if any(name not in tissues for name in ORDER):
         return None
     rows = []

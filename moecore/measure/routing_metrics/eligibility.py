@@ -47,9 +47,7 @@ def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
 
 
 def tail_sums(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return for each image the sum of ``tail_mass`` over its tokens, and how many have one; (B,)
-    fp64.
-    """
+    """Return each image's sum of ``tail_mass``, and of how many tokens; (B,) fp64."""
     eligible = _eligible_experts(scores, threshold)
     some = eligible.any(dim=-1)
     weights = scores.double().clamp_min(_LEAST).where(eligible, 0)

@@ -121,9 +121,7 @@ def routing_survival(
     after: Sequence[RoutingRecord],
     people: np.ndarray | None = None,
 ) -> Settling:
-    """Return how much of the routing of the same images fine-tuning leaves as it was, for each
-    layer.
-    """
+    """Return how much of the same images' routing fine-tuning leaves, for each layer."""
     layers = list(zip(before, after, strict=True))
     if not layers:
         return Settling(routing_agreement_before_after=())

@@ -71,9 +71,7 @@ class LayerUse(Use):
 
 
 def map_shares(load: Tensor, mass: Tensor) -> MapShares:
-    """Return where on the map of ``map_shape`` the load and the mass lie; both (E,), each with sum
-    1.
-    """
+    """Return where on ``map_shape`` load and mass, both (E,) of sum 1, lie."""
     rows, columns = map_shape(len(load))
     row = torch.arange(rows)[:, None]
     column = torch.arange(columns)[None]

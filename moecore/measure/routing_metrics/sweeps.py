@@ -215,9 +215,7 @@ def _values(model: Model, k: int, sample: SweepSample, batch: int) -> dict[str, 
 def routing_means(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> dict[str, Any]:
-    """Means over the MoE layers, given their routers' k and threshold, as ``SettingValues`` has
-    them.
-    """
+    """Means over the MoE layers of what ``SettingValues`` has."""
     means = {"load_cv2": [load_cv2(expert_counts(record.chosen)) for record in records]}
     if threshold is None:
         tails = [tail_of_probs(record.probs, k) for record in records]

@@ -98,9 +98,7 @@ def layer_tokens(
 
 
 def _token_places(count: int, tokens: int, seed: int) -> Tensor:
-    """Return which tokens of ``count``; the same in layers that have as many, a hierarchy's have
-    fewer.
-    """
+    """Return which tokens of ``count``; the same in layers that have as many."""
     drawn = np.random.default_rng(derived_seed("measured_tokens", seed))
     return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
 

@@ -107,9 +107,7 @@ class LanguageTransformer(BackboneModel):
         return len(self.blocks)
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Keep a cache for so many streams, from zeros; 0 for none. Raises UserError where a token
-        looks further back than a stream is long.
-        """
+        """Keep a cache for so many streams (0: none); UserError where one is too short."""
         config = self.config
         if length is not None and config.span > length:
             problem = f"found {config.span}, but each of {streams} streams has {length} words"

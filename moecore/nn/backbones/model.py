@@ -202,15 +202,11 @@ class BackboneModel(Model):
     def renormalise_weights(
         self, weights: dict[str, Tensor], image: ImageSpec
     ) -> dict[str, Tensor]:
-        """Return those ``weights`` of a model of ``image`` that change so that it predicts the same
-        though it normalises pixels by other statistics.
-        """
+        """Return the ``weights`` that change with the statistics that pixels are normalised by."""
         return {}
 
     def remember(self, streams: int, length: int | None = None) -> None:
-        """Keep what so many streams of this length leave behind from step to step, in training; 0:
-        nothing more. Images leave nothing.
-        """
+        """Keep what so many streams of this length leave from step to step; 0: nothing."""
 
     def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
         """Return what a training step hands to the model behind (images, guidance, progress)."""

@@ -7,8 +7,6 @@ from moecore.nn.backbones.swin import SwinSettings
 
 
 class SwinMoe(SwinSettings):
-    """Swin V1 with a continuous position bias; with one expert per token, too, its routers get the
-    task's gradient.
-    """
+    """Swin V1 with a continuous position bias; its routers get the task's gradient at k = 1."""
 
     kind: Literal["swin_moe"] = "swin_moe"

@@ -144,9 +144,7 @@ class SwinTransformer(BackboneModel):
         image: ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
-        """V1's tables of position biases are resized bicubically, as pictures, where the window is
-        another one; a continuous bias needs nothing.
-        """
+        """V1's tables of position biases are resized bicubically to other windows."""
         return {name: self._table(name, value, config, image) for name, value in weights.items()}
 
     def _table(self, name: str, value: Tensor, config: Any, image: ImageSpec) -> Tensor:

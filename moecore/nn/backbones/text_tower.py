@@ -69,9 +69,7 @@ class TextTransformer(nn.Module):
     """
 
     def __init__(self, config: TextTower, task: ImageText) -> None:
-        """Raises UserError for routers that look at what a caption does not have, and under a
-        causal mask for those that look ahead.
-        """
+        """Raises UserError for routers that a caption, or a causal mask, does not serve."""
         super().__init__()
         moe, width = config.moe, config.width
         if moe is not None:

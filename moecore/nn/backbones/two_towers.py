@@ -214,9 +214,7 @@ class TwoTowerModel(BackboneModel):
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:
-        """The text side (N, C, w + 3), on the CPU, of captions (N, C, M), or of one of each image,
-        (N, M), in evaluation mode.
-        """
+        """The text side (N, C, w + 3), on the CPU, of captions (N, C, M) or (N, M)."""
         if labels.ndim == 2:
             labels = labels[:, None]
         mode = self.text.training

@@ -118,9 +118,7 @@ def rows_at_once(rows: Tensor) -> int:
 
 
 def to_autocast(tensor: Tensor) -> Tensor:
-    """The tensor in the autocast dtype where autocast is on: what autocast would do if it knew
-    grouped_mm. It leaves fp64 alone.
-    """
+    """The tensor in the autocast dtype where autocast is on, as if it knew grouped_mm."""
     device = tensor.device.type
     if tensor.is_meta:
         return tensor

@@ -67,9 +67,7 @@ class Tiles(NamedTuple):
 
 
 class TiledProduct(Function):
-    """grouped_linear by one batched product, for rows (R, i), weight (E, i, o) and bias (E, o) of
-    one dtype and offsets (E,).
-    """
+    """grouped_linear by one batched product, of one dtype; offsets (E,)."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -80,9 +80,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = 
 
 
 def attention_weights(query: Tensor, key: Tensor, causal: bool = False) -> Tensor:
-    """(B, heads, T, T): how much each token (row) attends to each other one; rows sum to 1. causal:
-    to itself and those before it alone.
-    """
+    """(B, heads, T, T): how much each token (row) attends to each other; rows sum to 1."""
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     if causal:
         length = scores.shape[-1]

@@ -90,9 +90,7 @@ class MoE(Config):
 
 
 class MoELayer(FeedForward):
-    """``layer(tokens, context)`` with tokens (B, T, d) returns (tokens (B, T, d),
-    (RoutingRecord,)), as the dense feed-forward does with ().
-    """
+    """``layer(tokens, context)`` with tokens (B, T, d) returns (tokens, (RoutingRecord,))."""
 
     def __init__(
         self,

@@ -122,9 +122,7 @@ def _gather_indices(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor
 
 
 def _lay_out_windows(grid: Grid, size: Grid, shift: Grid) -> tuple[Tensor, Tensor]:
-    """Of every place in every window (W, n): its token, T for padding; and its label, equal where
-    two of a window may see each other.
-    """
+    """Of every place (W, n) its token, T for padding, and a label of who sees whom."""
     rows, columns = grid
     full = [math.ceil(length / side) * side for length, side in zip(grid, size, strict=True)]
     tokens = torch.full(full, rows * columns, dtype=torch.int64)

@@ -36,9 +36,7 @@ class RouterConfig(Config):
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """The share of the training that is done, as far as the router looks at it: a compiled
-        block is compiled again for every other number.
-        """
+        """The share of the training that is done, if the router looks at it: else constant."""
         return 1.0
 
     def with_k(self, k: int) -> Self:

@@ -47,9 +47,7 @@ def draw_first_images(prepared: Prepared, shots: int) -> Figure:
 
 
 def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
-    """Middle slices of ``shots`` training volumes, evenly spread from the youngest to the oldest;
-    age and sex above, flags marked with *.
-    """
+    """Middle slices of ``shots`` training volumes from youngest to oldest; flags have a *."""
     volumes = prepared.train.images
     ages = prepared.train.labels
     subjects = prepared.subjects("train")
@@ -75,9 +73,7 @@ def draw_volume_montage(prepared: Prepared, shots: int = 8) -> Figure:
 
 
 def middle_slices(volume: np.ndarray) -> list[np.ndarray]:
-    """The middle slice across each axis of a volume (D, H, W) in RAS order, turned so that superior
-    (axial: anterior) is up; fp32.
-    """
+    """The middle slice across each axis of a volume (D, H, W) in RAS order; fp32."""
     volume = volume.astype(np.float32)
     return [volume.take(length // 2, axis).T[::-1] for axis, length in enumerate(volume.shape)]
 

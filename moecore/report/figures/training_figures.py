@@ -42,9 +42,7 @@ NUMBERED = 20  # classes: with more, a matrix has colours only
 
 @styled
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
-    """Loss in training and the score on the validation split over epochs, a line per seed; of text
-    the perplexities (MoGE, figures 12 to 16).
-    """
+    """Loss and validation score over epochs, a line per seed; of text perplexities."""
     figure = new_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     task = next(iter(trained.values()))[0].task

@@ -50,9 +50,7 @@ def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
 
 
 def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
-    """Return the cells of one column with the same digits: a value with its limits, marked where it
-    is the best; a dash where there is none.
-    """
+    """Return one column's cells with the same digits; a dash where there is no value."""
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
     items = []
     for cell in cells:

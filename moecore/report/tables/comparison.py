@@ -89,9 +89,7 @@ def column_cells(
 
 
 def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
-    """The method whose interval lies beyond every other's, or None: a difference inside the
-    intervals is no difference.
-    """
+    """The method whose interval lies beyond every other's, or None."""
     limits = {method: cell.interval.limits for method, cell in cells.items()}
     if not metric.column.better or len(cells) < 2 or None in limits.values():
         return None
