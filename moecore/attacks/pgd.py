@@ -18,8 +18,7 @@ class Pgd(GradientAttack):
     kind: Literal["pgd"] = "pgd"
     steps: int = Field(40, ge=1, description="Number of gradient steps τ.")
     form: Literal["paper", "strong"] = Field(
-        "paper",
-        description="paper: step ε/τ from the clean image. strong: 2.5·ε/τ from a random one.",
+        "paper", description="paper: step ε/τ from the clean image. strong: 2.5·ε/τ, random start."
     )
 
     def perturb_images(

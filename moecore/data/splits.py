@@ -17,10 +17,7 @@ class SplitSettings(Config):
 
     seed: int = Field(0, ge=0, description="Seed of the splits and of the limits below")
     validation: float = Field(
-        0.1,
-        gt=0,
-        allow_inf_nan=False,
-        description="Split off train for validation: below 1 a share, from 1 on a number of images",
+        0.1, gt=0, allow_inf_nan=False, description="Of train: below 1 a share, from 1 on a number"
     )
     train_limit: int | None = Field(
         None, ge=1, description="At most this many training images, drawn evenly from the classes"

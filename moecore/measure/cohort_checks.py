@@ -61,10 +61,7 @@ class CohortChecks(Config):
         (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
     )
     rescans: int = Field(
-        16,
-        ge=1,
-        le=PEOPLE // 2,
-        description="Simulated subjects that are scanned again, at their own and another site.",
+        16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, at their and another site"
     )
     probe: int = Field(
         256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."

@@ -34,8 +34,7 @@ class Cost(Config):
     images: int = Field(64, ge=1, description="Test images that the passes go through in turn.")
     k: Experts = Field(
         (1, 2, 3, 4, 6),
-        description="Experts per token that a batch is timed with besides, on the trained weights; "
-        "those above a model's number of experts are left out (ERMoE, figure S5).",
+        description="Also timed experts per token, where a model has them (ERMoE, S5).",
     )
 
 

@@ -49,8 +49,7 @@ class Explorer(Config):
         (0.05, 0.1, 0.2, 0.4), description="Of Gaussian noise; pixels lie in [0, 1]."
     )
     epsilons: tuple[Positive, ...] = Field(
-        (1 / 255, 2 / 255, 4 / 255, 8 / 255),
-        description="Radii of the attack in the L∞ ball; pixels lie in [0, 1].",
+        (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."
     )
     attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
     augmentations: tuple[Preset | Augmentation, ...] = Field(

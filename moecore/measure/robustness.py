@@ -54,10 +54,7 @@ class Robustness(Config):
     )
     attacks: tuple[Attack, ...] = Field(min_length=1)
     batch: int = Field(
-        128,
-        ge=1,
-        description="Images a forward pass; no result depends on it. Cut to whole groups where "
-        "images share an expert's capacity (eval_capacity_factor).",
+        128, ge=1, description="Images a pass; cut to whole groups that share a capacity."
     )
     seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(

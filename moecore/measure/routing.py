@@ -71,8 +71,7 @@ class Routing(Config):
     )
     views: ViewSettings = Field(
         ViewSettings(crop=Crop(), flip=True),
-        description="Two random views of each image; their corresponding patches are compared "
-        "(PRC, table 4).",
+        description="Two random views, compared (PRC, table 4).",
     )
     augmentations: tuple[Preset | Augmentation, ...] = Field(
         PRESETS, description="As views, kind by kind: presets, or {name, views, noise}."

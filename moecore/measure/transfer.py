@@ -58,8 +58,7 @@ class TransferCell(Config):
     scored_by: str
     score: Estimate
     difference: Estimate | None = Field(
-        description="its mean score minus the direct attack's on the same images, null where there "
-        "is none; all intervals of the matrix together hold at 95 %"
+        description="mean score − the direct attack's; all intervals hold together at 95 %"
     )
 
 

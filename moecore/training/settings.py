@@ -91,16 +91,10 @@ class Training(Config):
         description="updates of an epoch; null: as many as go once over the training data",
     )
     shard: int = Field(
-        1,
-        ge=1,
-        description="ranks over which parameters and the optimizer's state are spread, where "
-        "several share the training; 1: each rank holds all",
+        1, ge=1, description="ranks that share parameters and optimizer's state; 1: each has all"
     )
     expert_parallel: int = Field(
-        1,
-        ge=1,
-        description="ranks over which whole experts are spread and tokens travel to them: 1, or "
-        "what shard is; 1: every rank computes all experts for its own tokens",
+        1, ge=1, description="ranks that share whole experts, to which tokens travel: 1, or shard"
     )
     precision: Precision = Field("auto", description="auto: bfloat16 where a probe finds it faster")
     log_every: int = Field(20, ge=1, description="steps between two logged points")

@@ -32,12 +32,10 @@ class ClassFolders(SplitSettings):
         None,
         ge=SMALLEST,
         le=1024,
-        description="Keep training images whole, as JPEG files with a short side of this, so that "
-        "views.crop chooses from all of them; null: their centre square of `size`, raw",
+        description="Keep whole JPEG files with this short side; null: raw squares",
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop",
-        description="What an unreadable image does: stop, naming all of them, or be left out",
+        "stop", description="An unreadable image: stop, naming all of them, or leave it out"
     )
 
     @model_validator(mode="after")

@@ -69,25 +69,20 @@ class Bids(CohortSplits, Grid):
         "{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1w volume: {PATTERN_WORDS}"
     )
     mask: str | None = Field(
-        None,
-        description="A brain mask, as t1; null: where tissue is more than half (T1 > 0 without)",
+        None, description="A brain mask, as t1; null: where tissue is more than half"
     )
     maps: Maps | None = Field(Maps(), description="Tissue as probability maps; null: none")
     dseg: Dseg | None = Field(
         None, description="Tissue as one label map, in the place of maps (set maps: null)"
     )
     diagnoses: tuple[str, ...] | None = Field(
-        None,
-        min_length=1,
-        description="Only these, as the column `diagnosis` names them (healthy ones); null: all",
+        None, min_length=1, description="Only these of the column `diagnosis`; null: all"
     )
     on_error: Literal["stop", "skip"] = Field(
-        "stop",
-        description="Problems stop, all of them named, or leave those subjects out, in the card",
+        "stop", description="Problems stop, all of them named, or leave those subjects out"
     )
     cache: str = Field(
-        ".state/volumes",
-        description="Folder that keeps what was read, so that the next run reads only what changed",
+        ".state/volumes", description="Keeps what was read; the next run reads what changed"
     )
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
     licence: str = Field("not stated", description="Licence of the data, for the card")

@@ -27,10 +27,7 @@ class Imagenet(ClassFolders):
     root: str = Field(
         "data/raw/imagenet", description="Folder with train/ and val/, a folder a wnid in each"
     )
-    cache: str = Field(
-        ".state/imagenet",
-        description="For unfinished work, on the artifacts' disk; emptied at the end",
-    )
+    cache: str = Field(".state/imagenet", description="For unfinished work, on the artifacts' disk")
     size: int = Field(64, ge=4, le=1024, description="Height and width in pixels")
     validation: float = Field(
         10000, gt=0, description="Of train: below 1 a share, from 1 on a number of images"

@@ -77,8 +77,7 @@ class Phantom(CohortSplits):
     kind: Literal["phantom"] = "phantom"
     subjects: int = Field(480, ge=8, lt=MOST, description="Number of simulated people")
     preset: Preset = Field(
-        "demo",
-        description="How much people of one age differ: demo (learnable from few), realistic",
+        "demo", description="How much people of one age differ: demo little, realistic"
     )
 
     def prepare(self, folder: Path) -> dict[str, Any]:

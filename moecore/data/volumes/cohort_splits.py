@@ -32,10 +32,7 @@ class CohortSplits(Config):
     )
     test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
     age_groups: int = Field(
-        8,
-        ge=1,
-        le=100,
-        description="Equally large groups by age; splits are drawn within each and within a sex",
+        8, ge=1, le=100, description="Equally large, for the splits, within each sex"
     )
 
 

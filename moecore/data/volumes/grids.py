@@ -21,8 +21,7 @@ class Grid(Config):
         3.0, gt=0, le=20, description="Side of a voxel in mm; volumes are resampled to it"
     )
     size: tuple[int, int, int] = Field(
-        (64, 64, 64),
-        description="Voxels along right, anterior, superior, around the brain; multiples of 16",
+        (64, 64, 64), description="Right, anterior, superior, in voxels; multiples of 16"
     )
 
     @model_validator(mode="after")

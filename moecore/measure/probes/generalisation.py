@@ -45,9 +45,7 @@ class Generalisation(Config):
 
     volumes: int = Field(48, ge=2, description="Test participants, at most; a volume of each.")
     shares: tuple[Share, ...] = Field(
-        (0.25, 0.5, 0.75),
-        min_length=1,
-        description="Of the second tissue's voxels in a mixture of two: those that are left.",
+        (0.25, 0.5, 0.75), min_length=1, description="Of the second tissue's voxels: those left."
     )
     subjects: int = Field(
         24, ge=2, le=PEOPLE, description="Simulated subjects of another generator of volumes."

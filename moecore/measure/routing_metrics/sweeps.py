@@ -91,8 +91,7 @@ class Sweeps(Config):
     """
 
     k: Experts = Field(
-        (1, 2, 3, 4, 6),
-        description="Experts per token; those above the number of experts are left out",
+        (1, 2, 3, 4, 6), description="Experts per token; those above the number are left out"
     )
     threshold: tuple[Annotated[float, Field(ge=-1, le=1)], ...] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),

@@ -47,11 +47,7 @@ class Audit(Config):
     )
     steps: int = Field(20, ge=1, description="Steps of PGD; one line doubles them.")
     large_epsilon: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Radius at which accuracy must be down to chance, the error of a real target "
-        "up to a constant's.",
+        0.5, gt=0, le=1, description="Radius at which accuracy must be down to chance."
     )
 
 

@@ -48,11 +48,7 @@ class LanguageModel(BackboneConfig):
         1.0, gt=0, le=1000, description="hidden width of a dense feed-forward over d"
     )
     dropout: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="in training: on attention, on the output of feed-forwards and inside dense "
-        "ones; that inside experts is theirs",
+        0.1, ge=0, lt=1, description="in training: on attention, on and inside dense feed-forwards"
     )
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:

@@ -23,8 +23,7 @@ class Vit3d(TransformerSettings):
 
     kind: Literal["vit3d"] = "vit3d"
     stem: Literal["linear", "pooled", "conv"] = Field(
-        "linear",
-        description="cube to token: linear, of means over smaller cubes, or two convolutions",
+        "linear", description="cube to token: linear, of smaller cubes' means, or two convolutions"
     )
     pool: int = Field(
         4, ge=1, description="pooled: means along each axis of a cube; it divides the patch"
