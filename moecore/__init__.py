@@ -1,3 +1,1 @@
-"""moecore: sparse vision mixture-of-experts models, their training, and everything the papers
-measure on them.
-"""
+"""moecore: sparse mixture-of-experts models, their training, and what the papers measure."""

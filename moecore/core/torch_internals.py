@@ -1,6 +1,4 @@
-"""Every name of torch that is not public and that results depend on, with the public way that would
-take its place.
-"""
+"""torch's names that are not public, with the public way that would take their place."""
 
 from typing import Any
 

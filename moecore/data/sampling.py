@@ -1,6 +1,4 @@
-"""Making the pixels of a view from its affine: one gather where the map is on the pixel grid, else
-one grid_sample.
-"""
+"""The pixels of a view from its affine: a gather on the pixel grid, else grid_sample."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

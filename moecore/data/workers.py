@@ -1,6 +1,4 @@
-"""The same function on many items in several threads, results in order. numpy, scipy and zlib let
-each other run while they compute.
-"""
+"""One function on many items in several threads, results in order."""
 
 import os
 from collections import deque

@@ -1,6 +1,4 @@
-"""Intervals around a measured value: Wilson for a share, Student's t over seeds, the bootstrap for
-everything else.
-"""
+"""Intervals: Wilson for a share, Student's t over seeds, else the bootstrap."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,6 +1,4 @@
-"""Several classes an image: labels uint8 (N, K), 1 for every class that an image has
-(adversarial-moe, pretraining on JFT).
-"""
+"""Several classes per image: labels uint8 (N, K) (adversarial-moe, pretraining on JFT)."""
 
 from typing import Literal
 

@@ -1,6 +1,4 @@
-"""One real number an image, such as an age: labels fp32 (N,) in the target's unit, predictions (N,
-1) in the same unit.
-"""
+"""One number per image, such as an age: labels fp32 (N,), predictions (N, 1), one unit."""
 
 from typing import Literal
 

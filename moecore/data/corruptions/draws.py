@@ -1,6 +1,4 @@
-"""The random numbers behind noisy and corrupted images: functions of whole numbers and a name,
-never of a batch or of the global state.
-"""
+"""Random numbers behind noise: functions of whole numbers and a name, never of a batch."""
 
 import hashlib
 

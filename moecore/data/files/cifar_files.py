@@ -1,6 +1,4 @@
-"""The files of CIFAR's binary version: records of label bytes and 3×32×32 pixel bytes, channel by
-channel.
-"""
+"""CIFAR's binary files: records of label bytes and 3×32×32 pixel bytes."""
 
 import tarfile
 from pathlib import Path, PurePosixPath

@@ -1,6 +1,4 @@
-"""Decode many image files into one memory-mapped array, or into one file of smaller JPEG files, in
-parallel, and go on where a killed run stopped.
-"""
+"""Decode many image files in parallel, and go on where a killed run stopped."""
 
 import hashlib
 import os

@@ -1,6 +1,4 @@
-"""The IDX format of MNIST and its kin: magic (0, 0, type, dimensions), big-endian sizes, then the
-values.
-"""
+"""MNIST's IDX format: magic (0, 0, type, dimensions), big-endian sizes, values."""
 
 import gzip
 import hashlib

@@ -1,6 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from the *binary* version: 50,000 + 10,000 colour
-images, 32×32.
-"""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), *binary* version: 50,000 + 10,000, 32×32."""
 
 from pathlib import Path
 from typing import Literal

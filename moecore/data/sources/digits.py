@@ -1,6 +1,4 @@
-"""The digits that come with scikit-learn: 1,797 grey images, 8×8, 10 classes
-(UCI, Alpaydin & Kaynak 1998).
-"""
+"""scikit-learn's digits: 1,797 grey images, 8×8 (UCI, Alpaydin & Kaynak 1998)."""
 
 from pathlib import Path
 from typing import Any, Literal

@@ -1,6 +1,4 @@
-"""Images with several labels: mosaics of the images of another source (in the place of JFT, which
-is private).
-"""
+"""Images with several labels: mosaics of another source's images, in JFT's place."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""A simulated ageing cohort, made from real anatomy (the MNI152 maps) and published trajectories of
-tissue volumes.
-"""
+"""A simulated ageing cohort: MNI152 anatomy and published volumes of tissue by age."""
 
 from functools import partial
 from pathlib import Path

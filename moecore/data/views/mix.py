@@ -1,6 +1,4 @@
-"""Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): two images and their labels become
-one.
-"""
+"""Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): two images become one."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,4 @@
-"""RandAugment (Cubuk et al. 2020) for a whole batch: its geometry becomes part of the affine, its
-colours run by subsets.
-"""
+"""RandAugment (Cubuk et al. 2020) of a batch: geometry in the affine, colours by subsets."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""participants.tsv and sessions.tsv of a cohort: who there is, with everything that is wrong about
-the rows.
-"""
+"""A cohort's participants.tsv and sessions.tsv, with all that is wrong about their rows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable

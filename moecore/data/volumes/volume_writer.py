@@ -1,6 +1,4 @@
-"""Writes the prepared layout of volumes with a real number each (see moecore/data/prepared.py),
-streaming.
-"""
+"""Write the prepared layout of volumes with a number each (data/prepared.py)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

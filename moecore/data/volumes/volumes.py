@@ -1,6 +1,4 @@
-"""From a subject's files to what is stored of them: intensities in [0, 1] inside the brain,
-background 0. Shared by prepare and predict.
-"""
+"""What prepare and predict store of a subject: intensities in [0, 1], background 0."""
 
 from collections.abc import Mapping
 from pathlib import Path

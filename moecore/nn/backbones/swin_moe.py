@@ -1,5 +1,4 @@
-"""Swin-MoE's backbone (Hwang et al. 2023): V1 with the continuous position bias of V2. What MoGE
-calls SwinV2."""
+"""Swin-MoE's backbone (Hwang et al. 2023), which MoGE calls SwinV2."""
 
 from typing import Literal
 

@@ -1,6 +1,4 @@
-"""Errors with one tissue left, whether predictions follow age and ignore the scan, and what region
-experts know.
-"""
+"""Errors with one tissue left; ages of shells and rescans; what region experts know."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,6 +1,4 @@
-"""Which expert answers for which tissue: as the trainings of region experts saw it (figure S1), and
-where training did not show the answer.
-"""
+"""Which expert answers for which tissue (figure S1)."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,6 +1,4 @@
-"""Of text: its perplexity, and what a few swapped words change (TextAttack's word swap, as
-MomentumSMoE reports it).
-"""
+"""Perplexity of text, and what a few swapped words change (MomentumSMoE's attack)."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -1,6 +1,4 @@
-"""What is shown of a run: its file for ``dvc metrics show`` and experiments, and of a method and
-seed the numbers and figures in MLflow.
-"""
+"""What is shown of a run: its file for ``dvc metrics show``, its numbers in MLflow."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
