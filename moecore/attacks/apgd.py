@@ -52,10 +52,7 @@ def random_start(ball: Ball, generator: ImageGenerators, who: str) -> Tensor:
 
 
 def step_checkpoints(steps: int) -> Iterator[int]:
-    """The steps after which step sizes may change.
-
-    The first after 0.22 of all, then ever sooner by 0.03, but never within 0.06.
-    """
+    """The steps after which step sizes may change: first after 0.22, then ever sooner by 0.03."""
     length, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
     done = length
     while done <= steps:

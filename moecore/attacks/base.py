@@ -52,10 +52,7 @@ Generators = torch.Generator | ImageGenerators  # or one for all images in their
 
 
 def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]:
-    """One generator on the CPU per image, by the seed and the image's index.
-
-    The same whichever other images are attacked.
-    """
+    """One generator on the CPU per image, by the seed and the image's index alone."""
     states = (
         np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] for index in indices
     )

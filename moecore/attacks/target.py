@@ -117,10 +117,7 @@ class Target(NamedTuple):
 
 
 def bfloat16_model(model: nn.Module) -> nn.Module:
-    """The model with forward passes in bf16 where autocast allows it.
-
-    Routers stay in fp32, and so do its logits.
-    """
+    """The model with passes in bf16 where autocast allows it; routers and logits stay fp32."""
     return _BFloat16Model(model)
 
 

@@ -27,10 +27,7 @@ class Ages(NamedTuple):
 
     @classmethod
     def of(cls, data: Prepared, predicted: Mapping[str, np.ndarray], weights: Path) -> "Ages":
-        """Return them with subjects and the hash read from disk.
-
-        Raises UserError for predictions that are NaN or infinite.
-        """
+        """Return them with subjects and hash from disk; UserError for NaN or infinite ones."""
         for split, values in predicted.items():
             if bad := int((~np.isfinite(values)).sum()):
                 raise UserError(

@@ -36,10 +36,7 @@ TABLE_HEAD = """\
 
 
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
-    """The text of MODEL_CARD.md.
-
-    card: the prepared data's; result: what ``calibrate`` measured; item: phase/method/seed.
-    """
+    """The text of MODEL_CARD.md; card: of the data; result: of ``calibrate``."""
     title = f"# Brain-age model {item}"
     sections = [
         f"{title} (SIMULATED data)" if result.simulated else title,

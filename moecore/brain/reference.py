@@ -62,10 +62,7 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
 
 
 def build_reference(data: Prepared, interval: AgeInterval, sha256: str) -> Reference:
-    """The ranges over the training volumes, and the facts of the data's card.
-
-    sha256: of the model's weights.
-    """
+    """The ranges over the training volumes, and the card's facts; sha256: of the weights."""
     facts = CohortFacts(**{name: data.card[name] for name in CohortFacts.model_fields})
     quantities = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
     ranges = {}

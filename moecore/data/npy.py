@@ -13,10 +13,7 @@ PREPARE_AGAIN = "run the stage `prepare` again"
 
 
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return a .npy file memory-mapped.
-
-    Raises UserError, naming the file, unless it is a whole one with this shape and dtype.
-    """
+    """Return a .npy file memory-mapped; UserError unless it has this shape and dtype."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

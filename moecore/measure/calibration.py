@@ -157,10 +157,7 @@ def _write_fit(fitted: FittedTemperature, files: CalibrationFiles) -> None:
 
 
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:
-    """Score, NLL, Brier and ECE with their intervals, and the reliability bins.
-
-    logits: (N, K); labels: (N,) classes.
-    """
+    """Score, NLL, Brier and ECE with intervals, and bins. logits: (N, K); labels: (N,)."""
     hits = task.scores(logits, labels)
     answers = AnswerValues(
         task.test_loss(logits, labels), brier_scores(logits, labels), class_confidence(logits), hits

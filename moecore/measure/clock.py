@@ -11,10 +11,7 @@ from moecore.core.config import Config
 
 
 class Quartiles(Config):
-    """Median and quartiles of repeated timings.
-
-    A timing has a long upper tail, which a mean and its error would follow.
-    """
+    """Median and quartiles of repeated timings, which have a long upper tail."""
 
     median: float
     low: float
@@ -62,10 +59,7 @@ class Clock:
 def time_calls(
     run: Callable[[int], object], rounds: int, warm_up: int, device: torch.device
 ) -> list[float]:
-    """Seconds of each of ``rounds`` calls ``run(number)``, after ``warm_up`` others.
-
-    A call ends when the device is done.
-    """
+    """Seconds of each of ``rounds`` calls ``run(number)``, after ``warm_up`` others."""
     durations = []
     for number in range(warm_up + rounds):
         if device.type == "cuda":

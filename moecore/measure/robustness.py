@@ -199,10 +199,7 @@ def attack_curve(
 
 
 def attack_row(attack: Attack, target: Target, clean: CleanAnswers, epsilon: float) -> AttackRow:
-    """Return what is left at an epsilon.
-
-    Raises UserError where epsilon 0 does not reproduce the clean predictions.
-    """
+    """Return what is left at an epsilon; UserError where 0 changes predictions."""
     adversarial = target.attacked(attack, epsilon)
     prediction, routing = target.predict_images(adversarial)
     if epsilon == 0 and not torch.equal(prediction, clean.prediction):

@@ -74,10 +74,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
 
 
 def read_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
-    """Return the card of a phase's data, and its task.
-
-    Raises UserError where it is missing or damaged, or where other code wrote it.
-    """
+    """Return the card and task of a phase's data; UserError where missing or damaged."""
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:

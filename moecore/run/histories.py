@@ -89,10 +89,7 @@ def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str
 
 
 def locked_folders(study: Path) -> frozenset[str] | None:
-    """Return the folders that DVC's lock files have; None where DVC was not used.
-
-    Raises UserError for a damaged lock file.
-    """
+    """Return the folders in DVC's lock files; None where DVC was not used."""
     locks = list_pipeline_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:

@@ -191,10 +191,7 @@ def json_number(value: Any) -> float | str:
 
 
 def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as dotted keys.
-
-    A list of mappings counts from 0, a list of plain values stays one value.
-    """
+    """Return nested mappings as dotted keys; lists of mappings count from 0."""
     if isinstance(value, list) and any(isinstance(inner, (Mapping, list)) for inner in value):
         value = {str(index): inner for index, inner in enumerate(value)}
     if not isinstance(value, Mapping):
@@ -218,10 +215,7 @@ def nested_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
-    """Return the stages of a project's lock files as they last ran; none without one.
-
-    Raises UserError for a lock that is not as DVC writes it.
-    """
+    """Return the stages of a project's lock files; UserError for a damaged one."""
     stages: dict[str, dict[str, Any]] = {}
     for lock in list_pipeline_files(folder, "dvc.lock"):
         stages |= _read_lock(lock)

@@ -23,10 +23,7 @@ class PairedHits(NamedTuple):
 
 
 def count_paired_hits(first: np.ndarray, second: np.ndarray) -> PairedHits:
-    """The 2 × 2 table of two models' hits (N,) bool on the same images.
-
-    Raises ValueError unless both have the same N ≥ 1.
-    """
+    """The 2 × 2 table of two models' hits (N,) bool; ValueError unless N is the same."""
     first = np.asarray(first, dtype=bool)
     second = np.asarray(second, dtype=bool)
     if first.shape != second.shape or first.ndim != 1 or not len(first):

@@ -102,10 +102,7 @@ class Task(Config, ABC):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the training loss, fp32: a scalar, or (B,) with ``reduction`` "none".
-
-        Mixed labels (B, K) where they make sense.
-        """
+        """Return the training loss, fp32: a scalar, or (B,) with ``reduction`` "none"."""
 
     def with_gallery(self, labels: Tensor) -> Self:
         """Return the task whose attacks compare with all ``labels`` (N, …), or itself."""

@@ -13,10 +13,7 @@ BINS = 15  # equal widths, as in Guo et al. (2017)
 
 
 class ReliabilityBins(Config):
-    """A reliability diagram by columns, one entry per bin (low, high].
-
-    Means are None where a bin has no predictions.
-    """
+    """A reliability diagram by columns, one entry per bin (low, high]; None where empty."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -68,10 +65,7 @@ def brier_scores(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def reliability_bins(confidences: Tensor, hits: Tensor, bins: int = BINS) -> ReliabilityBins:
-    """Mean confidence and accuracy in bins of equal width.
-
-    confidences: (N,) in [0, 1]; hits: (N,) bool.
-    """
+    """Mean confidence (N,) in [0, 1] and hits (N,) bool in bins of equal width."""
     where = _bin_index(confidences, bins)
     count = torch.bincount(where, minlength=bins).tolist()
 

@@ -54,10 +54,7 @@ class Classification(Task):
         )
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy of each image in nats, (B,).
-
-        Raises ValueError for labels that are neither classes nor shares.
-        """
+        """Cross-entropy per image in nats, (B,); ValueError for other labels."""
         if labels.ndim == 1 and not labels.is_floating_point():
             return cross_entropy(prediction, labels.long(), reduction="none")
         if labels.shape != prediction.shape or not labels.is_floating_point():

@@ -61,10 +61,7 @@ def age_fit(prediction: Tensor, labels: Tensor) -> AgeFit:
 
 
 def median_mae(train_labels: Tensor, test_labels: Tensor) -> float:
-    """The mean absolute error of answering every test image with the training labels' median.
-
-    It is what any model must beat.
-    """
+    """The error of always answering with the training labels' median: to be beaten."""
     if len(train_labels) == 0:
         raise UserError("regression: no training labels, so no median")
     median = train_labels.double().quantile(0.5)

@@ -46,10 +46,7 @@ class MultiLabel(Classification):
         return binary_cross_entropy_with_logits(logits, wanted, reduction="sum") / len(labels)
 
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
-        """Sigmoid cross-entropy of each image, summed over classes, (B,).
-
-        Raises ValueError for labels that are no sets.
-        """
+        """Sigmoid cross-entropy per image, summed over classes, (B,)."""
         if labels.shape != prediction.shape or labels.is_floating_point():
             problem = f"labels are {labels.dtype} {tuple(labels.shape)}"
             raise ValueError(f"attack: {problem}; 0 or 1 per class (B, K) is needed")

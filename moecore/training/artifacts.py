@@ -72,10 +72,7 @@ def save_words(folder: Path, data: Prepared) -> None:
 
 
 def load_card(folder: str | Path) -> ModelCard:
-    """The model's settings.
-
-    Raises UserError that names the file where it is missing or not a model's.
-    """
+    """The model's settings; UserError, naming the file, where it is missing or no model's."""
     if str(folder).startswith("models:"):
         raise UserError(
             f"{folder}: an address in MLflow's registry; call "
@@ -187,10 +184,7 @@ def save_guide(folder: Path, guide: Guide) -> None:
 
 
 def save_no_guide(folder: Path) -> None:
-    """Say that the method needs no teacher.
-
-    The file never changes, so a new teacher leaves such methods up to date.
-    """
+    """Say that the method needs no teacher: a new one leaves it up to date."""
     write_json(folder / "guide.json", {"needed": False})
 
 

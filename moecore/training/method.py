@@ -93,10 +93,7 @@ class Method(Config):
         return (*self.regions.experts, *(f"free_{index}" for index in free))
 
     def merge_model_settings(self, model: AnySettings) -> AnySettings:
-        """The section ``model`` with this method's own settings in it.
-
-        Raises UserError, naming the key, where it does not take them.
-        """
+        """The section ``model`` with this method's settings; UserError for other keys."""
         sized = replace_and_validate("model", model, self.model, Backbone)
         if self.text is None:
             return sized

@@ -104,10 +104,7 @@ class TrainingLog(NamedTuple):
 def summarize_training(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
-    """Return what is reported of a model trained with ``settings``.
-
-    Raises UserError where predictions are no numbers.
-    """
+    """Return what is reported of a trained model; UserError for predictions that are NaN."""
     task = model.image.task
     test = evaluate_text(model, data, settings) if task.long else evaluate_images(model, data)
     score = test.scores

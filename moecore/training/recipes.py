@@ -100,10 +100,7 @@ def build_finetuning(
     seed: int,
     device: str,
 ) -> TrainingRecipe:
-    """The model in the folder ``start`` goes on with other data.
-
-    Raises UserError where data and model do not fit.
-    """
+    """The model in ``start`` goes on with other data; UserError where they do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
     teacher = load_guide(guide, image.size)

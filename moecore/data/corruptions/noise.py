@@ -14,10 +14,7 @@ def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator
 
 
 def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Poisson counts of the light; the parameter is the expected count of a white pixel.
-
-    Black stays black.
-    """
+    """Poisson counts of the light; the parameter is the expected count of a white pixel."""
     photons = severity_share(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 

@@ -43,10 +43,7 @@ def grid_points() -> np.ndarray:
 
 
 def sample_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,).
-
-    Outside: the nearest voxel.
-    """
+    """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,)."""
     return ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
     )

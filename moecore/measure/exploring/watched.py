@@ -36,10 +36,7 @@ def spread_places(total: int, number: int) -> list[int]:
 
 
 def explored_places(data: Prepared, number: int) -> list[int]:
-    """The places in the test split of the first ``number`` images that the explorer shows.
-
-    Of volumes at most VOLUMES.
-    """
+    """The places in the test split of the first images that the explorer shows."""
     images = data.test.images
     most = VOLUMES if images.ndim == 5 else IMAGES
     return spread_places(len(images), min(number, most))
@@ -52,10 +49,7 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
 
 
 def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
-    """Write into ``folder`` what the model does with the images after ``epoch``.
-
-    model: as it is used, on its device.
-    """
+    """Write into ``folder`` what the model does with the images after ``epoch``."""
     images = np.array(data.test.images[explored_places(data, IMAGES)])
     prediction, records = predict_in_batches(model, images, batch=IMAGES)
     seen = trace_images(prediction, records, data.task, model.layouts)

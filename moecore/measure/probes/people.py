@@ -90,10 +90,7 @@ def monotone_share(predictions: np.ndarray) -> float:
 
 
 def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
-    """Spearman's correlation of age (A,) and prediction (S, A), one value per subject.
-
-    A constant prediction has 0.
-    """
+    """Spearman's correlation of age (A,) and prediction (S, A), per subject; 0 if constant."""
     # Here: scipy.stats takes a second, and all stages import the table of measurements.
     from scipy.stats import rankdata
 

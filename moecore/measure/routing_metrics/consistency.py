@@ -40,10 +40,7 @@ def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
 
 
 def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Matches:
-    """Match ratios of the experts that corresponding tokens choose, over all pairs (PRC, table 4).
-
-    Arguments as of ``matched_pairs``.
-    """
+    """Match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
     counts = matched_pairs(probs_1, probs_2, is_pair).sum(dim=0)
     pairs = int(is_pair.sum())
     return Matches(*(count / pairs for count in counts.tolist()))

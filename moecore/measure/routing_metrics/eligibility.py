@@ -15,10 +15,7 @@ _LEAST = 1e-6
 
 
 def fallback_rate(scores: Tensor, threshold: float) -> float:
-    """Share of tokens without any eligible expert: the router falls back to its global top-k.
-
-    §6, figure S3.
-    """
+    """Share of tokens without any eligible expert, which fall back to top-k. §6, figure S3."""
     return below_k_rate(scores, threshold, 1)
 
 

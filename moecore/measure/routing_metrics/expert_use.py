@@ -69,10 +69,7 @@ def token_entropy(probs: Tensor) -> float:
 
 
 def expert_agreement(ours: Tensor, theirs: Tensor) -> float:
-    """Share of tokens whose most probable expert is the same in both (TGR).
-
-    probs (B, T, E), ties to the lowest index.
-    """
+    """Share of tokens with the same most probable expert in both (TGR); probs (B, T, E)."""
     _check_same_shape(ours, theirs)
     return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
 
@@ -84,10 +81,7 @@ def agreement_by_image(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def choice_iou(before: Tensor, after: Tensor) -> float:
-    """Mean over tokens of |before ∩ after| / |before ∪ after|; (B, T, E) bool.
-
-    Two empty sets count as 1.
-    """
+    """Mean over tokens of |before ∩ after| / |before ∪ after|, 1 for empty ones; (B, T, E)."""
     return float(_token_iou(before, after).mean())
 
 
@@ -122,10 +116,7 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
 def change_of_choice(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
-    """Routing change 1 − IoU of the experts chosen before capacity.
-
-    One value a layer; [] for a dense model.
-    """
+    """Routing change 1 − IoU of the experts chosen before capacity, per layer."""
     return [1 - choice_iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
 
 
@@ -139,10 +130,7 @@ def changes_by_image(
 def change_of_processing(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
-    """Routing change 1 − IoU of the experts that processed a token.
-
-    It differs from the choice only where capacity is on.
-    """
+    """Routing change 1 − IoU of the experts that processed a token (under capacity)."""
     return [
         1 - choice_iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)
     ]

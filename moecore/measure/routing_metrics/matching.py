@@ -51,10 +51,7 @@ class AugmentedRow(Matching):
 def augmented_row(
     name: str, model: Model, views: Views, batch: int, people: np.ndarray | None = None
 ) -> AugmentedRow:
-    """Return what partners in both ``views`` share, as means over the MoE layers.
-
-    people: (N,), whose image each is, or None.
-    """
+    """Return what partners in both ``views`` share, as means over the MoE layers."""
     _, records = predict_in_batches(model, views.images, batch)
     paired = layer_pairs(views.affines, model.layouts, special=False)
     layers = [layer_matching(record, *pairs) for record, pairs in zip(records, paired, strict=True)]

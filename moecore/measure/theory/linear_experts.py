@@ -41,10 +41,7 @@ class Theorem1(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """max_i ‖w_i*‖ / ‖w*‖, the experts' Lipschitz constant over the dense model's.
-
-        Infinite where w* = 0.
-        """
+        """max_i ‖w_i*‖ / ‖w*‖, of Lipschitz constants; infinite where w* = 0."""
         if self.dense:
             return float(self.experts.max()) / self.dense
         return math.inf
@@ -84,10 +81,7 @@ class Theorem2(NamedTuple):
 
 
 def least_squares(part: ExpertData) -> LeastSquares:
-    """The shortest minimiser of ‖Xw − y‖², by the singular values of X.
-
-    Those of XᵀX would lose half of the digits.
-    """
+    """The shortest minimiser of ‖Xw − y‖², by the singular values of X."""
     left, values, right = np.linalg.svd(part.points, full_matrices=False)
     rank = int(
         (values > max(part.points.shape) * np.finfo(float).eps * values.max(initial=0)).sum()
@@ -142,10 +136,7 @@ def expert_projections(parts: Sequence[ExpertData]) -> list[np.ndarray]:
 
 
 def _align_basis(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
-    """The basis (D, m) of ``space`` in which the spans' projections sum to a diagonal.
-
-    They are weighted 1 … E.
-    """
+    """The basis (D, m) of ``space`` in which the spans' weighted projections are diagonal."""
     parts = [space.T @ span for span in spans]
     return (
         space

@@ -54,10 +54,7 @@ class Audit(Config):
 def run_audit(
     target: Target, settings: Audit, epsilon: float, curves: Curves, attacks: Sequence[Attack]
 ) -> tuple[AuditLine, ...]:
-    """All lines.
-
-    target: what the curves were measured on; epsilon: their largest; attacks: their settings.
-    """
+    """All lines of a target, at the largest epsilon, with the attacks' settings."""
     images = settings.images
     part = target.first(images)
     direct = Pgd(steps=settings.steps)

@@ -29,10 +29,7 @@ class ImageSpec(Config):
 
     @classmethod
     def from_card(cls, card: dict[str, Any]) -> Self:
-        """The images that a data card describes.
-
-        Raises KeyError where it lacks one of the fields.
-        """
+        """The images that a data card describes; KeyError where it lacks a field."""
         return cls(**{name: card[name] for name in cls.model_fields})
 
     @property

@@ -149,10 +149,7 @@ class BackboneModel(Model):
     def forward(
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
     ) -> ModelOutput:
-        """``guidance``: a teacher's, for routers that want it.
-
-        ``progress``: share of the training that is done.
-        """
+        """``guidance``: a teacher's; ``progress``: share of the training that is done."""
         encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
         heads = self.heads(encoded.tokens)
         return ModelOutput(average_heads(heads), encoded.routing, heads)

@@ -43,10 +43,7 @@ class Eigen(ExpertsConfig):
     )
 
     def build(self, width: int) -> "EigenExperts":
-        """The experts of ``width``-wide tokens.
-
-        Raises UserError where the rank is larger than that.
-        """
+        """The experts of ``width``-wide tokens; UserError where the rank is larger."""
         if self.rank is not None and self.rank > width:
             raise UserError(
                 f"experts.rank is {self.rank}, but tokens are {width} wide (model.width); rank "

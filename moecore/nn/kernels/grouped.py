@@ -135,10 +135,7 @@ def full_precision(tensor: Tensor) -> AbstractContextManager:
 
 
 def register_flop_formulas() -> None:
-    """Let torch.utils.flop_counter see grouped_mm, which it counts as nothing by itself.
-
-    Calling it again does nothing.
-    """
+    """Let torch.utils.flop_counter see grouped_mm; twice does no harm."""
     operator = grouped_operator()
     if operator not in flop_registry:
         register_flop_formula(operator)(_grouped_flops)

@@ -37,10 +37,7 @@ class MoE(Config):
         return self.router.active(self.experts.number) / self.experts.number
 
     def build(self, width: int) -> "MoELayer":
-        """One layer over ``width``-wide tokens.
-
-        Raises UserError where router and experts do not fit together.
-        """
+        """One layer over ``width``-wide tokens; UserError where router and experts do not fit."""
         dropout = getattr(self.experts, "dropout", 0)
         if dropout and not self.router.chooses_per_token:
             whole = f"the router {self.router.kind} gives experts no single choices of tokens"
@@ -99,10 +96,7 @@ class MoELayer(FeedForward):
         wants: frozenset[str] = frozenset(),
         lends: frozenset[str] = frozenset(),
     ) -> None:
-        """``wants``: fields of the context that the router reads.
-
-        ``lends``: what the experts provide of them.
-        """
+        """``wants``: what of the context the router reads; ``lends``: what experts provide."""
         super().__init__()
         self.router = router
         self.experts = experts

@@ -63,10 +63,7 @@ class Lemma1(NamedTuple):
 
     @property
     def violated(self) -> Tensor:
-        """Return where the left-hand side is larger by more than 1e-6 of the right one, (n,) bool.
-
-        Never, unless the code is wrong.
-        """
+        """Return where the left side is larger by over 1e-6 of the right one, (n,): a bug."""
         return self.jacobian > self.bound * (1 + 1e-6)
 
 

@@ -40,10 +40,7 @@ class RouterConfig(Config):
         return 1.0
 
     def with_k(self, k: int) -> Self:
-        """Return the router with another number of experts per token.
-
-        Raises UserError for a router without such a number.
-        """
+        """Return the router with another k; UserError for one without."""
         fields = type(self).model_fields
         if "k" not in fields:
             kind = fields["kind"].default

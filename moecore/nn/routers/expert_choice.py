@@ -48,10 +48,7 @@ class ExpertChoice(RouterConfig):
         raise UserError(f"{key}.kind: {problem}; allowed: {CAUSAL}")
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ExpertChoiceRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts.
-
-        Raises UserError where k is larger than that.
-        """
+        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return ExpertChoiceRouter(self, width, experts)
 

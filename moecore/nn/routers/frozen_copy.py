@@ -64,10 +64,7 @@ class FrozenCopy(RouterConfig):
         return self.model_copy(update={"until": 0.0})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FrozenCopyRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts.
-
-        Raises UserError where k is larger than that.
-        """
+        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts, key="router.router.k")
         return FrozenCopyRouter(self, width, experts)
 

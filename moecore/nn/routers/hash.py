@@ -126,10 +126,7 @@ class HashRouter(nn.Module):
 
 @lru_cache(maxsize=64)
 def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) -> Tensor:
-    """Random directions (pixels, E) without mean, of length 1, so that none wins by its length.
-
-    The same on every device.
-    """
+    """Random directions (pixels, E) without mean, of length 1; the same on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     drawn = torch.randn(pixels, experts, generator=generator, device="cpu")
     return normalize(drawn - drawn.mean(dim=0), dim=0).to(device)

@@ -89,10 +89,7 @@ class NoisyTopK(RouterConfig):
         return frozenset({"load"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts.
-
-        Raises UserError where k is larger than that.
-        """
+        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return NoisyTopKRouter(self, width, experts)
 

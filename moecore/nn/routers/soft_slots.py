@@ -120,8 +120,5 @@ def _give_scale_an_axis(
 
 
 def unit_vectors(vectors: Tensor, *, dim: int) -> Tensor:
-    """``vectors`` at length 1 along ``dim``: v / sqrt(|v|² + 1e-6).
-
-    A vector of zeros stays, with a finite gradient.
-    """
+    """v / sqrt(|v|² + 1e-6) along ``dim``; a vector of zeros stays, with finite gradient."""
     return vectors * torch.rsqrt(vectors.square().sum(dim=dim, keepdim=True) + EPSILON)

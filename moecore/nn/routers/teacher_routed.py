@@ -47,10 +47,7 @@ class TeacherRouted(RouterConfig):
         return frozenset({"teacher"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TeacherRoutedRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts.
-
-        Raises UserError where k is larger than that.
-        """
+        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return TeacherRoutedRouter(self, width, experts)
 
@@ -98,10 +95,7 @@ def _safe_log(probs: Tensor) -> Tensor:
 
 
 def _check_teacher(teacher: Tensor | None, shape: torch.Size) -> Tensor:
-    """The teacher's probs.
-
-    Raises UserError where there are none, or not one (E,) for each of the student's tokens.
-    """
+    """The teacher's probs; UserError unless there is one (E,) per student's token."""
     if teacher is None:
         raise UserError(
             "router teacher_routed: the teacher decides, but its routing is not here "

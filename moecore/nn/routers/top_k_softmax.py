@@ -40,10 +40,7 @@ class TopKSoftmax(RouterConfig):
         return frozenset({"load"})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopKSoftmaxRouter":
-        """The router of ``width``-wide tokens over ``experts`` experts.
-
-        Raises UserError where k is larger than that.
-        """
+        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
         self.check_k(experts)
         return TopKSoftmaxRouter(self, width, experts)
 

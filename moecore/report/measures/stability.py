@@ -125,10 +125,7 @@ def part(phase: Phase) -> Iterator[Block]:
 
 @styled
 def noise_ramp(ramp: Ramp) -> Figure:
-    """The true class's probability of a few images as their noise grows.
-
-    A cross where the predicted class changes.
-    """
+    """The true class's probability of a few images over noise; a cross where it changes."""
     caption = "A few images. A cross: another class is predicted."
     figure = new_figure(4.8, 3.5, caption)
     axes = figure.subplots()

@@ -23,8 +23,5 @@ class ZLoss(Config):
 
 
 def z_loss(*, logits: Tensor) -> Tensor:
-    """Mean over tokens of logsumexp(logits)².
-
-    logits: (B, T, E), before noise.  Returns a scalar ≥ 0.
-    """
+    """Mean over tokens of logsumexp(logits)², (B, T, E) before noise; a scalar ≥ 0."""
     return logsumexp(logits, dim=-1).square().mean()
