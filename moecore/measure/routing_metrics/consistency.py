@@ -28,8 +28,11 @@ def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
     (B, P, E), both sides of each pair; is_pair: (B, P) bool, which pairs there are.  Ties go to the
-    lowest index.
+    lowest index.  Raises UserError where there is no pair, or E is 1.
     """
+    if probs_1.shape[-1] < 2 or not is_pair.any():
+        given = f"{int(is_pair.sum())} pairs and {probs_1.shape[-1]} experts"
+        raise UserError(f"consistency: {given}; needed: at least one pair and two experts")
     ours = _two_best(probs_1)
     theirs = _two_best(probs_2)
     ordered = ours == theirs

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.records import Layout, ModelOutput, RoutingRecord
 from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
 from moecore.measure.routing_metrics.consistency import (
@@ -164,3 +165,10 @@ def test_pairs_are_counted_image_by_image():
     # third are there.
     assert matched_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
     assert match_ratios(ours, theirs, found) == Matches(3 / 7, 2 / 7, 4 / 7)
+
+
+@pytest.mark.parametrize(("experts", "pairs"), [(1, True), (3, False)])
+def test_matches_need_a_pair_and_two_experts(experts, pairs):
+    probs = torch.ones(2, 4, experts)
+    with pytest.raises(UserError, match=f"and {experts} experts; needed: at least one pair"):
+        match_ratios(probs, probs, torch.full((2, 4), pairs))
