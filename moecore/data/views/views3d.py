@@ -9,7 +9,7 @@ view, in voxels along the first, second and third axis; voxel centres are at +0.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,8 @@ from moecore.core.streams import Draws
 from moecore.data.sampling import fold_indices, is_inside, to_device_async
 from moecore.data.views.geometry import uniform_draws
 
-if TYPE_CHECKING:
-    from moecore.data.views.views import Affine, ViewSettings
 
-
-def make_volume_views(
-    volumes: Tensor, settings: "ViewSettings", draws: Draws
-) -> tuple[Tensor, Tensor]:
+def make_volume_views(volumes: Tensor, settings: Any, draws: Draws) -> tuple[Tensor, Tensor]:
     """One random view of each volume, fp32 of the same shape, and their affines fp32 (B, 4, 4), on
     the volumes' device.
 
@@ -82,7 +77,7 @@ def _grid(theta: Tensor, size: torch.Size) -> Tensor:
     return grid
 
 
-def _refuse(settings: "ViewSettings") -> None:
+def _refuse(settings: Any) -> None:
     flat = ("crop", "randaugment", "jitter", "erasing", "size")
     given = [name for name in flat if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
@@ -94,7 +89,7 @@ def _refuse(settings: "ViewSettings") -> None:
         )
 
 
-def _affine(settings: "Affine", size: list[int], draws: Draws) -> Tensor:
+def _affine(settings: Any, size: list[int], draws: Draws) -> Tensor:
     """Scale, then turn about the three axes, then move; about the centre."""
     low, high = settings.scale
     factors = uniform_draws(draws, low, high)

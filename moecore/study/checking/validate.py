@@ -112,7 +112,9 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
             text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
             yield ("run", key), text
     sources = data.get("data")
-    for phase in TRAINING_PHASES if isinstance(sources, dict) else ():
+    if not isinstance(sources, dict):
+        return
+    for phase in TRAINING_PHASES:
         if phase in stages and phase not in sources:
             there = ", ".join(sources)
             text = f"missing; the stage {phase} trains on it; data has: {there}"
