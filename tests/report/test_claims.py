@@ -277,8 +277,8 @@ def test_questions_are_answered_in_a_table_of_their_own():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"better": "equivalent"}, "margin is missing"),
-        ({"margin": 0.1}, "found margin 0.1 with better: higher"),
+        ({"better": "equivalent"}, "found margin None"),
+        ({"margin": 0.1}, "found margin 0.1, better higher"),
         ({"better": "equivalent", "margin": 0.0}, "greater than 0"),
         ({"source": ""}, "at least 1 character"),
     ],

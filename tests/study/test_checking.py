@@ -94,7 +94,7 @@ FILE = [
     (IMAGES, {"run.seeds": [0, 0]}, "run.seeds[1]", "0 is there twice"),
     (IMAGES, {"run.seeds": [*range(2000), 7]}, "run.seeds[2000]", "7 is there twice"),
     (IMAGES, {"run.seeds": [2**63]}, "run.seeds[0]", "found 9.22e+18"),
-    (IMAGES, {"run.seeds": []}, "run", "seeds is empty"),
+    (IMAGES, {"run.seeds": []}, "run", "found none of seeds"),
     (IMAGES, {"run.thorough": ["pretrain"]}, "run", "thorough names pretrain; allowed: finetune"),
     (IMAGES, {"run.thorough": GONE}, "run.thorough", "missing; the stage measure of dvc.yaml"),
     (IMAGES, {"run.measurements": ["cots"]}, "run.measurements[0]", "did you mean 'cost'?"),
@@ -110,7 +110,7 @@ FILE = [
     (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
     (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
     (IMAGES, {"claims": [QUESTION]}, "claims[0].source", "missing; allowed: Where it stands"),
-    (IMAGES, {"claims": [CLAIM | {"better": "equivalent"}]}, "claims[0]", "margin is missing"),
+    (IMAGES, {"claims": [CLAIM | {"better": "equivalent"}]}, "claims[0]", "found margin None"),
     (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]", "found margin 0.1"),
     (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against", "itself"),
     (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator", "kind is missing; allowed: kin"),
@@ -243,7 +243,7 @@ FILE = [
         VOLUMES,
         {"calibrate.calibrator": {"kind": "temperature"}},
         "calibrate.calibrator.kind",
-        "but the labels are real numbers; allowed: linear",
+        "allowed: linear",
     ),
     (
         VOLUMES,
@@ -264,7 +264,7 @@ FILE = [
         VOLUMES,
         {"data.pretrain": {"kind": "digits"}},
         "calibrate.calibrator.kind",
-        "found linear, but the labels are classes",
+        "found linear, but the labels of data.pretrain",
     ),
     (
         IMAGES,
@@ -290,7 +290,7 @@ FILE = [
         WORDS,
         {"methods.smoe.regularizers": [{"kind": "pairwise_consistency"}]},
         "methods.smoe",
-        "the method needs two views, and data.pretrain is text",
+        "the method needs two views or a teacher, and data.pretrain is text",
     ),
     (
         WORDS,
@@ -302,7 +302,7 @@ FILE = [
         WORDS,
         {"calibrate": {"calibrator": {"kind": "linear"}}},
         "calibrate.calibrator.kind",
-        "the labels are words; allowed: temperature",
+        "allowed: temperature",
     ),
     (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip", "say left and right"),
     (CAPTIONS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "has no caption of its own"),
@@ -325,7 +325,7 @@ FILE = [
         CAPTIONS,
         {"calibrate": {"calibrator": {"kind": "temperature"}}},
         "run.phases[0]",
-        "has captions, which calibrate does not take",
+        "labels that calibrate does not take",
     ),
 ]
 

@@ -130,7 +130,7 @@ MERGES = "m0: &m0 {x: 1}\n" + "".join(
         ("a: !!int x", "params.yaml", "not valid YAML: ValueError"),
         ("a: !!bool x", "params.yaml", "not valid YAML: KeyError"),
         (f"a: {'9' * 5000}", "params.yaml", "not valid YAML"),
-        ("a: 1\n? [a, b]\n: 1\n", "params.yaml:2:3", "found a list or a mapping as a key"),
+        ("a: 1\n? [a, b]\n: 1\n", "params.yaml:2:3", "found a list or mapping as key"),
         (f"? {'k' * 5000}\n: 1", "params.yaml:1:3", "found a word of 5,000 letters"),
         ('"a\\0b": 1', "params.yaml:1:1", "the character NUL"),
         (f"a: {'[' * 70}{']' * 70}", "params.yaml:1:68", "more than 64 levels"),

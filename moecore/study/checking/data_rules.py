@@ -11,9 +11,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import SPLITS
 from moecore.data.preview import Preview, card_preview
-from moecore.study.reading.study import Study
-
-Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+from moecore.study.reading.study import Misfits, Study
 
 PREPARED_DATA = Path("artifacts/data")
 DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages

@@ -7,18 +7,28 @@ from collections.abc import Iterator
 from typing import Any
 
 from moecore.data.views.views import ViewSettings
-from moecore.study.reading.study import TRAINING_PHASES, Study
+from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
 
-Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
-
-# Of Training, with the value that switches each off.
+# of Training, with the value that switches each off
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 CALIBRATORS = {  # by the kind of task
     "classification": "temperature",
     "next_token": "temperature",
     "regression": "linear",
 }
-LABEL_WORDS = {"classification": "classes", "next_token": "words", "regression": "real numbers"}
+MEASURED_KINDS = {  # the kind of task that a measurement is of, why not others, and its sources
+    "word_swaps": (
+        "next_token",
+        "is no text, and word_swaps swaps words",
+        "docstrings or wikitext",
+    ),
+    "cohort_checks": ("regression", "has classes, and cohort_checks needs ages", "phantom or bids"),
+    "retrieval": (
+        "image_text",
+        "has no captions, and retrieval looks for them",
+        "captioned_mosaic",
+    ),
+}
 FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
 
 
@@ -86,13 +96,13 @@ def _attacks(study: Study) -> Misfits:
     """Attacks that need classes, where labels are real numbers."""
     if study.robustness is None:
         return
-    attacks: dict[tuple, Any] = {
-        ("robustness", "attacks", index): attack
+    attacks: list[tuple[tuple, Any]] = [
+        (("robustness", "attacks", index), attack)
         for index, attack in enumerate(study.robustness.attacks)
-    }
+    ]
     if study.transfer is not None:
-        attacks["transfer", "attack"] = study.transfer.attack
-    for keys, attack in attacks.items():
+        attacks.append((("transfer", "attack"), study.transfer.attack))
+    for keys, attack in attacks:
         if not hasattr(attack, "objective"):
             text = f"{attack.kind} needs classes, and the labels are real numbers"
             yield (*keys, "kind"), f"{text}; allowed: fgsm, pgd, apgd"
@@ -109,18 +119,15 @@ def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
     if study.calibrate is None:
         return
     calibrator = study.calibrate.calibrator.kind
-    run_kinds = {phase: kinds[phase] for phase in study.run.phases if phase in kinds}
-    for phase, kind in run_kinds.items():
-        if kind not in CALIBRATORS:
-            several = "captions" if kind == "image_text" else "several labels for each image"
-            reason = f"data.{phase} has {several}, which calibrate does not take"
-            where = ("run", "phases", study.run.phases.index(phase))
-            yield where, f"{reason}; leave out the phase or the stage"
-    for kind in run_kinds.values():
-        if CALIBRATORS.get(kind, calibrator) != calibrator:
-            text = f"found {calibrator}, but the labels are {LABEL_WORDS[kind]}"
-            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {CALIBRATORS[kind]}"
-            return
+    for index, phase in enumerate(study.run.phases):
+        kind = kinds.get(phase)
+        allowed = CALIBRATORS.get(kind or "", calibrator)
+        if allowed != calibrator:
+            text = f"found {calibrator}, but the labels of data.{phase} are of another sort"
+            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {allowed}"
+        if kind is not None and kind not in CALIBRATORS:
+            reason = f"data.{phase} has labels that calibrate does not take ({kind})"
+            yield ("run", "phases", index), f"{reason}; leave out the phase or the stage"
 
 
 def _measurements(study: Study, kinds: dict[str, str], numbers: set[str]) -> Misfits:
@@ -135,15 +142,9 @@ def _measurements(study: Study, kinds: dict[str, str], numbers: set[str]) -> Mis
         if flat and (phase in numbers or getattr(source, "volumes", False)):
             text = f"measure flat images with classes, which data.{phase} has not"
             yield where, f"{', '.join(flat)} {text}; allowed: phases without {phase}"
-        if "word_swaps" in asked and kinds[phase] != "next_token":
-            text = f"data.{phase} is no text, and word_swaps swaps words"
-            yield where, f"{text}; allowed: kind: docstrings or wikitext"
-        if "cohort_checks" in asked and phase not in numbers:
-            text = f"data.{phase} has classes, and cohort_checks needs ages"
-            yield where, f"{text}; allowed: kind: phantom or bids"
-        if "retrieval" in asked and kinds[phase] != "image_text":
-            text = f"data.{phase} has no captions, and retrieval looks for them"
-            yield where, f"{text}; allowed: kind: captioned_mosaic"
+        for what, (kind, reason, sources) in MEASURED_KINDS.items():
+            if what in asked and kinds[phase] != kind:
+                yield where, f"data.{phase} {reason}; allowed: kind: {sources}"
 
 
 def _views_of_text(study: Study, kinds: dict[str, str]) -> Misfits:
@@ -162,15 +163,10 @@ def _models_of_text(study: Study) -> Misfits:
         if getattr(study, section) is not None:
             yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
     for name, method in study.methods.items():
-        needs = {
-            "two views": method.views == 2,
-            "a teacher": method.guided,
-            "a dense teacher to begin as": method.upcycle,
-        }
-        for what, needed in needs.items():
-            if needed and name in study.run.methods:
-                text = f"the method needs {what}, and data.pretrain is text; take another method"
-                yield ("methods", name), text
+        needed = method.views == 2 or method.guided or method.upcycle
+        if needed and name in study.run.methods:
+            text = "the method needs two views or a teacher, and data.pretrain is text"
+            yield ("methods", name), f"{text}; take another method"
 
 
 def _captions(study: Study, kinds: dict[str, str]) -> Misfits:

@@ -1,14 +1,11 @@
 """The methods against each other's parts, the model and the teacher."""
 
-from collections.abc import Iterator
 from typing import get_args
 
 from moecore.core.files import UserError
-from moecore.study.reading.study import Study
+from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers import Teacher
-
-Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 NO_TEACHER = "no_teacher"
 NEEDED_WORDS = {
@@ -25,11 +22,9 @@ def method_rules(study: Study) -> Misfits:
         yield from _regularizers(study, name, method)
         yield from _size(study, name, method)
         if method.guided_finetuning and not method.guided:
-            text = (
-                "nothing of the method needs a teacher; allowed: false, null, or with router_kl, "
-            )
+            text = "nothing of the method needs a teacher; allowed: false, null, or with router_kl"
             place = ("methods", name, "guided_finetuning")
-            yield place, f"{text}distillation or the router teacher_routed"
+            yield place, f"{text}, distillation or the router teacher_routed"
         if name in study.run.methods:
             yield from _teacher_keys(study, name, method)
             yield from _same_views(study, name, method)
@@ -48,14 +43,11 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
 
 def _size(study: Study, name: str, method: Method) -> Misfits:
     """Yield where ``model`` and ``pretrain`` do not take what a method changes of them."""
-    for key, change, section in (
-        ("model", method.merge_model_settings, study.model),
-        ("pretrain", method.merge_pretrain_settings, study.pretrain),
-    ):
-        if section is None:
-            continue
+    changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
+    for key, change in changes.items():
         try:
-            change(section)
+            if (section := getattr(study, key)) is not None:
+                change(section)
         except UserError as error:
             yield ("methods", name, key), str(error)
 

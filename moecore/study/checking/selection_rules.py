@@ -4,14 +4,11 @@ On the raw data, so that these problems show beside all others, also where a sec
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any, get_args
 
 from moecore.study.reading.messages import did_you_mean
 from moecore.study.reading.run_section import Phase
-from moecore.study.reading.study import MEASURED_SECTIONS
-
-Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+from moecore.study.reading.study import MEASURED_SECTIONS, Misfits
 
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 

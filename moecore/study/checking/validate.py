@@ -24,14 +24,13 @@ from moecore.study.reading.study import (
     OPTIONAL_SECTIONS,
     SECTIONS,
     TRAINING_PHASES,
+    Misfits,
     Study,
     section_readers,
 )
 
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
-
-Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
 
 
 def check_params(path: str | Path = "params.yaml") -> Study:
@@ -62,10 +61,10 @@ def collect_problems(document: Document, stages: Sequence[str]) -> tuple[Study |
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
         problems += list_lines(document, _sections(document.data, stages))
-    problems += cross_checks(document, study)
+    problems += list_lines(document, _all_misfits(document.data, study))
     endless = list_lines(document, _numbers_out_of_range(document.data))
-    known = {_place(line) for line in endless}
-    problems = endless + [line for line in problems if _place(line) not in known]
+    known = {_position(line) for line in endless}
+    problems = endless + [line for line in problems if _position(line) not in known]
     return study, sorted(dict.fromkeys(problems), key=_position)
 
 
@@ -78,11 +77,6 @@ def params_schema() -> dict[str, Any]:
     """Return the JSON schema of every params.yaml, for editors."""
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft} | Study.model_json_schema()
-
-
-def cross_checks(document: Document, study: Study | None) -> list[str]:
-    """Return a line for each misfit of sections; study: None where the file was refused."""
-    return list_lines(document, _all_misfits(document.data, study))
 
 
 def _all_misfits(data: Any, study: Study | None) -> Misfits:
@@ -120,16 +114,17 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     sources = data.get("data")
     for phase in TRAINING_PHASES:
         if phase in stages and isinstance(sources, dict) and phase not in sources:
-            there = ", ".join(map(str, sources))
+            there = ", ".join(sources)
             text = f"missing; the stage {phase} trains on it; data has: {there}"
             yield ("data", phase), text
 
 
 def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
     """Numbers that are infinite, no number, or beyond MOST: no setting may be one."""
-    if isinstance(value, dict | list):
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, one in inner:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, one in value.items():
             yield from _numbers_out_of_range(one, (*keys, key))
     elif isinstance(value, float) and not math.isfinite(value):
         yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
@@ -151,23 +146,17 @@ def _unwritten_kinds(study: Study, data: Any) -> Misfits:
 
 def _settings(value: Any, data: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any, Any]]:
     """Every settings object inside ``value`` with its keys, and what the file has there."""
+    if isinstance(data, list):
+        data = dict(enumerate(data))
+    written = data if isinstance(data, dict) else {}
     if isinstance(value, BaseModel):
-        yield keys, value, data if isinstance(data, dict) else {}
-        value = {name: getattr(value, name) for name in type(value).model_fields}
+        yield keys, value, written
+        value = dict(value)
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
-        written = data if isinstance(data, dict) else {}
         for name, inner in value.items():
             yield from _settings(inner, written.get(name), (*keys, name))
-    elif isinstance(value, list | tuple):
-        listed = data if isinstance(data, list) else []
-        for index, inner in enumerate(value):
-            one = listed[index] if index < len(listed) else None
-            yield from _settings(inner, one, (*keys, index))
-
-
-def _place(problem: str) -> str:
-    match = LINE_PLACE.match(problem)
-    return match[0] if match else problem
 
 
 def _position(problem: str) -> tuple[str, int, int]:

@@ -1,13 +1,11 @@
 """What of params.yaml has no meaning for volumes, and what only volumes have."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from moecore.measure.routing_metrics.augmentations import OF_VOLUMES
 from moecore.study.checking.label_rules import list_trainings, show_settings
-from moecore.study.reading.study import Study
-
-Misfits = Iterator[tuple[tuple, str]]  # (keys, what is wrong)
+from moecore.study.reading.study import Misfits, Study
 
 VOLUME_VIEWS = "shift, flip, affine, intensity and fill"
 # of ViewSettings, for flat images only

@@ -43,35 +43,25 @@ class Comparison(Config):
 
     @model_validator(mode="after")
     def _margin_where_equivalent(self) -> Self:
-        if self.better == "equivalent" and self.margin is None:
+        if (self.better == "equivalent") == (self.margin is None):
+            allowed = "a margin, a number > 0 in the metric's unit, with equivalent and only there"
             raise ValueError(
-                "better is equivalent and margin is missing; allowed: margin, a number > 0 in the "
-                "unit of the metric"
+                f"found margin {self.margin}, better {self.better}; allowed: {allowed}"
             )
         if self.against_metric == self.metric:
-            raise ValueError(
-                f"found against_metric {self.against_metric}, the metric itself; allowed: another "
-                "one, or none"
-            )
-        if self.better != "equivalent" and self.margin is not None:
-            raise ValueError(
-                f"found margin {self.margin:g} with better: {self.better}; allowed: a margin with "
-                "better: equivalent only"
-            )
+            same = f"found against_metric {self.metric}, the metric itself"
+            raise ValueError(f"{same}; allowed: another one, or none")
         return self
 
     @property
     def words(self) -> str:
         """match_top1 of prc higher than of vmoe."""
         ours = f"{self.metric} of {self.method}"
-        if self.against_metric:
-            theirs = f"{self.against_metric} of {self.against}"
-            if self.better == "equivalent":
-                return f"{ours} within {self.margin:g} of {theirs}"
-            return f"{ours} {self.better} than {theirs}"
+        theirs = f"{self.against_metric} of {self.against}".lstrip()
         if self.better == "equivalent":
-            return f"{ours} within {self.margin:g} of that of {self.against}"
-        return f"{ours} {self.better} than of {self.against}"
+            that = "" if self.against_metric else "that "
+            return f"{ours} within {self.margin:g} of {that}{theirs}"
+        return f"{ours} {self.better} than {theirs}"
 
 
 class Claim(Comparison):

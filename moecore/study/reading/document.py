@@ -134,25 +134,15 @@ class _PlainData:
             converted = {}
             for key in self._names(node):
                 place, value = _child(node, key, mark)
-                converted[self._key(key, place)] = self.convert(value, place, level + 1)
+                if isinstance(key, tuple | dict):
+                    raise self._refuse(place, "found a list or mapping as key; allowed: a word")
+                converted[self._text(str(key), place)] = self.convert(value, place, level + 1)
             return converted
         if isinstance(node, CommentedSeq):
             places = range(len(node))
             return [self.convert(node[at], node.lc.item(at), level + 1) for at in places]
-        return self._scalar(node, mark)
-
-    def _names(self, node: CommentedMap) -> list:
-        """Return the keys of a mapping; those that it merges come first."""
-        if id(node) not in self.names:
-            merged = [name for source in node.merge for name in self._names(source)]
-            self.names[id(node)] = list(dict.fromkeys([*merged, *node]))
-        return self.names[id(node)]
-
-    def _scalar(self, node: Any, mark: Mark) -> Any:
-        if node is None or isinstance(node, bool):
-            return node
-        if isinstance(node, ScalarBoolean):
-            return bool(node)
+        if node is None or isinstance(node, bool | ScalarBoolean):
+            return None if node is None else bool(node)
         for kind in (int, float):
             if isinstance(node, kind):
                 return kind(node)
@@ -160,10 +150,12 @@ class _PlainData:
             return self._text(str(node), mark)
         raise self._refuse(mark, f"found {type(node).__name__}; allowed: values of YAML 1.2")
 
-    def _key(self, key: Any, mark: Mark) -> str:
-        if isinstance(key, tuple | dict):
-            raise self._refuse(mark, "found a list or a mapping as a key; allowed: a word")
-        return self._text(str(key), mark)
+    def _names(self, node: CommentedMap) -> list:
+        """Return the keys of a mapping; those that it merges come first."""
+        if id(node) not in self.names:
+            merged = [name for source in node.merge for name in self._names(source)]
+            self.names[id(node)] = list(dict.fromkeys([*merged, *node]))
+        return self.names[id(node)]
 
     def _text(self, text: str, mark: Mark) -> str:
         if "\0" in text:

@@ -34,17 +34,15 @@ class Selection(Config):
         named = {"methods": self.methods, "seeds": self.seeds, "phases": self.phases}
         empty = [name for name, values in named.items() if not values]
         if empty and len(empty) < len(named):
-            some = f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty"
             allowed = "at least one each, or none of methods, seeds and phases"
-            raise ValueError(f"{some}; allowed: {allowed}")
+            raise ValueError(f"found none of {' and '.join(empty)}; allowed: {allowed}")
         return self
 
     @model_validator(mode="after")
     def _thorough_among_phases(self) -> Self:
         if other := [phase for phase in self.thorough or () if phase not in self.phases]:
             allowed = ", ".join(self.phases)
-            named = ", ".join(other)
-            raise ValueError(f"thorough names {named}; allowed: {allowed}, as in phases")
+            raise ValueError(f"thorough names {', '.join(other)}; allowed: {allowed}, as in phases")
         return self
 
     def covers(self, what: str, phase: Phase) -> bool:

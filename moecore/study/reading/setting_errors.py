@@ -21,10 +21,8 @@ from moecore.study.reading.messages import (
 Keys = tuple[str | int, ...]
 
 TAG = "kind"  # the key that chooses among the models of a union
-PLAIN_WORDS = {
-    "an object": "keys with values",
-    "a valid array": "a list",
-}  # for pydantic's words of JSON
+# for pydantic's words of JSON
+PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
 
 def error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
@@ -105,9 +103,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind in ("value_error", "assertion_error"):
         return str(item["ctx"]["error"]), ""
     if kind == "extra_forbidden":
-        names = [
-            name for owner in _models_at(model, item["loc"][:-1]) for name in owner.model_fields
-        ]
+        owners = _models_at(model, item["loc"][:-1])
+        names = [name for owner in owners for name in owner.model_fields]
         return f"unknown key{did_you_mean(keys[-1], names)}", ", ".join(names) or "(none)"
     if kind == "missing":
         return "missing", describe_field(model, item["loc"])
@@ -116,10 +113,8 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "union_tag_invalid":
         tag = item["ctx"]["tag"]
         known = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
-        return (
-            f"found {TAG}: {to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}",
-            ", ".join(known),
-        )
+        shown = f"found {TAG}: {to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}"
+        return shown, ", ".join(known)
     if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
         return f"found {show_value(value)}", _describe_models(models)
     allowed = item["msg"].removeprefix("Input should be ")
@@ -151,17 +146,13 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
     models = [model]
     for part in loc:
         fields = [owner.model_fields[str(part)] for owner in models if part in owner.model_fields]
-        tagged = [owner for owner in models if _tag_of(owner) == part]
+        tags = [owner.model_fields.get(TAG) for owner in models]
+        tagged = [one for one, tag in zip(models, tags, strict=True) if tag and tag.default == part]
         if len(models) > 1 and tagged:
             models = tagged
         elif fields:
             models = _models_in(fields[0].annotation)
     return models
-
-
-def _tag_of(model: type[BaseModel]) -> Any:
-    field = model.model_fields.get(TAG)
-    return None if field is None else field.default
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -1,6 +1,6 @@
 """The whole of params.yaml as one typed object, and which of its sections the stages read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import Field, create_model
@@ -22,6 +22,8 @@ from moecore.training.method import Method
 from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
 from moecore.training.teachers import Teacher
 
+Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
+
 # A test holds this equal to what the scripts under stages/ read.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare": ("data",),
@@ -40,15 +42,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "sizes": ("sizes",),
     "compare": ("run", "claims", "questions"),
 }
-MEASURED_SECTIONS = tuple(
-    name for name in MEASUREMENTS if name not in SECTIONS
-)  # by the stage `measure`
+# by the stage `measure`
+MEASURED_SECTIONS = tuple(name for name in MEASUREMENTS if name not in SECTIONS)
 OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer")  # their defaults say all
-TRAINING_PHASES = (
-    "pretrain",
-    "finetune",
-    "adversarial",
-)  # stages that train, each on data of its own
+TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
 
 
 def section_readers(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
