@@ -15,15 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
 
-from moecore.core.files import FullDisk, UserError, explain_full_disk
+from moecore.core.files import UserError
 from moecore.pipeline.drivers import dvc_command
 from moecore.pipeline.places import (
+    THREAD_VARIABLES,
     add_server,
     choose_places,
     default_jobs,
-    drop_thread_limits,
     job_environments,
     merge_places,
 )
@@ -32,29 +31,19 @@ from moecore.pipeline.plan import plan_stages, query_dvc, stages_changed_by_code
 # DVC's words where two processes meet at a path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
-# DVC's words on a full disk: its error's number, and of a copy to its cache both files
-DISK_IS_FULL = re.compile(r"ERROR: .*\[Errno (27|28|122)\][^']*(?:'(.+)' -> '(.+)')?")
 TRIES = 5
 # On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
 EXCLUSIVE_STAGES = ("code", "prepare", "teacher", "cost", "measure@cost")
 # Guided methods of a seed wait for the first two; the third looks at all models in one process
 EARLY_KINDS = ("teacher", "teacher_router", "transfer")
 
-
-class DvcJob(NamedTuple):
-    """Stages that one process runs one after the other."""
-
-    stages: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        return self.stages[0] if len(self.stages) == 1 else f"{self.stages[0]} … {self.stages[-1]}"
+DvcJob = tuple[str, ...]  # stages that one process runs one after the other
 
 
 def next_job(
     above: Mapping[str, Collection[str]], done: Collection[str], taken: Collection[str]
 ) -> DvcJob | None:
-    """The stages that a free process should run now, or None where it has to wait.
+    """Return the stages that a free process should run now, or None where it has to wait.
 
     above: the direct ancestors of every stage, each after its ancestors; taken: stages that run,
     or were run. A job is a stage whose ancestors are done, and those of the same method and seed
@@ -63,23 +52,19 @@ def next_job(
     Stages that want the machine for themselves come when nothing else runs, as one job.
     """
     ready = [stage for stage in above if stage not in taken and set(above[stage]) <= set(done)]
-    exclusive = [stage for stage in ready if _is_exclusive(stage, above)]
-    if len(exclusive) == len(ready):
-        return DvcJob(tuple(exclusive)) if ready and set(taken) == set(done) else None
-    shared = [stage for stage in ready if stage not in exclusive]
+    shared = [stage for stage in ready if not _is_exclusive(stage, above)]
+    if not shared:
+        return tuple(ready) if ready and set(taken) == set(done) else None
     first = [stage for stage in shared if _stage_kind(stage) in EARLY_KINDS]
     if first:
-        return DvcJob(
-            tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
-        )
+        return tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
     chosen = shared[:1]
-    for stage in above:
-        same_work = _model_work(stage) == _model_work(chosen[0]) is not None and not _is_exclusive(
-            stage, above
-        )
-        if same_work and stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}:
+    work = _model_work(chosen[0])
+    for stage in above if work else ():
+        is_new = stage not in (*chosen, *taken) and set(above[stage]) <= {*done, *chosen}
+        if is_new and _model_work(stage) == work and not _is_exclusive(stage, above):
             chosen.append(stage)
-    return DvcJob(tuple(chosen))
+    return tuple(chosen)
 
 
 def _stage_kind(stage: str) -> str:
@@ -100,47 +85,26 @@ def _stage_seed(stage: str) -> str:
     return stage.partition("@")[2].split("-")[-1]
 
 
-class ModelWork(NamedTuple):
-    """Work on one method and seed: both trainings, or the measurements of one phase."""
+def _model_work(stage: str) -> tuple[str, str, str] | None:
+    """Method, seed and phase that a stage is about; None for one of no single method and seed.
 
-    model: str  # vmoe-0
-    phase: str  # "" for the trainings
-
-
-def _model_work(stage: str) -> ModelWork | None:
-    """None for a stage of no single method and seed.
-
-    ``pretrain@vmoe-0`` and ``finetune@vmoe-0`` train; ``calibrate@pretrain-vmoe-0`` and
-    ``measure@cost-finetune-vmoe-0`` look at what was trained.
+    ``pretrain@vmoe-0`` trains, its phase is ""; ``routing@pretrain-vmoe-0``
+    and ``measure@cost-finetune-vmoe-0`` look at what was trained.
     """
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
     if not (method and seed.isdigit()) or _stage_kind(stage) == "transfer":
         return None
-    return ModelWork(f"{method}-{seed}", phase)
+    return method, seed, phase
 
 
 def list_pending_stages() -> dict[str, set[str]]:
-    """The stages that have to run, each after its ancestors, with those of them right above it."""
+    """Return the stages that have to run, each after its ancestors, and those right above it."""
     pipeline = query_dvc()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
         for stage in stages
     }
-
-
-def describe_full_disk(match: re.Match[str]) -> str:
-    """Return what DVC says of a full disk (``DISK_IS_FULL``) in our words; remove what it left."""
-    number, source, target = match.groups()
-    path = Path(".dvc")
-    if target is not None:
-        Path(target).unlink(missing_ok=True)
-        path = Path(os.path.relpath(target)).parent / Path(source).name
-    try:
-        with explain_full_disk(path):
-            raise OSError(int(number), os.strerror(int(number)))
-    except FullDisk as said:
-        return f"DVC: {said}"
 
 
 def dvc_target(stage: str) -> str:
@@ -152,38 +116,30 @@ def dvc_target(stage: str) -> str:
 def run_job(
     job: DvcJob, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
 ) -> int:
-    """DVC's exit code for the stages of a job; its output is passed on line by line.
+    """Return DVC's exit code for the stages of a job; its output is passed on line by line.
 
     Where DVC stops only because another process is at the same path, the rest is tried again.
-    ending: set before all that was ``started`` is ended; nothing starts after it.
+    ending: set before all that was ``started`` is ended; what starts after it is ended at once.
     """
-    code = 143
     for _ in range(TRIES):
-        if ending.is_set():
-            break
         process = subprocess.Popen(
-            dvc_command("--wait-for-lock", "repro", "--single-item", *map(dvc_target, job.stages)),
+            dvc_command("--wait-for-lock", "repro", "--single-item", *map(dvc_target, job)),
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         started.append(process)
-        if ending.is_set():  # in between
+        if ending.is_set():
             process.terminate()
         is_busy = False
-        is_reported = False
         for line in process.stdout or ():
             is_busy = is_busy or bool(PATH_IS_BUSY.search(line))
-            if match := DISK_IS_FULL.match(line):
-                line = "" if is_reported else f"{describe_full_disk(match)}\n"
-                is_reported = True
             if line.strip() and not line.startswith(ADVICE):
                 print(line, end="", flush=True)
-        code = process.wait()
-        if code == 0 or not is_busy:
+        if process.wait() == 0 or not is_busy or ending.is_set():
             break
-    return code
+    return process.returncode
 
 
 def run_stages(
@@ -204,15 +160,15 @@ def run_stages(
         try:
             while True:
                 while len(running) < jobs and not failed and (job := next_job(above, done, taken)):
-                    places = choose_places(job.stages, free)
+                    places = choose_places(job, free)
                     if places is None:
                         break
-                    taken |= set(job.stages)
+                    taken |= set(job)
                     for place in places:
                         free.remove(place)
                     given = merge_places(places)
-                    if _is_exclusive(job.stages[0], above):
-                        given = drop_thread_limits(given)
+                    if _is_exclusive(job[0], above):
+                        given = {key: given[key] for key in given if key not in THREAD_VARIABLES}
                     running[pool.submit(run_job, job, given, started, ending)] = (job, places)
                 if not running:
                     return [stage for stage in above if stage not in done]
@@ -221,7 +177,7 @@ def run_stages(
                     job, places = running.pop(future)
                     free.extend(places)
                     failed = failed or future.result() != 0
-                    done |= set(job.stages) if future.result() == 0 else set()
+                    done |= set(job) if future.result() == 0 else set()
         except BaseException:
             ending.set()
             for process in started:  # DVC ends its stages: they watch their parent

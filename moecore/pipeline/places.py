@@ -10,41 +10,29 @@ from moecore.pipeline.client import SOCKET
 from moecore.run.launch import CLUSTER, read_cluster
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-THREAD_VARIABLES = (
-    "MOECORE_THREADS",
-    "OMP_NUM_THREADS",
-)  # the second: of BLAS under numpy and scipy
+THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
-    """The environments of ``jobs`` processes: a GPU each, and more where one stage wants more; or
-    else a share of the cores; nothing where a cluster's launcher gives them. Raises UserError where
-    a stage wants more GPUs than there are.
+    """Return the environments of ``jobs`` processes: a GPU each, and more where a stage wants more;
+    or else a share of the cores; nothing where a cluster's launcher gives them. Raises UserError
+    where a stage wants more GPUs than there are.
     """
-    elsewhere = CLUSTER in os.environ
-    if elsewhere and read_cluster(os.environ[CLUSTER]).gives_gpus:
-        return [{} for _ in range(jobs)]
-    if given := list_gpus():
-        places = max(jobs, largest_gpu_request(given))
-        return [{VISIBLE_GPUS: given[place % len(given)]} for place in range(places)]
-    if elsewhere:
+    path = os.environ.get(CLUSTER)
+    cluster = read_cluster(path) if path is not None else None
+    gpus = list_gpus() if cluster is None or not cluster.gives_gpus else []
+    if gpus:
+        wanted = {} if cluster is None else cluster.gpus
+        for stage, number in wanted.items():
+            if number > len(gpus):
+                wrong = f"{path}: {stage}.gpus: found {number}"
+                raise UserError(f"{wrong}; this machine may use {len(gpus)}: {', '.join(gpus)}")
+        places = max(jobs, *wanted.values(), 1)
+        return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(places)]
+    if cluster is not None:
         return [{} for _ in range(jobs)]
     threads = str(max(1, available_cores() // jobs))
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
-
-
-def largest_gpu_request(given: Sequence[str]) -> int:
-    """Return how many GPUs the stage wants that wants most; 1 without a cluster file.
-
-    Raises UserError where that is more than there are.
-    """
-    path = os.environ.get(CLUSTER)
-    wanted = {"default": 1} if path is None else read_cluster(path).gpus
-    for stage, gpus in wanted.items():
-        if gpus > len(given):
-            wrong = f"{path}: {stage}.gpus: found {gpus}"
-            raise UserError(f"{wrong}; this machine may use {len(given)}: {', '.join(given)}")
-    return max(wanted.values())
 
 
 def count_gpus(stages: Sequence[str]) -> int:
@@ -87,10 +75,6 @@ def list_gpus() -> list[str]:
     if given is None:
         return [str(card) for card in range(count)]
     return [card.strip() for card in given.split(",")][:count]
-
-
-def drop_thread_limits(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in THREAD_VARIABLES}
 
 
 def add_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -1,7 +1,8 @@
 """What ``dvc repro`` would run, why, and how long it took the last time."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from moecore.study.reading.document import load_yaml
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
+SHOWN = 2  # reasons, and stages above, that are named
 
 
 class PlannedStage(NamedTuple):
@@ -39,8 +41,7 @@ class Pipeline(NamedTuple):
 
 
 def query_dvc() -> Pipeline:
-    """Ask DVC which stages of the project in the working directory changed, and how they hang
-    together.
+    """Ask DVC which stages of the working directory's project changed, and how they hang together.
 
     Raises UserError where DVC fails: with its own words, but for a damaged dvc.lock.
     """
@@ -65,26 +66,26 @@ def plan_stages(
     seconds: Mapping[str, float],
     by_code: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[PlannedStage]:
-    """The stages that would run, in a possible order: those that changed, and all downstream.
+    """Return the stages that would run, in a possible order: those that changed, and all after.
 
     seconds: of past runs by stage. by_code: stages that other hashes of code will mark as changed,
     with the reasons; where it is given, nothing else runs because of the stage ``code``.
     What DVC's run cache restores instead of running cannot be known beforehand.
     """
-    status, edges = pipeline
-    reasons = {
-        _stage_name(stage): tuple(_describe_reasons(entries)) for stage, entries in status.items()
-    }
-    reasons = {stage: words for stage, words in reasons.items() if words}
+    reasons: dict[str, tuple[str, ...]] = {}
+    for stage, entries in pipeline.status.items():
+        if words := tuple(dict.fromkeys(_describe_changes(entries))):
+            reasons[_stage_name(stage)] = words
     for stage, words in (by_code or {}).items():
         reasons[stage] = (*reasons.get(stage, ()), *words)
     planned = []
-    for stage in sort_stages({stage for edge in edges for stage in edge} | set(reasons), edges):
-        above = [before for before, after in edges if after == stage and before in reasons]
+    for stage in sort_stages(reasons, pipeline.edges):
+        above = [before for before, after in pipeline.edges if after == stage if before in reasons]
         if by_code is not None:
             above = [before for before in above if before != HASHING]
         if stage not in reasons and above:
-            reasons[stage] = (f"after {_shorten_names(above)}",)
+            more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
+            reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
         if stage in reasons:
             planned.append(PlannedStage(stage, reasons[stage], _estimate_seconds(stage, seconds)))
     return planned
@@ -93,7 +94,7 @@ def plan_stages(
 def stages_changed_by_code(
     pipeline: Pipeline, root: Path = ROOT
 ) -> dict[str, tuple[str, ...]] | None:
-    """The stages whose code was edited, with the source files; None where that is not known.
+    """Return the stages whose code was edited, with the source files; None where that is not known.
 
     DVC sees only that the stage ``code`` has to run. The code is hashed here as that stage will,
     and compared with what it wrote the last time. root: of the code.
@@ -119,20 +120,11 @@ def _edited_hash_files(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     edits = {}
     for name, hashes in code_files(load_yaml(str(params)), root).items():
         file = CODE / name
-        before = _read_hashes(file) if file.exists() else {}
-        differing = {path for path, _ in before.items() ^ hashes.items()}
+        before = read_json(file) if file.exists() else {}
+        differing = {path for path in before | hashes if before.get(path) != hashes.get(path)}
         if differing:
             edits[file] = tuple(f"{path} edited" for path in sorted(differing))
     return edits
-
-
-def _read_hashes(file: Path) -> dict[str, str]:
-    """Source file → its hash. Raises UserError where ``file`` holds something else."""
-    hashes = read_json(file)
-    if not isinstance(hashes, dict) or not all(isinstance(one, str) for one in hashes.values()):
-        again = "delete it and run `dvc repro code` again"
-        raise UserError(f"{file}: found no hashes of source files; {again}")
-    return hashes
 
 
 def _is_within(path: Path, file: Path) -> bool:
@@ -144,42 +136,33 @@ def _stage_name(addressing: str) -> str:
     return addressing.split(":")[-1]
 
 
-def _describe_reasons(entries: list) -> list[str]:
+def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
     """DVC's entries in words.
 
     Such as ``{"changed deps": {"params.yaml": {"pretrain.epochs": "modified"}}}``, or a mere
     ``"always changed"``.
     """
-    words: list[str] = []
     for entry in entries:
-        changes_by_kind = entry if isinstance(entry, dict) else {str(entry): None}
-        for what, changes in changes_by_kind.items():
-            words += (
-                _describe_changes(what, changes)
-                if isinstance(changes, dict) and changes
-                else [what]
-            )
-    return list(dict.fromkeys(words))
+        for what, changes in (entry if isinstance(entry, dict) else {str(entry): None}).items():
+            if not changes:
+                yield what
+            for path, change in (changes or {}).items():
+                if isinstance(change, dict):
+                    yield from (f"{key} {state}" for key, state in change.items())
+                else:
+                    yield f"{what.removeprefix('changed ').rstrip('s')} {path} {change}"
 
 
-def _describe_changes(what: str, changes: Mapping[str, Any]) -> Iterator[str]:
-    kind = what.removeprefix("changed ").rstrip("s")
-    for path, change in changes.items():
-        if isinstance(change, dict):
-            yield from (f"{key} {state}" for key, state in change.items())
-        else:
-            yield f"{kind} {path} {change}"
-
-
-def sort_stages(stages: Iterable[str], edges: list[tuple[str, str]]) -> list[str]:
-    """Each stage after those that it depends on."""
-    chosen = sorted(stages)
-    waiting = {stage: {before for before, after in edges if after == stage} for stage in chosen}
+def sort_stages(stages: Collection[str], edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Return these stages and those of the edges, each after those that it depends on."""
+    sorter = TopologicalSorter(dict.fromkeys(stages, ()))
+    for before, after in edges:
+        sorter.add(after, before)
+    sorter.prepare()
     order: list[str] = []
-    while waiting:
-        ready = [stage for stage, above in waiting.items() if not above & set(waiting)]
+    while ready := sorted(sorter.get_ready()):
         order += ready
-        waiting = {stage: above for stage, above in waiting.items() if stage not in ready}
+        sorter.done(*ready)
     return order
 
 
@@ -189,12 +172,8 @@ def _estimate_seconds(stage: str, seconds: Mapping[str, float]) -> float | None:
     return seconds.get(stage, fmean(siblings) if siblings else None)
 
 
-def _shorten_names(stages: list[str]) -> str:
-    return ", ".join(stages[:2]) + (f" and {len(stages) - 2} more" if len(stages) > 2 else "")
-
-
 def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
-    """Seconds of the finished runs by DVC stage, or by the name that DVC would give them."""
+    """Return seconds of the finished runs by DVC stage, or by the name that DVC would give them."""
     seconds = {}
     for file in sorted(folder.rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)
@@ -222,17 +201,9 @@ def print_plan() -> None:
     width = max(len(item.stage) for item in heavy)
     for item in heavy:
         last = "?" if item.seconds is None else format_duration(item.seconds)
-        print(f"{item.stage:<{width}}  {last:>8}  {_join_reasons(item.reasons)}")
-    print(_total_line(heavy))
-
-
-def _join_reasons(reasons: tuple[str, ...]) -> str:
-    more = f" (+{len(reasons) - 2})" if len(reasons) > 2 else ""
-    return "; ".join(reasons[:2]) + more
-
-
-def _total_line(planned: list[PlannedStage]) -> str:
-    seconds = format_duration(sum(item.seconds or 0 for item in planned))
-    unknown = sum(item.seconds is None for item in planned)
+        more = f" (+{len(item.reasons) - SHOWN})" if len(item.reasons) > SHOWN else ""
+        print(f"{item.stage:<{width}}  {last:>8}  {'; '.join(item.reasons[:SHOWN])}{more}")
+    seconds = format_duration(sum(item.seconds or 0 for item in heavy))
+    unknown = sum(item.seconds is None for item in heavy)
     rest = f" and {unknown} of unknown length" if unknown else ""
-    return f"{len(planned)} stages, about {seconds}{rest}"
+    print(f"{len(heavy)} stages, about {seconds}{rest}")
