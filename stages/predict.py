@@ -30,22 +30,28 @@ from moecore.predict.predictions import Given, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 
-def option(text: str, **limits: Any) -> Any:
+def build_option(text: str, **limits: Any) -> Any:
     return typer.Option(help=text, **limits)
 
 
-def predict_command(
+def predict_or_continue(
     model: Annotated[str, typer.Argument(help="the folder of a model, or models:/…")],
     folder: Annotated[Path | None, typer.Argument(help="folder of the files to predict")] = None,
-    out: Annotated[Path | None, option("the table, predictions.csv; of a text the page")] = None,
-    calibrator: Annotated[Path | None, option("folder with calibrator.json of the model")] = None,
-    batch: Annotated[int, option("files a forward pass", min=1)] = 64,
-    texts: Annotated[Path | None, option("of a model of captions: a text per line")] = None,
-    prompt: Annotated[Path | None, option("a file with the beginning of a text")] = None,
-    words: Annotated[int, option("to add to the prompt", min=1)] = 50,
-    temperature: Annotated[float, option("divides the logits; 0: the likeliest", min=0)] = 0.0,
-    top_p: Annotated[float, option("of the words to draw from", min=1e-6, max=1)] = 1.0,
-    seed: Annotated[int, option("of the words drawn", min=0)] = 0,
+    out: Annotated[
+        Path | None, build_option("the table, predictions.csv; of a text the page")
+    ] = None,
+    calibrator: Annotated[
+        Path | None, build_option("folder with calibrator.json of the model")
+    ] = None,
+    batch: Annotated[int, build_option("files a forward pass", min=1)] = 64,
+    texts: Annotated[Path | None, build_option("of a model of captions: a text per line")] = None,
+    prompt: Annotated[Path | None, build_option("a file with the beginning of a text")] = None,
+    words: Annotated[int, build_option("to add to the prompt", min=1)] = 50,
+    temperature: Annotated[
+        float, build_option("divides the logits; 0: the likeliest", min=0)
+    ] = 0.0,
+    top_p: Annotated[float, build_option("of the words to draw from", min=1e-6, max=1)] = 1.0,
+    seed: Annotated[int, build_option("of the words drawn", min=0)] = 0,
 ) -> None:
     path = model_folder(model) if model.startswith(SCHEME) else Path(model)
     if prompt is not None and folder is None:
@@ -68,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> None:
     program = typer.Typer(
         add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
     )
-    program.command(help=__doc__)(predict_command)
+    program.command(help=__doc__)(predict_or_continue)
     try:
         program(words, prog_name="moecore predict")
     except UserError as error:

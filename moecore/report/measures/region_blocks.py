@@ -96,7 +96,7 @@ def last_probe(result: Outcome) -> Sequence[RegionRow]:
 
 
 def own_expert_gain(result: Outcome) -> float | None:
-    """How much more often than by chance."""
+    """Return how much more often than by chance."""
     own = own_expert("")(result)
     control = own_expert(CONTROL)(result)
     return None if own is None or control is None else own - control
