@@ -136,8 +136,7 @@ def sync_command() -> None:
 
 def predict_command(context: typer.Context) -> None:
     """Predict what pictures or volumes show, with a trained model; `--help` says how."""
-    # The rooms lie below the stages and cannot import them.
-    command = [sys.executable, "-m", "stages.predict", *context.args]
+    command = [sys.executable, "-m", "moecore.pipeline.predict_cli", *context.args]
     os.execv(sys.executable, command)
 
 

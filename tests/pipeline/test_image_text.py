@@ -194,7 +194,14 @@ def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
     model = folder / "artifacts/finetune/vmoe_text/0"
 
     def predict(*words: str, model=model):
-        command = [sys.executable, "-m", "stages.predict", str(model), str(pictures), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "moecore.pipeline.predict_cli",
+            str(model),
+            str(pictures),
+            *words,
+        ]
         env = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
 

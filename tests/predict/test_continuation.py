@@ -8,9 +8,9 @@ from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.text.words import read_vocabulary
 from moecore.nn.backbones.vit import Vit
+from moecore.pipeline.predict_cli import main
 from moecore.predict.continuation import Sampling, continue_file, continue_words, sample_token
 from moecore.training.artifacts import save_model, save_words
-from stages.predict import main
 from tests.browser import opened
 from tests.measure.subjects import built, digits
 from tests.measure.test_words import subject

@@ -1,4 +1,4 @@
-"""``stages.predict``: new volumes of a folder, with and without participants.tsv, like and unlike
+"""``moecore predict``: new volumes of a folder, with and without participants.tsv, like and unlike
 the training data.
 
 ``moecore predict`` on folders of pictures: any size and mode, and all that may be wrong.
@@ -33,13 +33,13 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoE
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.pipeline.predict_cli import main
 from moecore.predict.ages import calibrator_folder, load_calibration
 from moecore.predict.ages import predict_ages as predict
 from moecore.predict.predictions import Given, predict_folder
 from moecore.predict.volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
-from stages.predict import main
 from tests.browser import clipped, opened
 from tests.volumes import leaning, write_classes, write_cohort
 

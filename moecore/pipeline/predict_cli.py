@@ -1,4 +1,4 @@
-"""Predict what the files of a folder show, with a trained model. No stage: a tool for users.
+"""Predict what the files of a folder show, with a trained model.
 
 moecore predict artifacts/finetune/vmoe/0 FOLDER --out predictions.csv
 
