@@ -3,6 +3,7 @@
 V words, E experts.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,14 @@ class Continued(NamedTuple):
 
     words: list[Word]
     remarks: list[str]
+
+
+def print_continuation(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
+    """Print how the prompt goes on, and on stderr what there is to know of it."""
+    continuation = continue_file(folder, prompt, out, sampling)
+    print(" ".join(word.word for word in continuation.words if not word.given))
+    for remark in (*continuation.remarks, f"{out}: every word with its experts"):
+        print(remark, file=sys.stderr)
 
 
 def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> Continued:

@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The answer as the page says it."""
+        """Return the answer as the page says it."""
         if self.probability is None:
             return self.prediction
         return f"{self.prediction}, {100 * self.probability:.1f} %"
