@@ -60,10 +60,12 @@ def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Ba
 
 def stop_training(job: TrainingJob, settings: Training, folder: Path, points: int) -> None:
     """Let a training log so many points, with checkpoints in ``folder``, and end."""
-    run = train_job(job, settings, 0, CPU, Checkpoint(folder))
+    checkpoint = Checkpoint(folder)
+    run = train_job(job, settings, 0, CPU, checkpoint)
     for _ in range(points):
         next(run)
     run.close()
+    checkpoint.wait()
 
 
 def logged_points(metrics) -> list:

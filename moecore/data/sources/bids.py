@@ -156,7 +156,7 @@ class Bids(CohortSplits, Grid):
         rows = split_cohort(usable, self, table.splits)
         note = f"{len(problems)} problems; those subjects will be left out" if problems else None
         counts = {split: (len(part),) for split, part in rows.items()}
-        return {"counts": counts, "note": note, "seen": [root, root / "participants.tsv"]}
+        return {"counts": counts, "note": note}
 
     def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
         if problems and self.on_error == "stop":
