@@ -61,7 +61,7 @@ def collect_problems(document: Document, stages: Sequence[str]) -> tuple[Study |
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
         problems += list_lines(document, _sections(document.data, stages))
-    problems += list_lines(document, _all_misfits(document.data, study))
+    problems += list_lines(document, cross_misfits(document.data, study))
     endless = list_lines(document, _numbers_out_of_range(document.data))
     known = {_position(line) for line in endless}
     problems = endless + [line for line in problems if _position(line) not in known]
@@ -79,7 +79,8 @@ def params_schema() -> dict[str, Any]:
     return {"$schema": draft} | Study.model_json_schema()
 
 
-def _all_misfits(data: Any, study: Study | None) -> Misfits:
+def cross_misfits(data: Any, study: Study | None) -> Misfits:
+    """Yield what in two sections does not fit together."""
     yield from selection_rules(data)
     if study is not None:
         yield from method_rules(study)
