@@ -374,7 +374,7 @@ def test_a_failing_stage_and_a_killed_driver_leave_no_job(project):
         "artifacts/data/pretrain/card.json: no such file; the stage that writes it has not run"
     )
     assert (done.returncode, said) == (1, [f"pretrain vmoe 0: {missing}"]), "one line, of one rank"
-    assert queue(project.given) == []
+    waited(lambda: queue(project.given) == [])  # an ended job is listed for a moment
     for stage in BEFORE:
         project.stage(*stage.split())
     environment = project.environment | project.given

@@ -29,6 +29,8 @@ GUIDE = "#999999"  # of lines that say where something would be
 STYLE = {
     "font.family": "sans-serif",
     "font.size": 10,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -73,7 +75,7 @@ class Drawn(Figure):
 
 
 def laid_out(figure: Figure) -> Figure:
-    """The figure with its layout done, so that saving it draws once, not twice."""
+    """The figure with its layout done, so that printing its canvas draws it once, not twice."""
     with matplotlib.rc_context(STYLE):
         engine = figure.get_layout_engine()
         if engine is not None:

@@ -12,6 +12,8 @@ from html import escape
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from moecore.report.figures.drawing import INK, STYLE, laid_out
@@ -47,7 +49,7 @@ def svg(figure: Figure, label: str) -> str:
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
-        laid_out(figure).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        FigureCanvasSVG(laid_out(figure)).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -62,7 +64,6 @@ def png(figure: Figure) -> str:
     """The figure as a data URI; smaller than SVG for figures made of many patches."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        laid_out(figure).savefig(
-            buffer, format="png", dpi=110, transparent=True, metadata={"Software": None}
-        )
+        laid_out(figure).set_dpi(110)
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
