@@ -3,10 +3,11 @@
     python -m benchmarks.crossover [--rounds 8] [--only few many] [--threads 2]
 
 few: many experts with few rows each: one batched product for a group of experts against one
-product for each (``expert_groups.py``).  many: few experts with many rows: all steps of an expert
-at once (``ExpertMlp``) against two calls of grouped_linear, which take grouped_mm from 1,024 rows
-per expert on. Forward and backward; weights in fp32; rows per expert vary as chance makes them. A
-ratio below 1 speaks for the first; its smaller figure is that of the two shortest turns.
+product for each (``cpu_expert_groups.py``).  many: few experts with many rows: all steps of an
+expert at once (``ExpertMlpLoop``) against two calls of grouped_linear, which take grouped_mm from
+1,024 rows per expert on. Forward and backward; weights in fp32; rows per expert vary as chance
+makes them. A ratio below 1 speaks for the first; its smaller figure is that of the two shortest
+turns.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from benchmarks.peers import torch_dtype
 from benchmarks.timing import LEAST, Ratio, take_turns
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.kernels import expert_groups
+from moecore.nn.kernels import cpu_expert_groups
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.training.runtime import tune_runtime
 
@@ -54,15 +55,15 @@ def step(way: Experts, size: Size, dtype: torch.dtype, grouped: bool = True) -> 
     leaves = [rows, *experts.parameters()]
 
     def run() -> None:
-        usual = expert_groups.MANY_EXPERTS
+        usual = cpu_expert_groups.MANY_EXPERTS
         if not grouped:
-            expert_groups.MANY_EXPERTS = NEVER
+            cpu_expert_groups.MANY_EXPERTS = NEVER
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float32):
             outputs = way(
                 rows, experts.up, experts.up_bias, experts.down, experts.down_bias, plan.offsets
             )
         torch.autograd.grad(outputs, leaves, towards)
-        expert_groups.MANY_EXPERTS = usual
+        cpu_expert_groups.MANY_EXPERTS = usual
 
     return run
 

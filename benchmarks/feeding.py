@@ -13,9 +13,9 @@ from sklearn.datasets import load_sample_images
 
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
-from moecore.data.files.decode import decode_image, pack_image, unpack_image
-from moecore.data.sampling import UnevenImages, cut_reached_parts
-from moecore.data.views.views import Crop, ViewSettings, make_views
+from moecore.data.files.decode import decode_image, recompress_image, unpack_image
+from moecore.data.image_warping import VariableSizeImages, crop_reached_regions
+from moecore.data.views.views import CropRanges, ViewSettings, draw_views
 from moecore.data.writer import channel_moments
 
 IMAGENET = 1_281_167  # training images
@@ -50,14 +50,14 @@ def feeding(repeats: int = 60) -> Feeding:
 
 
 def _rates(paths: list[Path], repeats: int) -> Feeding:
-    packed = [pack_image(path, 256, 3) for path in paths]
+    packed = [recompress_image(path, 256, 3) for path in paths]
     whole = [np.asarray(unpack_image(one.content, 3)) for one in packed] * (SEVERAL // 2)
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (4096, 3, 224, 224), np.uint8)  # more than a cache holds
     out = np.empty((128, *raw.shape[1:]), np.uint8)
-    uneven = UnevenImages(whole, 224, torch.device("cpu"))
-    crop = ViewSettings(crop=Crop(scale=(0.08, 1.0)))
-    affines = make_views(uneven, crop, generator_for(0)).affines.double()
+    uneven = VariableSizeImages(whole, 224, torch.device("cpu"))
+    crop = ViewSettings(crop=CropRanges(scale=(0.08, 1.0)))
+    affines = draw_views(uneven, crop, generator_for(0)).affines.double()
     content = raw[:256].tobytes()
 
     def a_second(run, number: float) -> float:
@@ -67,9 +67,9 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
     return Feeding(
         a_second(lambda: [decode_image(path, 224, 3) for path in paths], each),
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
-        a_second(lambda: [pack_image(path, 256, 3) for path in paths], each),
+        a_second(lambda: [recompress_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [np.asarray(unpack_image(one.content, 3)) for one in packed], each),
-        a_second(lambda: cut_reached_parts(uneven, affines, (224, 224), "zeros"), SEVERAL),
+        a_second(lambda: crop_reached_regions(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),
         a_second(lambda: hashlib.sha256(content).digest(), len(content)),
         a_second(lambda: channel_moments(raw[:256]), len(content)),

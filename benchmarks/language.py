@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from benchmarks.timing import LEAST, Ratio, take_turns
-from moecore.core.records import RoutingContext
-from moecore.nn.backbones.image import ImageSpec
+from moecore.core.routing_records import RoutingContext
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.experts.mlp import Mlp, MlpExperts
-from moecore.nn.layers.moe import MoE, MoELayer
+from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.next_token import NextToken
@@ -96,7 +96,7 @@ def built(words: int, sparse: bool) -> LanguageTransformer:
     """Table 10's small model, without dropout; dense with a hidden width of k experts."""
     torch.manual_seed(0)
     experts = Mlp(number=16, hidden_ratio=1, activation="relu", init="flat")
-    moe = MoE(router=TopKSoftmax(k=K), experts=experts, blocks="all") if sparse else None
+    moe = MoESettings(router=TopKSoftmax(k=K), experts=experts, blocks="all") if sparse else None
     settings = LanguageModel(width=128, depth=3, heads=8, span=256, dropout=0, mlp_ratio=K)
     return settings.build(spec(words), moe).train()
 

@@ -29,7 +29,7 @@ from benchmarks.layers import Size, step
 from benchmarks.limit import Peaks, described, limit, peaks, versions, weight_traffic
 from benchmarks.peers import PEERS, Peer, Unfit, leave_group, torch_dtype
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
-from moecore.core.records import Guidance
+from moecore.core.routing_records import Guidance
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from moecore.training.regularizers.pairwise_consistency import PairwiseConsistency
 from moecore.training.regularizers.router_kl import RouterKl

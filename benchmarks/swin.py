@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 from moecore.training.runtime import tune_runtime
@@ -71,7 +71,7 @@ def contestant(name: str, kind: Any, batch: int, dtype: torch.dtype) -> Callable
     if name in ("ours", "experts"):
         classes = Classification(classes=tuple(map(str, range(CLASSES))))
         image = ImageSpec(channels=3, size=size, mean=(0.5,) * 3, std=(0.25,) * 3, task=classes)
-        moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=8, hidden_ratio=2))
+        moe = MoESettings(router=NoisyTopK(k=2), experts=Mlp(number=8, hidden_ratio=2))
         settings = {"swin": Swin, "swin_v2": SwinV2}[kind](window=window)
         model = settings.build(image, moe if name == "experts" else None)
         logits = lambda said: said.prediction

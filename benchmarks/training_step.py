@@ -23,22 +23,22 @@ from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
 from moecore.core.config import Config
-from moecore.core.records import Batch, Guidance, RoutingContext, Step
-from moecore.nn.backbones.image import ImageSpec
+from moecore.core.routing_records import Batch, Guidance, RoutingContext, StepContext
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.study.reading.params import read_params
+from moecore.study.reading.stage_params import read_params
 from moecore.tasks.classification import Classification
+from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
-from moecore.training.speed import CompiledBlocks
 
 
 class Size(NamedTuple):
@@ -111,7 +111,7 @@ class Bench(NamedTuple):
     def _update(self) -> None:
         with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype != torch.float32):
             output = self.model(self.batch.images)
-        step = Step(self.batch, output, self.model, self.guidance, 0.5)
+        step = StepContext(self.batch, output, self.model, self.guidance, 0.5)
         loss = self.objective.total(self.objective.terms(step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -137,7 +137,7 @@ def bench(
     balance = ()
     if sparse:
         experts = MlpExperts(number=8, hidden_ratio=size.hidden_ratio)
-        layers = MoE(router=NoisyTopK(k=2), experts=experts)
+        layers = MoESettings(router=NoisyTopK(k=2), experts=experts)
         balance = (Importance(), Load())
     spec = ImageSpec(
         channels=size.channels,

@@ -9,6 +9,6 @@ if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages."):
 
 if "MOECORE_CLUSTER" in os.environ:
     # Before torch is imported: this process may only start the stage elsewhere.
-    from moecore.run.launch import hand_over_stage
+    from moecore.run.cluster_launcher import hand_stage_to_launcher
 
-    hand_over_stage()
+    hand_stage_to_launcher()

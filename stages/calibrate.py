@@ -2,23 +2,23 @@
 
 from pathlib import Path
 
-from moecore.brain import calibrated_ages
+from moecore.brain import age_calibration
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure import calibration
-from moecore.measure.base import MeasuredSubject
+from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calibrator
-from moecore.run.history import record_run
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import read_params
+from moecore.run.run_record import record_run
+from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
+from moecore.study.reading.stage_params import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
 # By the calibrator's kind; each fits, writes its folder and returns what it measured.
 CALIBRATED = {
     "temperature": calibration.calibrate_temperature,
-    "linear": calibrated_ages.calibrate_ages,
+    "linear": age_calibration.calibrate_ages,
 }
 
 
@@ -44,7 +44,7 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     ) as run:
         model = load_model(files.model).to(tune_runtime().device)
         run.result(
-            CALIBRATED[settings.calibrator.kind](MeasuredSubject(model, data), settings, files)
+            CALIBRATED[settings.calibrator.kind](MeasuredModel(model, data), settings, files)
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from moecore.pipeline.code_hashes import write_code
 from moecore.report.tables.comparison import unknown_metrics
 from moecore.run.inputs import params_path, refuse_changed_document
-from moecore.run.stage import run_stage
+from moecore.run.stage_entry import run_stage
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.document import load_yaml
 

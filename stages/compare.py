@@ -8,18 +8,18 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import whole_file
-from moecore.report.claims.evaluation import evaluate_claims, flat_evaluated
+from moecore.report.claims.evaluation import claim_entries, evaluate_claims
+from moecore.report.csv_and_plot_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import compare_methods
-from moecore.report.texts import report_files
-from moecore.run import partial_run
+from moecore.run import partial_comparison
 from moecore.run.inputs import params_path, refuse_changed_document
-from moecore.run.stage import run_stage
+from moecore.run.stage_entry import run_stage
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import load_stages
-from moecore.study.reading.params import read_params
+from moecore.study.reading.overlay import stages_with_params
 from moecore.study.reading.run_section import Selection
+from moecore.study.reading.stage_params import read_params
 
 
 class Params(Config):
@@ -36,20 +36,22 @@ def compare() -> None:
     params = read_params(Params)
     path = Path(params_path())
     document = load_yaml(str(path))
-    stages = load_stages(path.parent)
+    stages = stages_with_params(path.parent)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
-    asked, waiting = partial_run.split_waiting([*params.claims, *params.questions], params.run)
+    asked, waiting = partial_comparison.split_answerable_comparisons(
+        [*params.claims, *params.questions], params.run
+    )
     if waiting:
-        print(partial_run.describe_waiting(waiting, params.run), file=sys.stderr)
+        print(partial_comparison.describe_waiting_claims(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
-    claims = flat_evaluated(evaluated, document.data)
+    claims = claim_entries(evaluated, document.data)
     compared = compare_methods(results) | claims
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
-        for name, text in report_files(results, evaluated).items():
+        for name, text in render_report_files(results, evaluated).items():
             written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
-        left_out = partial_run.list_left_out(path, params.run)
-        numbers = partial_run.write_numbers(compared, left_out)
+        left_out = partial_comparison.list_omitted_runs(path, params.run)
+        numbers = partial_comparison.write_comparison(compared, left_out)
     if left_out:
         print(f"{numbers}: the numbers without {', '.join(left_out)}", file=sys.stderr)
 

@@ -11,26 +11,26 @@ from typing import Annotated, Literal
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
-from moecore.measure.routing_metrics.epochs import routing_survival
+from moecore.measure.routing_metrics.epochs import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
-from moecore.run.stage import run_stage
+from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.params import Key, read_params
+from moecore.study.reading.stage_params import ParamsKeyPath, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import summarize_training
-from moecore.training.recipes import build_finetuning
+from moecore.training.phase_trainings import build_finetuning
 from moecore.training.settings import AdversarialFinetuning, Finetuning
 
 
 class Params(Config):
     finetune: Finetuning
-    method: Annotated[Method, Key("methods.{method}")]
+    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
 
 
 class AdversarialParams(Config):
     adversarial: AdversarialFinetuning
-    method: Annotated[Method, Key("methods.{method}")]
+    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
 
 
 def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
@@ -51,7 +51,9 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
             save_model(folder, recipe.model)
             save_words(folder, data)
         result = summarize_training(recipe.model, data, settings, training.log())
-        training.run.result(result.with_routing(routing_survival(before, after, data.test.people)))
+        training.run.result(
+            result.with_routing(finetuning_agreement(before, after, data.test.people))
+        )
         training.run.model(target)
 
 

@@ -7,11 +7,11 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS
-from moecore.measure.base import MeasuredSubject, Skipped
+from moecore.measure.base import MeasuredModel, Skipped
 from moecore.run.resume import record_resumable
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import Key, read_params, read_section
+from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
+from moecore.study.reading.stage_params import ParamsKeyPath, read_params, read_section
 from moecore.training.artifacts import guide_folder, load_guide, load_model
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
@@ -20,7 +20,7 @@ from moecore.training.runtime import tune_runtime
 class MethodParams(Config):
     """Settings that a measurement of region experts reads beside its own section."""
 
-    method: Annotated[Method, Key("methods.{method}")]
+    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
 
 
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:
@@ -40,14 +40,14 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
             run.result(Skipped(skipped=reason))
 
 
-def open_subject(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> MeasuredSubject:
+def open_subject(phase: Phase, method: str, seed: int, guided: bool, work: Path) -> MeasuredModel:
     """Return the trained model and its data; its teacher only where a measurement looks at it."""
     device = tune_runtime(work=work).device
     model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
     data = Prepared.open(Path("artifacts/data") / phase)
     # The teacher was fitted on the images of the pretraining.
     guide = load_guide(guide_folder(method, seed)) if guided and phase == "pretrain" else None
-    return MeasuredSubject(model, data, guide, device)
+    return MeasuredModel(model, data, guide, device)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, predict_held_out
+from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, cross_predict_ages
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.measure.calibrators import Calibrator
 from moecore.nn.backbones import Backbone
-from moecore.run.history import record_run
-from moecore.run.progress import progress_bar
+from moecore.run.progress import report_progress
 from moecore.run.resume import work_folder
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import Key, read_params
+from moecore.run.run_record import record_run
+from moecore.run.stage_entry import run_stage
+from moecore.study.reading.stage_params import ParamsKeyPath, read_params
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
@@ -23,8 +23,8 @@ from moecore.training.settings import Training
 class Params(Config):
     model: Backbone
     pretrain: Training
-    method: Annotated[Method, Key("methods.{method}")]
-    calibrator: Annotated[Calibrator, Key("calibrate.calibrator")]
+    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    calibrator: Annotated[Calibrator, ParamsKeyPath("calibrate.calibrator")]
     out_of_fold: OutOfFold = OutOfFold()
 
 
@@ -45,7 +45,7 @@ def out_of_fold(method: str, seed: int) -> None:
         data = Prepared.open(inputs[0])
 
         def follow(fold: int, steps: int, learning: Any) -> None:
-            with progress_bar(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
+            with report_progress(f"out_of_fold {method} seed {seed} fold {fold}", steps) as bar:
                 for metrics in learning:
                     bar.update(metrics.step)
 
@@ -53,7 +53,7 @@ def out_of_fold(method: str, seed: int) -> None:
         recipe = FoldRecipe(params.model, params.pretrain, params.method, folds, seed)
         runtime = tune_runtime(work=work)
         out = Path("artifacts", item)
-        run.result(predict_held_out(recipe, data, runtime, work, out, follow, run.log))
+        run.result(cross_predict_ages(recipe, data, runtime, work, out, follow, run.log))
 
 
 if __name__ == "__main__":

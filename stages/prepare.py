@@ -9,15 +9,15 @@ from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
-from moecore.data.raw_folders import scan_raw_folders
+from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import Source
-from moecore.run.history import record_run
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import Key, read_params
+from moecore.run.run_record import record_run
+from moecore.run.stage_entry import run_stage
+from moecore.study.reading.stage_params import ParamsKeyPath, read_params
 
 
 class Params(Config):
-    data: Annotated[Source, Key("data.{data}")]
+    data: Annotated[Source, ParamsKeyPath("data.{data}")]
 
 
 def prepare(name: str) -> None:

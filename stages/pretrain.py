@@ -12,20 +12,20 @@ from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.nn.backbones import Backbone
-from moecore.run.stage import run_stage
+from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.params import Key, read_params
+from moecore.study.reading.stage_params import ParamsKeyPath, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import summarize_training
-from moecore.training.recipes import build_pretraining
+from moecore.training.phase_trainings import build_pretraining
 from moecore.training.settings import Training
 
 
 class Params(Config):
     model: Backbone
     pretrain: Training
-    method: Annotated[Method, Key("methods.{method}")]
+    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
 
 
 def pretrain(method: str, seed: int) -> None:

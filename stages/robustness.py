@@ -5,14 +5,14 @@ from pathlib import Path
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.measure.base import MeasuredSubject
-from moecore.measure.robustness import Robustness, check_attacks, measure
+from moecore.measure.base import MeasuredModel
+from moecore.measure.robustness import Robustness, check_attack_settings, measure
 from moecore.measure.under_attack.curves import AuditLine
-from moecore.run.progress import progress_bar
+from moecore.run.progress import report_progress
 from moecore.run.resume import record_resumable
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import read_params
+from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
+from moecore.study.reading.stage_params import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -25,18 +25,18 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.robustness
     data = Prepared.open(Path("artifacts/data") / phase)
-    check_attacks(settings, data.task)
+    check_attack_settings(settings, data.task)
     with record_resumable("robustness", params, __file__, phase, method, seed) as (run, kept):
         device = tune_runtime(work=kept.folder).device
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
-        with progress_bar(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
+        with report_progress(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:
             kept.show_progress(bar)
-            result = measure(MeasuredSubject(model, data), settings, kept.part)
-        print_audit(result.audit, f"Audit of the attacks on {phase} {method} seed {seed}")
+            result = measure(MeasuredModel(model, data), settings, kept.part)
+        print_attack_audit(result.audit, f"Audit of the attacks on {phase} {method} seed {seed}")
         run.result(result)
 
 
-def print_audit(lines: Sequence[AuditLine], title: str) -> None:
+def print_attack_audit(lines: Sequence[AuditLine], title: str) -> None:
     """Print the audit as a table on standard error."""
     from rich.console import Console
     from rich.table import Table

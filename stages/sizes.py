@@ -2,9 +2,9 @@
 
 from moecore.core.config import Config
 from moecore.measure.sizes import Sizes, measure
-from moecore.run.history import record_run
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import read_params
+from moecore.run.run_record import record_run
+from moecore.run.stage_entry import run_stage
+from moecore.study.reading.stage_params import read_params
 
 
 class Params(Config):

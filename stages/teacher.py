@@ -12,10 +12,10 @@ from moecore.core.files import whole_folder, write_json
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
-from moecore.nn.backbones.image import ImageSpec
-from moecore.run.stage import run_stage
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.params import read_params
+from moecore.study.reading.stage_params import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import build_training_job
 from moecore.training.objective import Objective

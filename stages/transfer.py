@@ -7,18 +7,18 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
-from moecore.run.history import record_run
-from moecore.run.progress import progress_bar
+from moecore.run.progress import report_progress
 from moecore.run.resume import KeptParts, work_folder
-from moecore.run.stage import run_stage
-from moecore.study.reading.params import Key, read_params
+from moecore.run.run_record import record_run
+from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
+from moecore.study.reading.stage_params import ParamsKeyPath, read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
 
 class Params(Config):
-    methods: Annotated[tuple[str, ...], Key("run.methods")]
+    methods: Annotated[tuple[str, ...], ParamsKeyPath("run.methods")]
     transfer: Transfer = Transfer()
 
 
@@ -29,7 +29,7 @@ def transfer(phase: Phase, seed: int) -> None:
     with (
         work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
         record_run("transfer", params, phase=phase, seed=seed, inputs=inputs) as run,
-        progress_bar(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
+        report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
         kept = KeptParts(work)
         data = Prepared.open(inputs[0])

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from moecore.pipeline.forked import StageServer, start_server
+from moecore.pipeline.forked import StageServer, start_stage_server
 
 
 @cache
 def server() -> StageServer:
     """The server of this test process, started at the first call."""
-    return start_server()
+    return start_stage_server()
 
 
 class Stage:

@@ -1,6 +1,6 @@
 """Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
 
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.study.reading.document import load_yaml
 from moecore.training.method import Method
 

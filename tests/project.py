@@ -9,11 +9,16 @@ import time
 from pathlib import Path
 
 from moecore.core.files import UserError
-from moecore.core.sources import CODE
+from moecore.core.source_layout import CODE
 from moecore.pipeline import closures
-from moecore.pipeline.client import SOCKET
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.plan import HASHING, plan_stages, query_dvc, stages_changed_by_code
+from moecore.pipeline.plan import (
+    HASHING,
+    plan_stages,
+    query_pipeline_status,
+    stages_changed_by_code,
+)
+from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import read_dvc_locks
 from tests import forked
 
@@ -143,7 +148,7 @@ class Project:
         """The stages that ``dvc repro`` would run, with the reasons; without ``code``."""
         forget_files()
         with contextlib.chdir(self.folder):
-            pipeline = query_dvc()
+            pipeline = query_pipeline_status()
             planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline, self.folder))
         return {item.stage: item.reasons for item in planned if item.stage != HASHING}
 

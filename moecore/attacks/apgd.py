@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import ImageGenerators, uniform_noise
+from moecore.attacks.base import ImageGenerators, uniform_noise_like
 from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
 MOMENTUM = 0.75  # share of the new step; the rest is the step before it
@@ -30,10 +30,10 @@ class Apgd(GradientAttack):
         self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
     ) -> Tensor:
         start = random_start(ball, generator, "apgd")
-        return ascend_objective(at, ball, start, self.steps).images
+        return apgd_ascent(at, ball, start, self.steps).images
 
 
-class Ascent(NamedTuple):
+class AscentTrace(NamedTuple):
     """What an ascent reached, and what happened in each of N steps."""
 
     images: Tensor  # (B, C, H, W), the best
@@ -44,7 +44,7 @@ class Ascent(NamedTuple):
 
 def random_start(ball: Ball, generator: ImageGenerators, who: str) -> Tensor:
     """Return the clean images and uniform noise whose largest pixel is at ±ε, within [0, 1]."""
-    noise = uniform_noise(ball.centre, generator, who)
+    noise = uniform_noise_like(ball.centre, generator, who)
     axes = tuple(range(1, noise.ndim))
     # The authors' own guard against an image whose noise is all zeros.
     largest = noise.abs().amax(dim=axes, keepdim=True) + 1e-12
@@ -61,7 +61,7 @@ def step_checkpoints(steps: int) -> Iterator[int]:
         done += length
 
 
-def ascend_objective(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> Ascent:
+def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentTrace:
     """Ascend from ``start`` (B, C, H, W) within the ball."""
     current = previous = best = start
     values, gradient = at(current)
@@ -93,7 +93,7 @@ def ascend_objective(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: in
             size = torch.where(halved, size / 2, size)
             current = _where_chosen(halved, best, current)
             gradient = _where_chosen(halved, best_gradient, gradient)
-    return Ascent(best, best_values, torch.stack(history), torch.stack(sizes))
+    return AscentTrace(best, best_values, torch.stack(history), torch.stack(sizes))
 
 
 class _Progress:

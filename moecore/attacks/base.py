@@ -70,7 +70,7 @@ def generator_per_image(generator: Generators, images: int) -> ImageGenerators:
     return each
 
 
-def uniform_noise(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
+def uniform_noise_like(images: Tensor, generator: ImageGenerators, who: str) -> Tensor:
     """Uniform noise in [-1, 1) like ``images`` (B, C, H, W), drawn image by image.
 
     Raises ValueError without a generator.

@@ -134,8 +134,8 @@ class ModelGradient:
     """Called with images: the objective of each (B,) and the gradient (B, C, H, W) of their *sum*.
 
     Of the sum, so that an image's does not depend on its batch. In fp32 (a model may round inside,
-    see moecore.attacks.target). The parameters, their ``grad`` and the model's mode stay as they
-    are. Whether all was finite is asked once, at the end: the device is not waited for before.
+    see moecore.attacks.attack_setup). The parameters, their ``grad`` and the model's mode stay as
+    they are. Whether all was finite is asked once, at the end: the device is not waited for before.
     """
 
     def __init__(self, model: nn.Module, goal: Goal) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import ModelOutput, RoutingRecord
+from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
 
@@ -41,15 +41,15 @@ def make_objective(
 ) -> Goal:
     """The objective for these images (B, C, H, W) and their labels.
 
-    weight: of the balance losses. The clean routing that ``routing_change`` compares with is
-    computed here, once. Raises UserError where an objective cannot be computed for such labels.
+    weight: of the balance losses. The clean routing that ``routing_change_surrogate`` compares with
+    is computed here, once. Raises UserError where an objective cannot be computed for such labels.
     """
     if reason := objective_refusal(objective, task):
         raise UserError(f"attack: {reason}; choose objective task")
     if objective == "routing_change":
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             before = [record.chosen for record in model(images).routing]
-        return lambda output: routing_change(output, before)
+        return lambda output: routing_change_surrogate(output, before)
     if objective == "dlr":
         return lambda output: dlr_loss(output.prediction, labels)
     if objective == "balance":
@@ -91,7 +91,7 @@ def summed_balance_losses(routing: Sequence[RoutingRecord]) -> Tensor | float:
     )
 
 
-def routing_change(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
+def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
     """Return how far probability has left the experts chosen ``before``, (B,).
 
     Stands in for 1 − IoU, which has no gradient. before: (B, T, E) bool per MoE layer. Sum over

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks.base import ImageGenerators, uniform_noise
+from moecore.attacks.base import ImageGenerators, uniform_noise_like
 from moecore.attacks.gradient import Ball, GradientAttack, ObjectiveGradient
 
 
@@ -28,7 +28,7 @@ class Pgd(GradientAttack):
         size = ball.epsilon / self.steps * (2.5 if strong else 1.0)
         current = ball.centre
         if strong:
-            noise = uniform_noise(ball.centre, generator, "pgd in its strong form")
+            noise = uniform_noise_like(ball.centre, generator, "pgd in its strong form")
             current = ball.project(ball.centre + ball.epsilon * noise)
         for _ in range(self.steps):
             current = ball.project(current + size * at(current)[1].sign())

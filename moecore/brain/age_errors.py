@@ -12,7 +12,7 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, reflected_interval
-from moecore.tasks.errors import age_fit
+from moecore.tasks.regression_metrics import age_fit
 
 
 class AgeErrors(Config):
@@ -100,7 +100,7 @@ def draw_resample_weights(participants: Sequence[str], resamples: int) -> np.nda
     return counts[:, person].astype(np.float64)
 
 
-def weighted_age_statistics(
+def weighted_age_fits(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
     """mae, corr, slope, intercept under each row of ``weights`` (R, N), each (R,).
@@ -128,7 +128,7 @@ def weighted_age_statistics(
 
 def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> AgeErrors:
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
-    resampled = weighted_age_statistics(predictions, ages, weights)
+    resampled = weighted_age_fits(predictions, ages, weights)
     return AgeErrors(
         mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
         corr=_bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),

@@ -50,7 +50,7 @@ class Ages(NamedTuple):
         return correct_ages(self.predicted[split], self.column(split, "sex"), fitted)
 
 
-class LineFit(NamedTuple):
+class CalibratorFit(NamedTuple):
     """The calibrator, or why there is none, and how many pairs it was fitted to."""
 
     fitted: FittedLinear | None
@@ -60,7 +60,7 @@ class LineFit(NamedTuple):
 
 def fit_age_line(
     ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop"
-) -> LineFit:
+) -> CalibratorFit:
     """The calibrator fitted to the pairs that it names.
 
     out_of_fold: the predictions.csv of the stage ``out_of_fold``, read only where ``calibrator``
@@ -78,12 +78,12 @@ def fit_age_line(
         known = ages.known(split)
         sexes = ages.column(split, "sex")
     try:
-        return LineFit(calibrator.fit(predicted, known, sexes, ages.sha256), None, len(known))
+        return CalibratorFit(calibrator.fit(predicted, known, sexes, ages.sha256), None, len(known))
     except UserError as error:
         if on_refusal == "stop":
             raise
         warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
-        return LineFit(None, str(error), len(known))
+        return CalibratorFit(None, str(error), len(known))
 
 
 def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecore.brain.age_errors import AgeErrors
-from moecore.brain.measured_ages import AgeResult
-from moecore.brain.reference import AgeInterval
+from moecore.brain.age_measurement import AgeResult
+from moecore.brain.training_cohort import AgeInterval
 from moecore.statistics.intervals import Estimate
 
 SIMULATED = """\

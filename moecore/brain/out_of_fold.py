@@ -16,7 +16,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, whole_folder
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import TrainingJob, build_training_job
@@ -25,7 +25,7 @@ from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.tissue_isolation import build_isolation
+from moecore.training.single_tissue_volumes import build_tissue_isolation
 
 BATCH = 8  # volumes per forward pass
 # Uses up what a training yields: the fold, its number of steps, the metrics.
@@ -57,7 +57,7 @@ class OutOfFoldResult(Config):
     mae: float
 
 
-def predict_held_out(
+def cross_predict_ages(
     recipe: FoldRecipe,
     data: Prepared,
     runtime: Runtime,
@@ -116,7 +116,7 @@ def build_fold_job(
         runtime.device,
         subset=rows,
         views=method.views,
-        isolation=build_isolation(method, data, rows),
+        isolation=build_tissue_isolation(method, data, rows),
         permuted=recipe.seed if method.permuted else None,
     )
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.files import UserError, whole_text
+from moecore.core.files import UserError, atomic_text_file
 from moecore.core.plain import spreadsheet_cell
 from moecore.measure.calibrators.linear import FittedLinear
 
@@ -135,7 +135,7 @@ def write_predictions(
         lines = [[*line, ""] for line in lines]
         lines += [[*(subject.get(name, "") for name in COLUMNS), why] for subject, why in left_out]
         lines = [[spreadsheet_cell(cell) for cell in line] for line in lines]
-    with whole_text(path) as handle:
+    with atomic_text_file(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(lines)

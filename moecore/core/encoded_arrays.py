@@ -12,12 +12,12 @@ def encode_arrays(*arrays: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def decode_arrays(text: str) -> bytes:
+def decode_bytes(text: str) -> bytes:
     """The bytes of ``encode_arrays``."""
     return zlib.decompress(base64.b64decode(text))
 
 
-def encode_values(values: np.ndarray) -> str:
+def pack_numbers(values: np.ndarray) -> str:
     """``mean:largest:…``, one number each (N,): the mean, exact, and the deviations from it.
 
     The deviations are float16 shares of the largest one, so they keep three digits. Raises
@@ -32,10 +32,10 @@ def encode_values(values: np.ndarray) -> str:
     return f"{mean!r}:{largest!r}:{encode_arrays((apart / largest).astype(np.float16))}"
 
 
-def decode_values(text: str) -> np.ndarray:
-    """The numbers (N,) fp64 of ``encode_values``; their mean is exact, but for the last digits."""
+def decode_float_array(text: str) -> np.ndarray:
+    """The numbers (N,) fp64 of ``pack_numbers``; their mean is exact, but for the last digits."""
     mean, largest, rest = text.split(":")
-    apart = np.frombuffer(decode_arrays(rest), "<f2").astype(np.float64)
+    apart = np.frombuffer(decode_bytes(rest), "<f2").astype(np.float64)
     return float(mean) + float(largest) * (apart - apart.mean())
 
 

@@ -69,7 +69,7 @@ def explain_full_disk(path: Path | None = None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if (number := full_disk_number(error)) is None:
+        if (number := disk_full_errno(error)) is None:
             raise
         where = _written_file(error) or path or Path.cwd()
         why = os.strerror(number).lower()
@@ -84,7 +84,7 @@ def _written_file(error: Exception) -> str | None:
     return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
-def full_disk_number(error: BaseException) -> int | None:
+def disk_full_errno(error: BaseException) -> int | None:
     """Return the number of an error that says that there is no room; None of any other error."""
     number = getattr(error, "errno", None)
     match = re.search(r"(?:Errno|os error) (\d+)|disk is full", str(error))  # by other libraries
@@ -127,7 +127,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 @contextmanager
-def whole_text(path: str | Path) -> Iterator[StringIO]:
+def atomic_text_file(path: str | Path) -> Iterator[StringIO]:
     """Yield a text in memory that replaces the file ``path`` at the end, but not on failure."""
     text = StringIO(newline="")  # line ends stay as they are written
     yield text
@@ -155,7 +155,7 @@ def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**value, SEAL: _content_seal(value)}
 
 
-def is_whole(value: Any) -> bool:
+def has_valid_seal(value: Any) -> bool:
     """Return whether this is a sealed object with its content unchanged; the key is removed."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     return seal is not None and seal == _content_seal(value)
@@ -184,7 +184,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     has_seal = isinstance(value, dict) and SEAL in value
     if sealed and not has_seal:
         raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
-    if has_seal and not is_whole(value):
+    if has_seal and not has_valid_seal(value):
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return value
 

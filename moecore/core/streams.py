@@ -41,7 +41,7 @@ def generator_for(*words: int) -> Generator:
     return Generator().manual_seed(_hash_words(*words))
 
 
-class Draws(NamedTuple):
+class BatchDraws(NamedTuple):
     """Random numbers of the images of a batch, or of some of them.
 
     All numbers of the whole batch are drawn, whichever are wanted: an image's do not depend on how
@@ -54,9 +54,9 @@ class Draws(NamedTuple):
     rows: Tensor | None = None
 
     @classmethod
-    def of(cls, source: "Generator | Draws", images: int) -> "Draws":
+    def of(cls, source: "Generator | BatchDraws", images: int) -> "BatchDraws":
         """``source`` itself, or the draws of a whole batch of so many images."""
-        return source if isinstance(source, Draws) else cls(source, images)
+        return source if isinstance(source, BatchDraws) else cls(source, images)
 
     @property
     def images(self) -> int:

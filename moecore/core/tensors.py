@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moecore.core.files import UserError, full_disk_number, whole_file
+from moecore.core.files import UserError, disk_full_errno, whole_file
 
 CONTENT = "sha256"  # in the metadata, of files written before: of the tensors alone
 WHOLE = "sha256_of_all"  # of the tensors and of all else in the metadata
@@ -25,7 +25,7 @@ def write_tensors(
     """
     ready = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = dict(metadata or {})
-    about[WHOLE] = content_checksum(ready, about)
+    about[WHOLE] = tensors_checksum(ready, about)
     with whole_file(path) as temporary:
         try:
             temporary.touch()
@@ -33,7 +33,7 @@ def write_tensors(
             save_file(ready, temporary, metadata=about)
             temporary.chmod(mode)
         except SafetensorError as error:
-            if full_disk_number(error):
+            if disk_full_errno(error):
                 raise  # explained by ``whole_file``
             untouched = "what was there before is untouched"
             raise UserError(f"{path}: could not be written ({error}); {untouched}") from error
@@ -54,9 +54,9 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path}: no readable weights ({error}); delete it and run its stage again"
         ) from error
     whole, before = metadata.pop(WHOLE, None), metadata.pop(CONTENT, None)
-    differs = before is not None and content_checksum(tensors) != before
+    differs = before is not None and tensors_checksum(tensors) != before
     if whole is not None:
-        differs = content_checksum(tensors, metadata) != whole
+        differs = tensors_checksum(tensors, metadata) != whole
     if differs:
         raise UserError(
             f"{path}: damaged, its content is not what was written; delete it and run its stage "
@@ -65,7 +65,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def content_checksum(
+def tensors_checksum(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
     """The sha256 of names, kinds, shapes and bytes, and of the ``metadata`` where there are some;

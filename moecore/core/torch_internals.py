@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over lists and dicts
 
 
-def assert_on_device(condition: Tensor, message: str) -> None:
+def assert_async(condition: Tensor, message: str) -> None:
     """Fail later, on the device, where ``condition`` is false; the public way, ``assert`` of its
     value, makes the host wait.
     """
@@ -22,7 +22,7 @@ def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
     torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
 
 
-def grouped_operator() -> Any:
+def grouped_mm_operator() -> Any:
     """Return the operator that counters of FLOPs see of ``torch.nn.functional.grouped_mm``, which
     is public and of which they count nothing by themselves.
     """
@@ -36,7 +36,7 @@ def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def compiler_error() -> type[Exception]:
+def compile_error_class() -> type[Exception]:
     """Return the class of what ``torch.compile`` raises, which has no public name; its module takes
     seconds to import.
     """

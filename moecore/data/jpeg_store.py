@@ -11,12 +11,12 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.files import UserError
-from moecore.data.files.decode import UnreadableImage, centre_square, unpack_image
+from moecore.data.files.decode import UnreadableImage, resize_centre_square, unpack_image
 from moecore.data.npy import PREPARE_AGAIN, open_array
-from moecore.data.workers import thread_count
+from moecore.data.thread_map import thread_count
 
 
-def jpeg_files(split: str) -> list[str]:
+def jpeg_store_files(split: str) -> list[str]:
     """Return the names of a split's JPEG files in one, and of its offsets."""
     return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
@@ -41,7 +41,7 @@ class JpegImages:
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "JpegImages":
         """Open those of a prepared folder; UserError where a length is not what offsets say."""
-        path, offsets = (folder / name for name in jpeg_files(split))
+        path, offsets = (folder / name for name in jpeg_store_files(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
         if size != starts[-1]:
@@ -85,7 +85,7 @@ class JpegImages:
         return pixels.reshape(*pixels.shape[:2], self.channels)
 
     def _square(self, place: int) -> np.ndarray:
-        return centre_square(self._open_picture(place), self.size).transpose(2, 0, 1)
+        return resize_centre_square(self._open_picture(place), self.size).transpose(2, 0, 1)
 
     def _open_picture(self, place: int) -> Image.Image:
         start, stop = self.offsets[place : place + 2]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
+from moecore.data.image_warping import VariableSizeImages, to_device_async
 from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Split
-from moecore.data.sampling import UnevenImages, to_device_async
 from moecore.tasks import AnyTask
 
 # Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
@@ -88,12 +88,12 @@ class EncodedOnDisk(NamedTuple):
     images: JpegImages
     labels: Tensor
 
-    def take(self, indices: Tensor) -> tuple[UnevenImages, Tensor]:
+    def take(self, indices: Tensor) -> tuple[VariableSizeImages, Tensor]:
         """Images of different shapes and labels (B,) or (B, K) of CPU indices (B,)."""
         device = self.labels.device
         labels = self.labels.index_select(0, to_device_async(indices, device))
         whole = self.images.whole(indices.numpy())
-        return UnevenImages(whole, self.images.size, device), labels
+        return VariableSizeImages(whole, self.images.size, device), labels
 
 
 Loaded = OnDevice | OnDisk | EncodedOnDisk
@@ -107,7 +107,7 @@ def image_memory_budget(device: torch.device | str) -> int:
     return int(GPU_MEMORY_SHARE * free)
 
 
-def to_device(split: Split, device: torch.device | str, limit_bytes: int | None = None) -> Loaded:
+def place_split(split: Split, device: torch.device | str, limit_bytes: int | None = None) -> Loaded:
     """Put a split's images on the device where they take at most ``limit_bytes`` there, by default
     ``image_memory_budget``; else, and where they are JPEG files, leave them on disk.
     """

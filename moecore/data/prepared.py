@@ -26,9 +26,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, file_checksum, read_json
+from moecore.data.expected_data import read_task
 from moecore.data.jpeg_store import JpegImages
 from moecore.data.npy import PREPARE_AGAIN, open_array
-from moecore.data.preview import read_task
 from moecore.data.text.words import block_windows
 from moecore.data.volumes.subjects import read_subjects
 from moecore.tasks import AnyTask

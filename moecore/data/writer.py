@@ -13,10 +13,10 @@ from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.data.jpeg_store import jpeg_files
+from moecore.data.jpeg_store import jpeg_store_files
 from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
-from moecore.data.workers import map_in_threads
+from moecore.data.thread_map import map_in_threads
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.multi_label import MultiLabel
@@ -34,7 +34,7 @@ class DatasetInfo(NamedTuple):
     settings: Config  # the source's own, with a kind and a seed
 
 
-class JpegFile(NamedTuple):
+class PackedJpegs(NamedTuple):
     """A finished file of N JPEG files, one after the other, that is taken over."""
 
     path: Path
@@ -43,7 +43,7 @@ class JpegFile(NamedTuple):
     short_side: int
 
 
-class SplitPart(NamedTuple):
+class SplitToWrite(NamedTuple):
     """One split to write: its labels, as the task stores them, and the images in the same order.
 
     images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
@@ -51,11 +51,11 @@ class SplitPart(NamedTuple):
     """
 
     labels: np.ndarray
-    images: Iterable[np.ndarray] | Path | JpegFile
+    images: Iterable[np.ndarray] | Path | PackedJpegs
 
 
 def write_prepared(
-    folder: Path, facts: DatasetInfo, parts: Mapping[str, SplitPart]
+    folder: Path, facts: DatasetInfo, parts: Mapping[str, SplitToWrite]
 ) -> dict[str, Any]:
     """Write the three splits and ``card.json`` to ``folder`` (made where missing); the card.
 
@@ -68,9 +68,9 @@ def write_prepared(
     names = []
     for split in SPLITS:
         labels, images = parts[split]
-        if isinstance(images, JpegFile):
+        if isinstance(images, PackedJpegs):
             _write_jpegs(folder, split, len(labels), images)
-            names += jpeg_files(split)
+            names += jpeg_store_files(split)
         else:
             names.append(f"{split}_images.npy")
             _write_images(folder / names[-1], facts, len(labels), images)
@@ -78,7 +78,7 @@ def write_prepared(
         _, dtype = facts.task.storage_format(len(labels))
         save_array(folder / f"{split}_labels.npy", labels.astype(dtype))
     packed = parts["train"].images
-    if isinstance(packed, JpegFile):
+    if isinstance(packed, PackedJpegs):
         mean, std = _moments_of(packed.histogram)
         jpeg = {"jpeg": {"side": packed.short_side}}
     else:
@@ -145,10 +145,10 @@ def _count_classes(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[s
     return counts
 
 
-def _write_jpegs(folder: Path, split: str, labels: int, images: JpegFile) -> None:
+def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegs) -> None:
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
-    content, offsets = (folder / name for name in jpeg_files(split))
+    content, offsets = (folder / name for name in jpeg_store_files(split))
     shutil.move(images.path, content)
     save_array(offsets, np.concatenate([[0], images.lengths.cumsum()]))
 

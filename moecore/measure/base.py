@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ValidationError
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
 from moecore.training.guide import Guide
 
@@ -31,7 +31,7 @@ class Skipped(Config):
     skipped: str  # why, in words
 
 
-class MeasuredSubject(NamedTuple):
+class MeasuredModel(NamedTuple):
     """A trained model, on its device and in evaluation mode, and the data of its phase."""
 
     model: Model
@@ -54,8 +54,8 @@ class Measurement(NamedTuple):
 
     settings: type[Config]  # the section of params.yaml
     result: type[Config]
-    applies: Callable[[MeasuredSubject], str | None]  # why not, in words; None where it applies
-    measure: Callable[[MeasuredSubject, Any, PartStore], Config]
+    applies: Callable[[MeasuredModel], str | None]  # why not, in words; None where it applies
+    measure: Callable[[MeasuredModel, Any, PartStore], Config]
     guided: bool = False  # whether it looks at ``MeasuredSubject.guide``
     regions: bool = False  # whether it looks at ``MeasuredSubject.regions``
 
@@ -67,7 +67,7 @@ class Measurement(NamedTuple):
         return cls(settings, module.Result, module.applies, module.measure, guided, regions)
 
 
-def why_not_flat(subject: MeasuredSubject, needed: str) -> str | None:
+def flat_image_problem(subject: MeasuredModel, needed: str) -> str | None:
     """Why these are no flat images whose labels can do ``needed`` (see Task.needs_classes)."""
     if subject.data.test.images.ndim != 4:
         return "the images are volumes, and flat images are measured"

@@ -1,6 +1,6 @@
 """Calibration of a trained model, and how sure it is of its classes, or words, before and after.
 
-N images, K classes. Ages are calibrated by moecore.brain.calibrated_ages.
+N images, K classes. Ages are calibrated by moecore.brain.age_calibration.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_sealed
-from moecore.measure.base import MeasuredSubject
+from moecore.measure.base import MeasuredModel
 from moecore.measure.calibrators import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
-from moecore.measure.word_confidence import FITTED, AnswerValues, final_tokens
+from moecore.measure.word_confidence import FITTED, TokenScores, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate, bootstrap_interval
 from moecore.tasks.base import Task
-from moecore.tasks.class_scores import (
+from moecore.tasks.classification_metrics import (
     ReliabilityBins,
     brier_scores,
     calibration_error,
@@ -55,7 +55,7 @@ class CalibrationFiles(NamedTuple):
     out: Path  # the folder that it writes
 
 
-class Quality(Config):
+class PredictionQuality(Config):
     """How good predictions are, and how well their confidence says so."""
 
     score: Estimate
@@ -79,8 +79,8 @@ class Result(Config):
     top5: str | tuple[float, ...] | None = Field(
         None, description="likewise, whether the class is among the five largest"
     )
-    before: Quality
-    after: Quality
+    before: PredictionQuality
+    after: PredictionQuality
 
 
 def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
@@ -101,7 +101,7 @@ def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
 
 
 def calibrate_temperature(
-    subject: MeasuredSubject, settings: Calibrate, files: CalibrationFiles
+    subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles
 ) -> Result:
     """One temperature from the validation split, written to ``files.out``."""
     # The stage chose this function by the calibrator's kind.
@@ -113,9 +113,9 @@ def calibrate_temperature(
         name: predict_in_batches(subject.model, split.images, settings.batch, routing=False)[0]
         for name, split in (("validation", data.validation), ("test", data.test))
     }
-    fitted = calibrator.fit(said["validation"], split_labels(data.validation.labels))
+    fitted = calibrator.fit(said["validation"], labels_as_tensor(data.validation.labels))
     _write_fit(fitted, files)
-    labels = split_labels(data.test.labels)
+    labels = labels_as_tensor(data.test.labels)
     task = data.task
     among = task.top5(said["test"], labels)
     return Result(
@@ -131,7 +131,7 @@ def calibrate_temperature(
 
 
 def _calibrate_words(
-    subject: MeasuredSubject, settings: Calibrate, calibrator: Temperature, files: CalibrationFiles
+    subject: MeasuredModel, settings: Calibrate, calibrator: Temperature, files: CalibrationFiles
 ) -> Result:
     """Calibrate the next words of a text: an item is a block, and intervals are over blocks."""
     data = subject.data
@@ -147,8 +147,8 @@ def _calibrate_words(
         validation_images=len(known.labels),
         test_images=len(test.labels),
         scores=data.task.encode_scores(before.nats.mean(dim=1)),
-        before=summarize_answers(data.task, before.nats.mean(dim=1), before, settings.resamples),
-        after=summarize_answers(data.task, after.nats.mean(dim=1), after, settings.resamples),
+        before=answer_quality(data.task, before.nats.mean(dim=1), before, settings.resamples),
+        after=answer_quality(data.task, after.nats.mean(dim=1), after, settings.resamples),
     )
 
 
@@ -156,16 +156,20 @@ def _write_fit(fitted: FittedTemperature, files: CalibrationFiles) -> None:
     write_sealed(files.out / "calibrator.json", fitted.model_dump(mode="json"))
 
 
-def prediction_quality(task: Task, logits: Tensor, labels: Tensor, resamples: int) -> Quality:
+def prediction_quality(
+    task: Task, logits: Tensor, labels: Tensor, resamples: int
+) -> PredictionQuality:
     """Score, NLL, Brier and ECE with intervals, and bins. logits: (N, K); labels: (N,)."""
     hits = task.scores(logits, labels)
-    answers = AnswerValues(
+    answers = TokenScores(
         task.test_loss(logits, labels), brier_scores(logits, labels), class_confidence(logits), hits
     )
-    return summarize_answers(task, hits, answers, resamples)
+    return answer_quality(task, hits, answers, resamples)
 
 
-def summarize_answers(task: Task, scores: Tensor, answers: AnswerValues, resamples: int) -> Quality:
+def answer_quality(
+    task: Task, scores: Tensor, answers: TokenScores, resamples: int
+) -> PredictionQuality:
     """Return what answers to N items are worth, as ``prediction_quality`` does."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     sure, hits = answers.sure, answers.hits
@@ -173,7 +177,7 @@ def summarize_answers(task: Task, scores: Tensor, answers: AnswerValues, resampl
     def resampled(statistic: Callable[[np.ndarray], float]) -> Estimate:
         return Estimate.of(bootstrap_interval(statistic, len(scores), resamples, lowest=0.0))
 
-    return Quality(
+    return PredictionQuality(
         score=Estimate.of(task.interval(scores)),
         nll=resampled(lambda chosen: float(losses[chosen].mean())),
         brier=resampled(lambda chosen: float(squares[chosen].mean())),
@@ -184,6 +188,6 @@ def summarize_answers(task: Task, scores: Tensor, answers: AnswerValues, resampl
     )
 
 
-def split_labels(labels: np.ndarray) -> Tensor:
+def labels_as_tensor(labels: np.ndarray) -> Tensor:
     """Labels of a split that is mapped into memory, as a tensor of their own."""
     return torch.from_numpy(np.array(labels))

@@ -15,32 +15,32 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
-from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
-from moecore.measure.probes.generalisation import (
-    Generalisation,
-    GeneralisationResult,
-    ProbeSizes,
-    is_on_other_grid,
-    measure_generalisation,
-)
-from moecore.measure.probes.people import (
+from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.probes.ageing_and_rescans import (
     PEOPLE,
     RESCAN_YEARS,
     Ageing,
-    People,
     Rescan,
-    age_subjects,
+    UnseenPeople,
     compare_sessions,
-    rescan_people,
+    predict_ageing,
+    predict_rescans,
     session_pairs,
 )
-from moecore.measure.probes.tissues import (
+from moecore.measure.probes.region_generalisation import (
+    BatchAndResamples,
+    GeneralisationSettings,
+    RegionExpertResult,
+    has_generator_grid,
+    measure_generalisation,
+)
+from moecore.measure.probes.single_tissue_errors import (
+    ModelAndProbeErrors,
+    TissueContrast,
     TissueErrors,
-    TissueOrder,
-    VolumeErrors,
-    order_tissues,
+    brain_age_errors,
     summarize_errors,
-    volume_errors,
+    tissue_error_differences,
 )
 
 SIMULATED_ONLY = (
@@ -66,8 +66,9 @@ class CohortChecks(Config):
     probe: int = Field(
         256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
     )
-    generalisation: Generalisation = Field(
-        Generalisation(), description="What region experts are tried on that training did not show."
+    generalisation: GeneralisationSettings = Field(
+        GeneralisationSettings(),
+        description="What region experts are tried on that training did not show.",
     )
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
     resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
@@ -84,14 +85,14 @@ class Result(Config):
 
     whole: TissueErrors
     isolated: dict[str, TissueErrors] | None
-    order: tuple[TissueOrder, ...] | None
+    order: tuple[TissueContrast, ...] | None
     ageing: Ageing | None
     rescan: Rescan | None
-    generalisation: GeneralisationResult | None
+    generalisation: RegionExpertResult | None
     reasons: dict[str, str]
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs a cohort of volumes with ages."""
     test = subject.data.test
     if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
@@ -99,16 +100,16 @@ def applies(subject: MeasuredSubject) -> str | None:
     return None
 
 
-def measure(subject: MeasuredSubject, settings: CohortChecks, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: CohortChecks, parts: PartStore) -> Result:
     """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
     data = subject.data
-    errors = errors_by_tissue(subject, settings, parts)
+    errors = errors_on_single_tissues(subject, settings, parts)
     whose = data.test.people
     tissues = {
         name: summarize_errors(values, settings.resamples, whose) for name, values in errors.items()
     }
     whole = tissues.pop("whole")
-    people = simulated_people(data)
+    people = unseen_people(data)
     rescan = measure_rescans(subject, people, settings, parts)
     reasons = {}
     if people is None:
@@ -120,44 +121,44 @@ def measure(subject: MeasuredSubject, settings: CohortChecks, parts: PartStore) 
     return Result(
         whole=whole,
         isolated=tissues or None,
-        order=order_tissues(errors, settings.resamples, whose),
+        order=tissue_error_differences(errors, settings.resamples, whose),
         ageing=measure_ageing(subject, people, settings, parts),
         rescan=rescan,
-        generalisation=measure_region_experts(subject, settings, parts),
-        reasons=reasons | untried_reasons(subject),
+        generalisation=measure_region_generalisation(subject, settings, parts),
+        reasons=reasons | region_skip_reasons(subject),
     )
 
 
-def errors_by_tissue(
-    subject: MeasuredSubject, settings: CohortChecks, parts: PartStore
-) -> dict[str, VolumeErrors]:
+def errors_on_single_tissues(
+    subject: MeasuredModel, settings: CohortChecks, parts: PartStore
+) -> dict[str, ModelAndProbeErrors]:
     """The errors on the whole volume and on each tissue alone, where the data has tissue maps."""
     errors = {}
     for name in ("whole", *subject.data.card["regions"]):
         region = None if name == "whole" else subject.data.card["regions"].index(name)
         compute = partial(
-            volume_errors, subject.model, subject.data, region, settings.batch, settings.probe
+            brain_age_errors, subject.model, subject.data, region, settings.batch, settings.probe
         )
-        errors[name] = load_or_compute(parts, name, VolumeErrors, compute)
+        errors[name] = load_or_compute(parts, name, ModelAndProbeErrors, compute)
     return errors
 
 
-def simulated_people(data: Prepared) -> People | None:
+def unseen_people(data: Prepared) -> UnseenPeople | None:
     """People of the simulation that made the data; None where none did."""
     settings = data.card["settings"]
     if settings["kind"] != "phantom":
         return None
-    return People(Phantom.model_validate(settings))
+    return UnseenPeople(Phantom.model_validate(settings))
 
 
 def measure_rescans(
-    subject: MeasuredSubject, people: People | None, settings: CohortChecks, parts: PartStore
+    subject: MeasuredModel, people: UnseenPeople | None, settings: CohortChecks, parts: PartStore
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
     sizes = (settings.batch, settings.resamples)
     if people is not None:
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        compute = partial(rescan_people, subject.model, people, ages, *sizes)
+        compute = partial(predict_rescans, subject.model, people, ages, *sizes)
     elif pairs := session_pairs(subject.data.subjects("test")):
         compute = partial(compare_sessions, subject.model, subject.data, pairs, *sizes)
     else:
@@ -166,37 +167,37 @@ def measure_rescans(
 
 
 def measure_ageing(
-    subject: MeasuredSubject, people: People | None, settings: CohortChecks, parts: PartStore
+    subject: MeasuredModel, people: UnseenPeople | None, settings: CohortChecks, parts: PartStore
 ) -> Ageing | None:
     """Simulated subjects at every age; None for a real cohort."""
     if people is None:
         return None
     sizes = (settings.subjects, settings.ages, settings.batch)
-    compute = partial(age_subjects, subject.model, people, *sizes)
+    compute = partial(predict_ageing, subject.model, people, *sizes)
     return load_or_compute(parts, "ageing", Ageing, compute)
 
 
-def measure_region_experts(
-    subject: MeasuredSubject, settings: CohortChecks, parts: PartStore
-) -> GeneralisationResult | None:
+def measure_region_generalisation(
+    subject: MeasuredModel, settings: CohortChecks, parts: PartStore
+) -> RegionExpertResult | None:
     """Region experts where training did not show them the answer; None for a model without."""
     tissues = subject.regions
     if not tissues or not subject.data.card["regions"]:
         return None
     ages = (settings.ages[0], settings.ages[-1])
-    sizes = ProbeSizes(settings.batch, settings.resamples)
+    sizes = BatchAndResamples(settings.batch, settings.resamples)
     given = (settings.generalisation, ages, SEED, sizes)
     compute = partial(measure_generalisation, subject.model, subject.data, tissues, *given)
     name = f"generalisation of {', '.join(tissues)}"
-    return load_or_compute(parts, name, GeneralisationResult, compute)
+    return load_or_compute(parts, name, RegionExpertResult, compute)
 
 
-def untried_reasons(subject: MeasuredSubject) -> dict[str, str]:
+def region_skip_reasons(subject: MeasuredModel) -> dict[str, str]:
     """Why region experts were not tried, or not on the other generator's volumes."""
     if not subject.regions:
         return {"generalisation": "the model has no region experts (methods: regions)"}
     if not subject.data.card["regions"]:
         return {"generalisation": NO_MAPS}
-    if not is_on_other_grid(subject.data):
+    if not has_generator_grid(subject.data):
         return {"other generator": "it makes 64³ voxels of 3 mm, and the data have others"}
     return {}

@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredSubject, PartStore, why_not_flat
+from moecore.measure.base import MeasuredModel, PartStore, flat_image_problem
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks import AnyTask
@@ -82,12 +82,12 @@ class Result(Config):
     corruptions: tuple[CorruptionRow, ...]
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images that a model gets right or wrong."""
-    return why_not_flat(subject, "share")
+    return flat_image_problem(subject, "share")
 
 
-def measure(subject: MeasuredSubject, settings: Corruptions, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Corruptions, parts: PartStore) -> Result:
     """The errors under each corruption."""
     test = subject.data.test
     task = subject.data.task

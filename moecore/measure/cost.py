@@ -8,18 +8,18 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredSubject, PartStore
+from moecore.measure.base import MeasuredModel, PartStore
 from moecore.measure.clock import Quartiles, timing_quartiles
-from moecore.measure.passes import (
+from moecore.measure.forward_cost import (
+    CostBreakdown,
     Images,
-    RoutingCost,
     flops_per_image,
+    pass_and_routing_times,
     peak_memory,
-    routing_times,
     unwatched_times,
 )
 from moecore.measure.routing_metrics.sweeps import Experts, copy_with_k
-from moecore.nn.backbones.model import parameter_counts
+from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.predict import image_batches
 from moecore.training.runtime import device_name
 
@@ -68,12 +68,12 @@ class Result(Config):
     threads: int
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Every model costs something."""
     return None
 
 
-def measure(subject: MeasuredSubject, settings: Cost, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Cost, parts: PartStore) -> Result:
     """Counts and timings on images of the test split; seconds, so that nothing is kept of them."""
     test = subject.data.test.images
     images = np.array(test[evenly_spaced_indices(len(test), settings.images)])
@@ -83,8 +83,8 @@ def measure(subject: MeasuredSubject, settings: Cost, parts: PartStore) -> Resul
     memory, counted = peak_memory(subject.model, many(0))
     latency = quartiles_ms(unwatched_times(subject.model, one, settings.rounds))
     whole = quartiles_ms(unwatched_times(subject.model, many, settings.rounds))
-    alone = routing_times(subject.model, one, settings.rounds)
-    together = routing_times(subject.model, many, settings.rounds)
+    alone = pass_and_routing_times(subject.model, one, settings.rounds)
+    together = pass_and_routing_times(subject.model, many, settings.rounds)
     return Result(
         **parameter_counts(subject.model),
         flops_per_image=flops.whole,
@@ -106,7 +106,7 @@ def measure(subject: MeasuredSubject, settings: Cost, parts: PartStore) -> Resul
     )
 
 
-def times_by_k(subject: MeasuredSubject, many: Images, settings: Cost) -> tuple[KTime, ...]:
+def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KTime, ...]:
     """The time of a batch with each k of the settings; of a dense model none."""
     if subject.model.moe is None:
         return ()
@@ -135,11 +135,11 @@ def quartiles_ms(seconds: Sequence[float]) -> Quartiles:
     return timing_quartiles([1000 * value for value in seconds])
 
 
-def routing_ms(passes: Sequence[RoutingCost]) -> float:
+def routing_ms(passes: Sequence[CostBreakdown]) -> float:
     """Median milliseconds of the routing in a pass."""
     return quartiles_ms([one.routing for one in passes]).median
 
 
-def routing_share(passes: Sequence[RoutingCost]) -> float:
+def routing_share(passes: Sequence[CostBreakdown]) -> float:
     """The routing's median share of a pass."""
     return timing_quartiles([one.routing / one.whole for one in passes]).median

@@ -8,21 +8,29 @@ import torch
 from pydantic import Field
 
 from moecore.attacks import Attack
+from moecore.attacks.attack_setup import Target
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Target
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
-from moecore.measure.exploring.expert_gallery import Gallery, LayerExperts, layer_experts
+from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.exploring.expert_gallery import (
+    GalleryImages,
+    LayerExperts,
+    expert_use_by_layer,
+)
 from moecore.measure.exploring.overlays import EncodedPicture, encode_picture
-from moecore.measure.exploring.watched import IMAGES, VOLUMES, explored_places
+from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics import sweeps
-from moecore.measure.routing_metrics.augmentations import Augmentation, Preset, resolve_augmentation
-from moecore.measure.routing_metrics.sweeps import ChangedImages
-from moecore.nn.backbones.model import Model
+from moecore.measure.routing_metrics.sweeps import ImageVariant
+from moecore.measure.routing_metrics.view_pairs import (
+    Preset,
+    TwoViewAugmentation,
+    resolve_augmentation,
+)
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import Trace, finest_layout, trace_images
+from moecore.nn.routing_traces import Trace, build_image_trace, finest_layout
 from moecore.tasks import AnyTask
 
 BATCH = 64  # images a forward pass
@@ -52,7 +60,7 @@ class Explorer(Config):
         (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."
     )
     attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
-    augmentations: tuple[Preset | Augmentation, ...] = Field(
+    augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
         ("shift", "rotation"),
         description="Random views, by kind: presets, or {name, views, noise}.",
     )
@@ -97,19 +105,19 @@ class ExplorerExperts(Config):
     layers: tuple[LayerExperts, ...]
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: a dense model has no experts."""
     if subject.model.moe is None:
         return "a dense model has no experts, so there is nothing to see"
     return None
 
 
-def measure(subject: MeasuredSubject, settings: Explorer, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Result:
     """Everything that the page shows of one model."""
     model = subject.model
     data = subject.data
     layout = finest_layout(model.layouts)
-    places = explored_places(data, settings.images)
+    places = explorer_image_indices(data, settings.images)
     images = np.array(data.test.images[places])
     labels = torch.from_numpy(np.array(data.test.labels[places]))
     labels = model.targets(labels)
@@ -118,8 +126,8 @@ def measure(subject: MeasuredSubject, settings: Explorer, parts: PartStore) -> R
     asked = [resolve_augmentation(one, volumes, "explorer") for one in settings.augmentations]
     clean = target.clean_images()
 
-    changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
-        "clean": lambda: [ChangedImages("clean", "clean", clean)],
+    changed: dict[str, Callable[[], Iterable[ImageVariant]]] = {
+        "clean": lambda: [ImageVariant("clean", "clean", clean)],
         "noise": lambda: sweeps.noise_variants(clean, places, settings.sigmas, settings.seed),
         "attack": lambda: sweeps.attack_variants(target, settings.attack, settings.epsilons),
         "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, settings.seed),
@@ -132,8 +140,8 @@ def measure(subject: MeasuredSubject, settings: Explorer, parts: PartStore) -> R
 
     def experts() -> ExplorerExperts:
         chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
-        gallery = Gallery(chosen, data.test, data.task)
-        return ExplorerExperts(layers=layer_experts(model, gallery, settings.favourites))
+        gallery = GalleryImages(chosen, data.test, data.task)
+        return ExplorerExperts(layers=expert_use_by_layer(model, gallery, settings.favourites))
 
     seen = [
         load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed
@@ -148,7 +156,7 @@ def measure(subject: MeasuredSubject, settings: Explorer, parts: PartStore) -> R
     )
 
 
-def show_variant(model: Model, task: AnyTask, variant: ChangedImages) -> ShownVariant:
+def show_variant(model: Model, task: AnyTask, variant: ImageVariant) -> ShownVariant:
     """Return what the model does with the images."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
@@ -159,11 +167,11 @@ def show_variant(model: Model, task: AnyTask, variant: ChangedImages) -> ShownVa
         label=variant.label,
         picture=variant_picture(variant),
         origins=places,
-        trace=trace_images(prediction, records, task, model.layouts),
+        trace=build_image_trace(prediction, records, task, model.layouts),
     )
 
 
-def variant_picture(variant: ChangedImages) -> EncodedPicture | None:
+def variant_picture(variant: ImageVariant) -> EncodedPicture | None:
     """The images as they are shown."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None

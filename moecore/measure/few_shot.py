@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute, why_not_flat
-from moecore.measure.probes.linear_probe import read_by_head
-from moecore.statistics.crossed import encode_items
+from moecore.measure.base import MeasuredModel, PartStore, flat_image_problem, load_or_compute
+from moecore.measure.probes.linear_probe import predict_with_features
+from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_over_seeds
 
 EXPONENTS = tuple(range(-10, 20))  # λ = 2^i, V-MoE's
@@ -40,7 +40,7 @@ class FewShot(Config):
     seed: int = Field(0, ge=0, description="Of the draws.")
 
 
-class Shots(Config):
+class ShotsRow(Config):
     """The score on the test split with so many images a class: mean and 95 % limits over draws."""
 
     shots: int
@@ -51,12 +51,12 @@ class Shots(Config):
     """With the penalty, one for all draws, that is best on the test split itself: too good."""
     leaky_low: float | None
     leaky_high: float | None
-    # The score of each test image, mean over the draws, as ``encode_items`` packs them: what claims
-    # are judged by. The draws are the same for every model.
+    # The score of each test image, mean over the draws, by ``encode_item_values``: claims are
+    # judged by it. The draws are the same for every model.
     items: str | None = None
 
 
-class TooFew(Config):
+class SkippedShots(Config):
     """A number of images per class that was not measured, and why."""
 
     shots: int
@@ -66,16 +66,16 @@ class TooFew(Config):
 class Result(Config):
     """One row per number of images per class."""
 
-    rows: tuple[Shots, ...]
-    skipped: tuple[TooFew, ...]
+    rows: tuple[ShotsRow, ...]
+    skipped: tuple[SkippedShots, ...]
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images of one class each."""
-    return why_not_flat(subject, "shots")
+    return flat_image_problem(subject, "shots")
 
 
-def measure(subject: MeasuredSubject, settings: FewShot, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: FewShot, parts: PartStore) -> Result:
     """Scores on the test split for every number of images that the smallest class has."""
     train, test = subject.data.train, subject.data.test
     least, name = smallest_class(subject)
@@ -90,30 +90,30 @@ def measure(subject: MeasuredSubject, settings: FewShot, parts: PartStore) -> Re
     if fits:
         few = head_features(subject, np.asarray(train.images[used]), settings.batch)
 
-    def row(shots: int) -> Shots:
+    def row(shots: int) -> ShotsRow:
         draws = []
         for one in wanted:
             chosen = one[:, :shots].flatten()
             own = few[np.searchsorted(used, chosen)]
-            draws.append(fit_draw(subject, tested, own, train.labels[chosen]))
+            draws.append(score_few_shot_draw(subject, tested, own, train.labels[chosen]))
         return summarize_draws(shots, draws)
 
     return Result(
-        rows=[load_or_compute(parts, f"{n} shots", Shots, lambda n=n: row(n)) for n in fits],
+        rows=[load_or_compute(parts, f"{n} shots", ShotsRow, lambda n=n: row(n)) for n in fits],
         skipped=[
-            TooFew(shots=n, why=f"the smallest class, {name}, has {least} training images")
+            SkippedShots(shots=n, why=f"the smallest class, {name}, has {least} training images")
             for n in sorted(set(settings.shots) - set(fits))
         ],
     )
 
 
-def smallest_class(subject: MeasuredSubject) -> tuple[int, str]:
+def smallest_class(subject: MeasuredModel) -> tuple[int, str]:
     """The fewest training images of a class, and its name."""
     task = subject.data.task
     return min(zip(task.counts(np.array(subject.data.train.labels)), task.classes, strict=True))
 
 
-def draw_shots(subject: MeasuredSubject, shots: int, seed: int, draw: int) -> np.ndarray:
+def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
     """Places in the training split of ``shots`` images of each class, (K, shots), class by class.
 
     Each class is permuted and its first images are taken: fewer shots are a part of more, and all
@@ -129,12 +129,12 @@ def draw_shots(subject: MeasuredSubject, shots: int, seed: int, draw: int) -> np
     return np.stack([generator.permutation(one)[:shots] for one in places])
 
 
-def head_features(subject: MeasuredSubject, images: np.ndarray, batch: int) -> Tensor:
+def head_features(subject: MeasuredModel, images: np.ndarray, batch: int) -> Tensor:
     """Return the features that the model's head reads of each image, (N, D) fp64."""
-    return torch.from_numpy(read_by_head(subject.model, images, batch)[1])
+    return torch.from_numpy(predict_with_features(subject.model, images, batch)[1])
 
 
-class DrawScores(NamedTuple):
+class PenaltyScores(NamedTuple):
     """One draw under every penalty of EXPONENTS."""
 
     scores: Tensor  # (30,), on the test split
@@ -142,9 +142,9 @@ class DrawScores(NamedTuple):
     items: Tensor  # (M,) fp64, each test image's score under that one
 
 
-def fit_draw(
-    subject: MeasuredSubject, tested: Tensor, few: Tensor, labels: np.ndarray
-) -> DrawScores:
+def score_few_shot_draw(
+    subject: MeasuredModel, tested: Tensor, few: Tensor, labels: np.ndarray
+) -> PenaltyScores:
     """Return the scores on the test split of ridges that are fitted to a few images.
 
     tested: features (M, D) of the test split; few: features (N, D); labels: (N,).
@@ -154,8 +154,11 @@ def fit_draw(
     task = subject.data.task
     mean = few.mean(dim=0)
     scale = few.std(dim=0, correction=0) + LEAST
-    given = append_bias((few - mean) / scale), class_targets(torch.from_numpy(labels), task.outputs)
-    chosen = choose_exponent(*given)
+    given = (
+        append_bias((few - mean) / scale),
+        one_vs_rest_targets(torch.from_numpy(labels), task.outputs),
+    )
+    chosen = choose_ridge_exponent(*given)
     ridges = {
         exponent: Ridge(2.0**exponent, fit_intercept=False).fit(*given) for exponent in EXPONENTS
     }
@@ -169,7 +172,7 @@ def fit_draw(
             right[place] += scores.sum()
             if exponent == chosen:
                 items.append(scores)
-    return DrawScores(right / len(known), chosen, torch.cat(items))
+    return PenaltyScores(right / len(known), chosen, torch.cat(items))
 
 
 def append_bias(features: Tensor) -> Tensor:
@@ -177,12 +180,12 @@ def append_bias(features: Tensor) -> Tensor:
     return torch.nn.functional.pad(features, (0, 1), value=BIAS)
 
 
-def class_targets(labels: Tensor, classes: int) -> Tensor:
+def one_vs_rest_targets(labels: Tensor, classes: int) -> Tensor:
     """1 for the class of an image and −1 for the others; (N, K) fp64."""
     return 2 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
 
 
-def choose_exponent(features: Tensor, targets: Tensor) -> int:
+def choose_ridge_exponent(features: Tensor, targets: Tensor) -> int:
     """Return the exponent of the least squared error on images left out; of equal ones the largest.
 
     The squared error, as accuracy has many ties. With one image a class the class of the image left
@@ -195,7 +198,7 @@ def choose_exponent(features: Tensor, targets: Tensor) -> int:
     return int(np.log2(RidgeCV(penalties, fit_intercept=False).fit(features, targets).alpha_))
 
 
-def summarize_draws(shots: int, draws: Sequence[DrawScores]) -> Shots:
+def summarize_draws(shots: int, draws: Sequence[PenaltyScores]) -> ShotsRow:
     """The row of several draws."""
     every = torch.stack([draw.scores for draw in draws])  # (draws, 30)
     own = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
@@ -203,7 +206,7 @@ def summarize_draws(shots: int, draws: Sequence[DrawScores]) -> Shots:
     leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
     mean = mean_over_seeds(own)
     best = mean_over_seeds(every[:, leaky].tolist())
-    return Shots(
+    return ShotsRow(
         shots=shots,
         score=mean.value,
         low=mean.low,
@@ -211,5 +214,5 @@ def summarize_draws(shots: int, draws: Sequence[DrawScores]) -> Shots:
         leaky_score=best.value,
         leaky_low=best.low,
         leaky_high=best.high,
-        items=encode_items(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
+        items=encode_item_values(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
     )

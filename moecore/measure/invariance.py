@@ -8,15 +8,21 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.transforms import TRANSFORMS, draw_affines, transform_images
-from moecore.measure.base import MeasuredSubject, Number, PartStore, load_or_compute, why_not_flat
-from moecore.measure.routing_metrics.expert_use import expert_agreement
-from moecore.measure.routing_metrics.imed import imed_between, mean_class_maps, mean_imed
-from moecore.nn.backbones.model import Model
+from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines, transform_images
+from moecore.measure.base import (
+    MeasuredModel,
+    Number,
+    PartStore,
+    flat_image_problem,
+    load_or_compute,
+)
+from moecore.measure.routing_metrics.imed import class_expert_probs, imed_between, imed_by_image
+from moecore.measure.routing_metrics.layer_metrics import expert_agreement
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_items
+from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Interval, bootstrap_interval, bootstrap_mean
 
 
@@ -42,7 +48,7 @@ class MovedRow(Config):
     normalised_low: float | None
     normalised_high: float | None
     agreement: float  # share of tokens with the same most probable expert; mean over layers
-    items: str | None = None  # d of each image, as ``encode_items`` packs them
+    items: str | None = None  # d of each image, as ``encode_item_values`` packs them
 
 
 class Result(Config):
@@ -55,14 +61,14 @@ class Result(Config):
     """[class][layer][expert]: mean probability; None for a class without images."""
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images with classes, and a routing that could move."""
     if subject.model.moe is None:
         return "a dense model has no routing that could move"
-    return why_not_flat(subject, "class_maps")
+    return flat_image_problem(subject, "class_maps")
 
 
-def measure(subject: MeasuredSubject, settings: Invariance, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Invariance, parts: PartStore) -> Result:
     """IMED of every image and its moved self under each transform, and the classes' maps."""
     test = subject.data.test
     task = subject.data.task
@@ -86,7 +92,7 @@ def measure(subject: MeasuredSubject, settings: Invariance, parts: PartStore) ->
         images=len(images),
         transforms=moves,
         classes=task.classes,
-        class_maps=mean_class_maps(chosen, classes, len(task.classes)).tolist(),
+        class_maps=class_expert_probs(chosen, classes, len(task.classes)).tolist(),
     )
 
 
@@ -107,9 +113,9 @@ def moved_distances(
     def row(name: str) -> MovedRow:
         _, records = predict_in_batches(model, move_images(images, affines[name], batch), batch)
         after = probs_by_layer(records)
-        lengths = mean_imed(clean, after).numpy()
+        lengths = imed_by_image(clean, after).numpy()
         d = bootstrap_mean(lengths)
-        share = None if between is None else normalised_imed(lengths, between.numpy())
+        share = None if between is None else imed_ratio(lengths, between.numpy())
         same = [expert_agreement(u, v) for u, v in zip(clean, after, strict=True)]
         return MovedRow(
             name=name,
@@ -120,7 +126,7 @@ def moved_distances(
             normalised_low=share.low if share else None,
             normalised_high=share.high if share else None,
             agreement=sum(same) / len(same),
-            items=encode_items(lengths),
+            items=encode_item_values(lengths),
         )
 
     return tuple(
@@ -128,7 +134,7 @@ def moved_distances(
     )
 
 
-def normalised_imed(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
+def imed_ratio(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
     """Mean IMED under a transform over the mean IMED between different images, both (N,).
 
     0: nothing moved; 1: a moved image is routed as another image would be. Flat probs make both

@@ -11,8 +11,13 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.measure.base import Estimate
-from moecore.measure.theory.drawn_parts import Targets, draw_expert_data
-from moecore.measure.theory.linear_experts import Theorem1, Theorem2, theorem_1, theorem_2
+from moecore.measure.theory.linear_experts import (
+    Theorem1Sides,
+    Theorem2,
+    theorem_1_sides,
+    theorem_2,
+)
+from moecore.measure.theory.subspace_data import Targets, draw_expert_data
 from moecore.statistics.intervals import mean_over_seeds
 
 
@@ -57,7 +62,7 @@ class LinearExperts(Config):
         return self
 
 
-class Theorem1Row(Config):
+class Theorem1OverSeeds(Config):
     """Theorem 1 over seeds, on data of one kind."""
 
     targets: Targets
@@ -76,7 +81,7 @@ class Result(Config):
     literal_violations: int  # of theorem 1 as printed
     theorem_2_promises: int  # draws in which it promises something
     theorem_2_violations: int
-    theorem_1: tuple[Theorem1Row, ...]
+    theorem_1: tuple[Theorem1OverSeeds, ...]
 
 
 def measure(settings: LinearExperts) -> Result:
@@ -85,15 +90,15 @@ def measure(settings: LinearExperts) -> Result:
     first = []
     second = []
     for targets, experts, angle in product(settings.targets, settings.experts, settings.angles):
-        clean = evaluate_theorem_1(settings, experts, angle, targets)
+        clean = theorem_1_over_seeds(settings, experts, angle, targets)
         ratio = Estimate.of(mean_over_seeds([one.ratio for one in clean]))
-        rows.append(Theorem1Row(targets=targets, experts=experts, angle=angle, ratio=ratio))
+        rows.append(Theorem1OverSeeds(targets=targets, experts=experts, angle=angle, ratio=ratio))
         first += clean
         second += evaluate_theorem_2(settings, experts, angle, targets)
     return Result(
         draws=len(first),
-        ratio_at_90=ratio_at_90(rows),
-        error_at_90=error_at_90(rows),
+        ratio_at_90=ratios_at_right_angle(rows),
+        error_at_90=right_angle_error(rows),
         violations=sum(not one.holds for one in first),
         literal_violations=sum(not one.literal_holds for one in first),
         theorem_2_promises=sum(one.gamma is not None for one in second),
@@ -102,13 +107,13 @@ def measure(settings: LinearExperts) -> Result:
     )
 
 
-def evaluate_theorem_1(
+def theorem_1_over_seeds(
     settings: LinearExperts, experts: int, angle: float, targets: Targets
-) -> list[Theorem1]:
+) -> list[Theorem1Sides]:
     """Evaluate theorem 1 on one draw per seed."""
     sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
     return [
-        theorem_1(draw_expert_data(experts, angle, targets, seed, **sizes)[0])
+        theorem_1_sides(draw_expert_data(experts, angle, targets, seed, **sizes)[0])
         for seed in settings.seeds
     ]
 
@@ -125,7 +130,7 @@ def evaluate_theorem_2(
     ]
 
 
-def ratio_at_90(rows: Sequence[Theorem1Row]) -> dict[str, float]:
+def ratios_at_right_angle(rows: Sequence[Theorem1OverSeeds]) -> dict[str, float]:
     """At 90°: the ratio for each E, shared targets before the others."""
     ratios: dict[str, float] = {}
     for row in rows:
@@ -134,7 +139,7 @@ def ratio_at_90(rows: Sequence[Theorem1Row]) -> dict[str, float]:
     return ratios
 
 
-def error_at_90(rows: Sequence[Theorem1Row]) -> float | None:
+def right_angle_error(rows: Sequence[Theorem1OverSeeds]) -> float | None:
     """Return how far any ratio at 90° is from 1/√E; None where 90° was not drawn."""
     errors = [abs(row.ratio.value * row.experts**0.5 - 1) for row in rows if row.angle == 90]
     return max(errors, default=None)

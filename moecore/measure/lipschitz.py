@@ -5,9 +5,20 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute, why_not_flat
-from moecore.measure.theory.lemma import Lemma, LemmaPoints, LemmaSummary, evaluate_lemma
-from moecore.measure.theory.slopes import Slopes, slopes_at
+from moecore.measure.base import (
+    Estimate,
+    MeasuredModel,
+    PartStore,
+    flat_image_problem,
+    load_or_compute,
+)
+from moecore.measure.theory.lipschitz_lemma import (
+    Lemma,
+    LemmaOverLayers,
+    LemmaPoints,
+    evaluate_lemma,
+)
+from moecore.measure.theory.logit_slopes import LipschitzSlopes, slopes_at
 from moecore.statistics.intervals import wilson
 
 
@@ -31,7 +42,7 @@ class Lipschitz(Config):
     halvings: int = Field(10, ge=0, le=24, description="How often the steepest pair is halved.")
 
 
-class Estimates(Config):
+class SlopeEstimates(Config):
     """Slopes in ℓ2, logits over pixels in [0, 1]; theory/slopes.py says what each of them is."""
 
     local_mean: Estimate
@@ -42,27 +53,27 @@ class Estimates(Config):
     jump_max: float
 
 
-class Result(Estimates):
+class Result(SlopeEstimates):
     """The slopes, and Lemma 1 over all MoE layers and at each token."""
 
     images: int
-    lemma1: LemmaSummary
+    lemma1: LemmaOverLayers
     lemma_terms: tuple[LemmaPoints, ...] = ()
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images of one class each, whose margins can change."""
-    return why_not_flat(subject, "decision")
+    return flat_image_problem(subject, "decision")
 
 
-def measure(subject: MeasuredSubject, settings: Lipschitz, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Lipschitz, parts: PartStore) -> Result:
     """The slopes at images of the test split, and the lemma at their tokens."""
     test = subject.data.test
     where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
     labels = torch.from_numpy(test.labels[where])
 
-    def estimates() -> Estimates:
+    def estimates() -> SlopeEstimates:
         sizes = (settings.batch, settings.radius, settings.steps, settings.halvings)
         return summarize_slopes(slopes_at(subject.model, images, labels, *sizes))
 
@@ -70,15 +81,15 @@ def measure(subject: MeasuredSubject, settings: Lipschitz, parts: PartStore) -> 
         chosen = (settings.lemma_tokens, settings.batch, settings.seed)
         return evaluate_lemma(subject.model, images, *chosen, subject.device)
 
-    slopes = load_or_compute(parts, "slopes", Estimates, estimates)
+    slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
     lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
     return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
-def summarize_slopes(slopes: Slopes) -> Estimates:
+def summarize_slopes(slopes: LipschitzSlopes) -> SlopeEstimates:
     """Means with intervals and maxima over images."""
     crossed = int(slopes.crossed.sum())
-    return Estimates(
+    return SlopeEstimates(
         local_mean=Estimate.of_mean(slopes.local, is_share=False),
         margin_mean=Estimate.of_mean(slopes.margin, is_share=False),
         lower_bound=float(slopes.lower_bound.max()),

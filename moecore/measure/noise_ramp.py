@@ -12,9 +12,9 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.data.corruptions.draws import add_noise
 from moecore.measure.base import Estimate
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_items
+from moecore.statistics.crossed import encode_item_values
 
 CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
 
@@ -35,7 +35,7 @@ def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
     return probs.double().gather(2, index).squeeze(2)
 
 
-class Curve(Config):
+class RampCurve(Config):
     """One image along its ramp, from the clean image to ``sigma_max``."""
 
     index: int  # in the test split
@@ -44,16 +44,16 @@ class Curve(Config):
     predicted: tuple[int, ...]
 
 
-class Ramp(Config):
+class RampSummary(Config):
     """What happens along the ramps of growing noise: means over the images, and a few of them."""
 
     sigmas: tuple[float, ...]
     jumps_mean: Estimate
-    jumps_items: str | None = None  # of each image, as ``encode_items`` packs them
-    shown: tuple[Curve, ...]
+    jumps_items: str | None = None  # of each image, as ``encode_item_values`` packs them
+    shown: tuple[RampCurve, ...]
 
 
-def ramp_probs(
+def class_probs_by_sigma(
     model: Model, images: np.ndarray, drawn: Tensor, sigmas: Sequence[float], batch: int
 ) -> Tensor:
     """Class probabilities (N, S + 1, K) fp64 of every image at every sigma along its direction.
@@ -78,7 +78,7 @@ def summarize_ramps(
     sigmas: Sequence[float],
     threshold: float,
     shown: Sequence[int] | np.ndarray,
-) -> Ramp:
+) -> RampSummary:
     """Means over the images of what happens along their ramps, and the curves of those ``shown``.
 
     probs: (N, S + 1, K); labels: (N,); where: the images' places in the split.
@@ -87,7 +87,7 @@ def summarize_ramps(
     true = true_probability(probs, labels)
     predicted = probs.argmax(-1)
     curves = [
-        Curve(
+        RampCurve(
             index=int(where[i]),
             label=int(labels[i]),
             probability=true[i].tolist(),
@@ -95,9 +95,9 @@ def summarize_ramps(
         )
         for i in shown
     ]
-    return Ramp(
+    return RampSummary(
         sigmas=sigmas,
         jumps_mean=Estimate.of_mean(jumps, is_share=False),
-        jumps_items=encode_items(jumps.double().numpy()),
+        jumps_items=encode_item_values(jumps.double().numpy()),
         shown=curves,
     )

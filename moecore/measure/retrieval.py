@@ -12,23 +12,23 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
-from moecore.measure.base import Estimate, MeasuredSubject, PartStore
-from moecore.measure.exploring.overlays import Overlays, overlay_experts
-from moecore.measure.exploring.words import experts_by_word, find_two_towers
-from moecore.measure.routing_metrics.expert_use import token_entropy
+from moecore.measure.base import Estimate, MeasuredModel, PartStore
+from moecore.measure.exploring.caption_words import experts_by_word, find_two_towers
+from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
+from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
-from moecore.statistics.crossed import encode_items
+from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.image_text import NONE, ImageText
-from moecore.tasks.recall import (
-    hit_share,
+from moecore.tasks.retrieval_recall import (
     image_to_text_recall,
     missing_caption_mask,
     text_to_image_recall,
+    tied_hit_share,
 )
 
 WORDS = 60  # that a page shows: the most frequent
@@ -52,7 +52,7 @@ class Recall(Config):
     k: int
     recall: Estimate  # mean over images, and its 95 % limits over images
     chance: float
-    items: str | None = None  # one value an image, as ``encode_items`` packs them
+    items: str | None = None  # one value an image, as ``encode_item_values`` packs them
 
 
 class CaptionWord(Config):
@@ -63,7 +63,7 @@ class CaptionWord(Config):
     experts: tuple[float, ...]  # first expert
 
 
-class TextLayer(Config):
+class CaptionRouting(Config):
     """One MoE layer of the text tower, over the words of all captions."""
 
     load_cv2: float  # squared coefficient of variation of the experts' chosen words
@@ -84,19 +84,19 @@ class Result(Config):
     text_to_image: tuple[Recall, ...]
     image_to_text: tuple[Recall, ...]
     scale: float  # what cosines are multiplied with
-    layers: tuple[TextLayer, ...] = ()
+    layers: tuple[CaptionRouting, ...] = ()
     overlays: Overlays | None = None  # a few images
     captions_read: tuple[tuple[Read, ...], ...] = ()  # the first caption of each, layer by layer
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs captions."""
     if isinstance(subject.data.task, ImageText):
         return None
     return "the images have no captions"
 
 
-def measure(subject: MeasuredSubject, settings: Retrieval, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Retrieval, parts: PartStore) -> Result:
     """R@k both ways among the test images, and the routing of their captions."""
     test = subject.data.test
     number = len(test.labels) if settings.images is None else settings.images
@@ -113,13 +113,13 @@ def measure(subject: MeasuredSubject, settings: Retrieval, parts: PartStore) -> 
         text_to_image=recall_rows(text_to_image_recall(sides, texts, at), at, len(labels), ONE),
         image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
         scale=float(sides[:, :-1].norm(dim=1).mean()),
-        layers=text_layers(subject, labels),
+        layers=text_layer_usage(subject, labels),
         **captioned_pictures(subject, images, labels, settings),
     )
 
 
 def captioned_pictures(
-    subject: MeasuredSubject, images: np.ndarray, labels: Tensor, settings: Retrieval
+    subject: MeasuredModel, images: np.ndarray, labels: Tensor, settings: Retrieval
 ) -> dict[str, Any]:
     """A few images and a caption of each, with the experts of patches and words."""
     where = evenly_spaced_indices(len(images), settings.pictures)
@@ -140,7 +140,7 @@ def captioned_pictures(
             for row, mask in zip(tokens, there, strict=True)
         ]
     return {
-        "overlays": overlay_experts(few, records),
+        "overlays": encode_expert_overlays(few, records),
         "captions_read": [
             [[(word, ranked[0] if ranked else -1) for word, ranked in layer] for layer in caption]
             for caption in read
@@ -153,19 +153,19 @@ def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) ->
 
     own: how many of the gallery are right, for each image or alike (1,); by chance all are one tie.
     """
-    chance = hit_share(torch.zeros_like(own), gallery - own, own, at).mean(dim=0).tolist()
+    chance = tied_hit_share(torch.zeros_like(own), gallery - own, own, at).mean(dim=0).tolist()
     return [
         Recall(
             k=k,
             recall=Estimate.of_mean(values),
             chance=by_chance,
-            items=encode_items(values.numpy()),
+            items=encode_item_values(values.numpy()),
         )
         for k, by_chance, values in zip(at, chance, hits.unbind(1), strict=True)
     ]
 
 
-def text_layers(subject: MeasuredSubject, labels: Tensor) -> list[TextLayer]:
+def text_layer_usage(subject: MeasuredModel, labels: Tensor) -> list[CaptionRouting]:
     """Return which experts read which words, in every MoE layer of the text tower."""
     model = find_two_towers(subject.model)
     assert model is not None
@@ -178,19 +178,23 @@ def text_layers(subject: MeasuredSubject, labels: Tensor) -> list[TextLayer]:
         for part in captions.split(TEXTS):
             part = part.to(subject.device)
             _, batch_records = model.text(part)
-            records.append(tuple(transpose_record(record) for record in batch_records))
+            records.append(tuple(move_tokens_first(record) for record in batch_records))
             words.append(part[model.text.caption_mask(part)].cpu())
     spoken = torch.cat(words).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
-    return [text_layer(record, spoken, tokenizer) for record in concat_records(records)]
+    return [
+        measure_caption_routing(record, spoken, tokenizer) for record in concat_records(records)
+    ]
 
 
-def transpose_record(record: RoutingRecord) -> RoutingRecord:
+def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
     """Fields (1, n, E) as (n, 1, E) on the CPU, so that batches can follow one another."""
     return RoutingRecord(*(field.cpu().transpose(0, 1) for field in record))
 
 
-def text_layer(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> TextLayer:
+def measure_caption_routing(
+    record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
+) -> CaptionRouting:
     """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
     experts = record.probs.shape[-1]
     first = record.probs[:, 0].argmax(dim=-1)
@@ -199,9 +203,9 @@ def text_layer(record: RoutingRecord, words: Tensor, tokenizer: Tokenizer) -> Te
     counts = table.sum(dim=1)
     overall = table.sum(dim=0)
     shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()
-    return TextLayer(
+    return CaptionRouting(
         load_cv2=float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
-        token_entropy=token_entropy(record.probs),
+        token_entropy=mean_token_entropy(record.probs),
         same_expert=same_expert_rate(table),
         same_expert_chance=same_expert_rate(overall[None]),
         words=[

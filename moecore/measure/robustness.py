@@ -12,31 +12,31 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.attacks import Attack
-from moecore.attacks.target import Precision, Target, draw_places
+from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.records import RoutingRecord
-from moecore.measure.base import MeasuredSubject, PartStore, Skipped, load_or_compute
-from moecore.measure.routing_metrics.expert_use import (
+from moecore.core.routing_records import RoutingRecord
+from moecore.measure.base import MeasuredModel, PartStore, Skipped, load_or_compute
+from moecore.measure.routing_metrics.layer_metrics import (
+    change_after_capacity,
     change_of_choice,
-    change_of_processing,
     changes_by_image,
     iou_by_image,
 )
-from moecore.measure.under_attack.audit import Audit, run_audit
+from moecore.measure.under_attack.audit import AuditSettings, run_audit
 from moecore.measure.under_attack.curves import (
+    AttackAudit,
     AttackedGallery,
     AttackRow,
     AuditLine,
-    AuditLines,
     Curve,
-    LeftScores,
+    ScoresAtEpsilon,
     attack_gallery,
     measured_curves,
-    repeated_people,
+    people_if_repeated,
     worst_case,
 )
-from moecore.statistics.crossed import encode_items
+from moecore.statistics.crossed import encode_item_values
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
@@ -66,8 +66,8 @@ class Robustness(Config):
     pictures: int = Field(
         3, ge=0, le=8, description="Attacked images shown, under the strongest attack."
     )
-    audit: Audit = Field(
-        Audit(), description="Extra attacks that show whether the others can be believed."
+    audit: AuditSettings = Field(
+        AuditSettings(), description="Extra attacks that show whether the others can be believed."
     )
 
     @property
@@ -91,7 +91,9 @@ class Result(Config):
     clean_score: float
     score_at_largest_epsilon: dict[str, float] = Field(description="by attack")
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
-    worst_case: tuple[LeftScores, ...] = Field(description="over all attacks, a row an epsilon")
+    worst_case: tuple[ScoresAtEpsilon, ...] = Field(
+        description="over all attacks, a row an epsilon"
+    )
     audit: tuple[AuditLine, ...]
     attacked: AttackedGallery | None = None  # none of volumes, without an attack or a picture
     people: tuple[int, ...] | None = Field(
@@ -107,20 +109,20 @@ class CleanAnswers(NamedTuple):
     scores: Tensor  # (N,)
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Every model can be attacked."""
     return None
 
 
-def measure(subject: MeasuredSubject, settings: Robustness, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> Result:
     """Every attack at every epsilon, a part each, the worst case over them, and the audit.
 
     Raises UserError for settings that make no sense for the task, and for a model that is not
     deterministic in evaluation mode.
     """
     task = subject.data.task
-    check_attacks(settings, task)
-    target = build_target(subject, settings)
+    check_attack_settings(settings, task)
+    target = build_attack_target(subject, settings)
     labels = target.labels
     prediction, routing = target.predict_images(target.images)
     clean = CleanAnswers(prediction, routing, task.scores(prediction, labels))
@@ -135,8 +137,8 @@ def measure(subject: MeasuredSubject, settings: Robustness, parts: PartStore) ->
     lines = load_or_compute(
         parts,
         "audit",
-        AuditLines,
-        lambda: AuditLines(
+        AttackAudit,
+        lambda: AttackAudit(
             lines=run_audit(target, settings.audit, epsilons[-1], curves, settings.attacks)
         ),
     ).lines
@@ -151,14 +153,14 @@ def measure(subject: MeasuredSubject, settings: Robustness, parts: PartStore) ->
         worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
         attacked=attack_gallery(target, settings.attacks, settings.pictures, curves),
-        people=repeated_people(target.people),
+        people=people_if_repeated(target.people),
     )
 
 
-def build_target(subject: MeasuredSubject, settings: Robustness) -> Target:
+def build_attack_target(subject: MeasuredModel, settings: Robustness) -> Target:
     """The model and the drawn test images, with whose each is."""
     test = subject.data.test
-    places = draw_places(len(test.labels), settings.images, settings.seed)
+    places = draw_image_indices(len(test.labels), settings.images, settings.seed)
     labels = subject.model.targets(torch.from_numpy(test.labels[places]))
     return Target(
         subject.model,
@@ -172,7 +174,7 @@ def build_target(subject: MeasuredSubject, settings: Robustness) -> Target:
     )
 
 
-def check_attacks(settings: Robustness, task: Task) -> None:
+def check_attack_settings(settings: Robustness, task: Task) -> None:
     """Raise UserError for what has no meaning with such labels, before anything is computed."""
     if settings.survivors and (reason := task.needs_classes("share")):
         raise UserError(f"robustness.survivors: found true, but {reason}; allowed: false")
@@ -219,12 +221,12 @@ def attack_row(attack: Attack, target: Target, clean: CleanAnswers, epsilon: flo
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
         routing_change=change_of_choice(clean.routing, routing) if moved else (),
-        processing_change=change_of_processing(clean.routing, routing) if moved else (),
-        items=change_items(clean.routing, routing, target.people) if moved else {},
+        processing_change=change_after_capacity(clean.routing, routing) if moved else (),
+        items=routing_change_items(clean.routing, routing, target.people) if moved else {},
     )
 
 
-def change_items(
+def routing_change_items(
     before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...], people: np.ndarray | None
 ) -> dict[str, str]:
     """Both changes of the routing, one number an item, mean over layers; {} for a dense model."""
@@ -233,7 +235,7 @@ def change_items(
         return {}
     processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
     return {
-        name: encode_items(torch.stack(changes).mean(dim=0).numpy(), people)
+        name: encode_item_values(torch.stack(changes).mean(dim=0).numpy(), people)
         for name, changes in (
             ("routing_change", changes_by_image(before, after)),
             ("processing_change", processed),

@@ -12,36 +12,51 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import Crop, ViewSettings
-from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute
-from moecore.measure.exploring.overlays import MatchedCrops, Overlays, match_crops, spread_overlays
-from moecore.measure.routing_metrics.augmentations import (
-    Augmentation,
-    Preset,
-    resolve_augmentation,
-    two_views,
+from moecore.data.views.views import CropRanges, ViewSettings
+from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.exploring.overlays import (
+    MatchedCrops,
+    Overlays,
+    evenly_spaced_overlays,
+    overlapping_crops,
 )
-from moecore.measure.routing_metrics.expert_use import (
+from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     average_layers,
     expert_agreement,
 )
-from moecore.measure.routing_metrics.layer_use import LayerUse, Use, layer_use, use_by_image
+from moecore.measure.routing_metrics.layer_use import (
+    LayerUse,
+    Use,
+    layer_use_by_image,
+    layer_use_metrics,
+)
 from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
     Matching,
     augmented_row,
-    layer_matching,
+    encoded_layer_means,
+    layer_match_ratios,
     matches_by_image,
-    packed_means,
 )
-from moecore.measure.routing_metrics.sweeps import Sweep, Sweeps, SweepSample, run_sweeps
-from moecore.nn.backbones.model import Model
-from moecore.nn.correspondence import layer_pairs, match_tokens
+from moecore.measure.routing_metrics.sweeps import (
+    RoutingSweeps,
+    SweepImages,
+    SweepSettings,
+    run_sweeps,
+)
+from moecore.measure.routing_metrics.view_pairs import (
+    Preset,
+    TwoViewAugmentation,
+    draw_two_views,
+    resolve_augmentation,
+)
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.correspondence import align_teacher_probs, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import finest_layout
+from moecore.nn.routing_traces import finest_layout
 from moecore.training.guide import teacher_probs
 
 PRESETS: tuple[Preset, ...] = (
@@ -70,17 +85,18 @@ class Routing(Config):
         4, ge=0, le=16, description="Test images whose patches are shown with their experts."
     )
     views: ViewSettings = Field(
-        ViewSettings(crop=Crop(), flip=True),
+        ViewSettings(crop=CropRanges(), flip=True),
         description="Two random views, compared (PRC, table 4).",
     )
-    augmentations: tuple[Preset | Augmentation, ...] = Field(
+    augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
         PRESETS, description="As views, kind by kind: presets, or {name, views, noise}."
     )
     augmentation_images: int = Field(
         200, ge=1, description="Of those images, how many are shown each augmentation."
     )
-    sweeps: Sweeps = Field(
-        Sweeps(), description="The trained weights under other k and thresholds (ERMoE, S3, S5)."
+    sweeps: SweepSettings = Field(
+        SweepSettings(),
+        description="The trained weights under other k and thresholds (ERMoE, S3, S5).",
     )
     seed: int = Field(0, ge=0, description="Of those views; every method sees the same ones.")
 
@@ -104,7 +120,7 @@ class RoutingLayer(LayerUse, Matching):
 class Result(Use, Matching):
     """The means over the MoE layers, each layer, and the same weights under other conditions.
 
-    items: of the metrics under their names one number an item, as ``encode_items`` packs them.
+    items: of the metrics under their names one number per item, by ``encode_item_values``.
     """
 
     images: int
@@ -114,18 +130,18 @@ class Result(Use, Matching):
     overlays: Overlays
     corresponding: MatchedCrops | None = None  # of volumes and single patches none
     augmentations: tuple[AugmentedRow, ...]
-    sweeps: Sweep
+    sweeps: RoutingSweeps
 
 
 MEANS = (*Use.model_fields, *Matching.model_fields, "teacher_agreement")
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: a dense model has no router."""
     return "a dense model has no routing" if subject.model.moe is None else None
 
 
-def measure(subject: MeasuredSubject, settings: Routing, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Routing, parts: PartStore) -> Result:
     """Everything about the routing of images of the test split."""
     model = subject.model
     test = subject.data.test
@@ -134,29 +150,31 @@ def measure(subject: MeasuredSubject, settings: Routing, parts: PartStore) -> Re
     labels = test.labels[where]
     _, records = predict_in_batches(model, images, settings.batch, prediction=False)
     people = test.people_at(where)
-    layers, by_image = routing_layers(subject, records, images, settings)
+    layers, by_image = measure_routing_layers(subject, records, images, settings)
 
-    def tried() -> Sweep:
+    def tried() -> RoutingSweeps:
         few = evenly_spaced_indices(len(images), settings.sweeps.images)
         known = subject.model.targets(torch.from_numpy(labels[few]))
-        sample = SweepSample(images[few], known, subject.data.task)
+        sample = SweepImages(images[few], known, subject.data.task)
         return run_sweeps(model, sample, settings.sweeps, settings.batch)
 
     pictured = 0 if images.ndim == TEXT else settings.overlays
     return Result(
         images=len(images),
-        items=packed_means(by_image, people),
+        items=encoded_layer_means(by_image, people),
         **average_layers(layers, MEANS),
         layers=layers,
-        overlays=spread_overlays(images, records, pictured, model.layout),
-        corresponding=match_crops(images[:CROPPED], finest_layout(model.layouts), settings.seed),
+        overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
+        corresponding=overlapping_crops(
+            images[:CROPPED], finest_layout(model.layouts), settings.seed
+        ),
         augmentations=augmented_rows(model, images, settings, parts, people),
-        sweeps=load_or_compute(parts, "sweeps", Sweep, tried),
+        sweeps=load_or_compute(parts, "sweeps", RoutingSweeps, tried),
     )
 
 
-def routing_layers(
-    subject: MeasuredSubject,
+def measure_routing_layers(
+    subject: MeasuredModel,
     records: tuple[RoutingRecord, ...],
     images: np.ndarray,
     settings: Routing,
@@ -166,17 +184,17 @@ def routing_layers(
     And the same metrics as one value an image, (N,), of each layer.
     """
     router = subject.model.experts_and_router.router
-    matches = view_matchings(subject.model, images, settings)
+    matches = view_match_ratios(subject.model, images, settings)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []
     by_image = []
     for place, (record, (matching, matched)) in enumerate(zip(records, matches, strict=True)):
         asked = (getattr(router, "threshold", None), getattr(router, "k", None))
-        use = layer_use(record, *asked)
-        items = use_by_image(record, *asked) | matched
+        use = layer_use_metrics(record, *asked)
+        items = layer_use_by_image(record, *asked) | matched
         layer = RoutingLayer(**use.model_dump(), **matching.model_dump())
         if teacher:
-            theirs = match_tokens(teacher[place], record.probs.shape)
+            theirs = align_teacher_probs(teacher[place], record.probs.shape)
             same = expert_agreement(record.probs, theirs)
             layer = layer.model_copy(update={"teacher_agreement": same})
             items["teacher_agreement"] = agreement_by_image(record.probs, theirs)
@@ -185,7 +203,7 @@ def routing_layers(
     return layers, by_image
 
 
-def view_matchings(
+def view_match_ratios(
     model: Model, images: np.ndarray, settings: Routing
 ) -> Sequence[tuple[Matching, dict[str, Tensor]]]:
     """Return how often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
@@ -195,12 +213,12 @@ def view_matchings(
     if images.ndim == TEXT:
         layers = len(model.experts_and_router.indices(model.config.depth))
         return [(Matching(), {})] * layers
-    asked = Augmentation(name="views", views=settings.views)
-    views = two_views(images, asked, settings.seed)
+    asked = TwoViewAugmentation(name="views", views=settings.views)
+    views = draw_two_views(images, asked, settings.seed)
     _, records = predict_in_batches(model, views.images, settings.batch)
-    paired = layer_pairs(views.affines, model.layouts, special=False)
+    paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     return [
-        (layer_matching(record, *pairs), matches_by_image(record, *pairs))
+        (layer_match_ratios(record, *pairs), matches_by_image(record, *pairs))
         for record, pairs in zip(records, paired, strict=True)
     ]
 
@@ -217,8 +235,8 @@ def augmented_rows(
     images = images[few]
     whose = None if people is None else people[few]
 
-    def row(asked: Augmentation) -> AugmentedRow:
-        views = two_views(images, asked, settings.seed, *asked.name.encode())
+    def row(asked: TwoViewAugmentation) -> AugmentedRow:
+        views = draw_two_views(images, asked, settings.seed, *asked.name.encode())
         return augmented_row(asked.name, model, views, settings.batch, whose)
 
     if images.ndim == TEXT:

@@ -10,15 +10,15 @@ import torch
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.measure.passes import flops_per_image
+from moecore.measure.forward_cost import flops_per_image
 from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel, parameter_counts
+from moecore.nn.backbones.base_model import BackboneModel, parameter_counts
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method
 
 
-class Sized(Config):
+class PaperModel(Config):
     """One model, as a paper describes it."""
 
     name: str = Field(description="what it is called here; each once")
@@ -45,7 +45,7 @@ class Sized(Config):
 class Sizes(Config):
     """Which models are built."""
 
-    models: tuple[Sized, ...] = Field(min_length=1)
+    models: tuple[PaperModel, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _once(self) -> Self:
@@ -79,7 +79,7 @@ def measure(settings: Sizes) -> Result:
     return Result(rows=tuple(count_sized_model(one) for one in settings.models))
 
 
-def count_sized_model(one: Sized) -> SizeRow:
+def count_sized_model(one: PaperModel) -> SizeRow:
     """The counts of one model; a teacher routes in training only, so its routers are not active."""
     told = {"name": one.name, "reported": one.reported, "needs": one.needs, "why": one.why}
     if one.model is None:
@@ -100,7 +100,7 @@ def count_sized_model(one: Sized) -> SizeRow:
     )
 
 
-def build_on_meta(one: Sized) -> BackboneModel:
+def build_on_meta(one: PaperModel) -> BackboneModel:
     """The model on the meta device, for colour images."""
     assert one.model is not None
     image = ImageSpec(

@@ -8,21 +8,21 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredSubject, PartStore, load_or_compute, why_not_flat
-from moecore.measure.exploring.overlays import Overlays, overlay_experts
-from moecore.measure.noise_ramp import Ramp, ramp_probs, summarize_ramps
-from moecore.measure.routing_metrics.expert_use import (
+from moecore.measure.base import MeasuredModel, PartStore, flat_image_problem, load_or_compute
+from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
+from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
+from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     changes_by_image,
     expert_agreement,
 )
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_items
+from moecore.statistics.crossed import encode_item_values
 from moecore.tasks import AnyTask
 
 Sigma = Annotated[float, Field(gt=0, le=1)]
@@ -60,7 +60,7 @@ class NoiseRow(Config):
     high: float | None
     selection_change: tuple[float, ...]  # 1 − IoU of the experts chosen
     agreement: float | None  # share of tokens with the same best expert; mean over layers
-    # Of score, selection_change and agreement one number an image, as ``encode_items`` packs them.
+    # Of score, selection_change and agreement one number per image, by ``encode_item_values``.
     items: dict[str, str] = {}
 
 
@@ -75,16 +75,16 @@ class Result(Config):
 
     images: int
     noise: tuple[NoiseRow, ...]
-    ramp: Ramp
+    ramp: RampSummary
     overlays: tuple[NoisyOverlays, ...]  # clean first; none for a dense model
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images of one class each, whose probability is followed."""
-    return why_not_flat(subject, "decision")
+    return flat_image_problem(subject, "decision")
 
 
-def measure(subject: MeasuredSubject, settings: Stability, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Stability, parts: PartStore) -> Result:
     """Both kinds of noise, and pictures of the first."""
     model = subject.model
     test = subject.data.test
@@ -98,9 +98,9 @@ def measure(subject: MeasuredSubject, settings: Stability, parts: PartStore) -> 
         pixels = add_noise(images, drawn, sigma)
         return noise_row(model, clean, pixels, labels, subject.data.task, sigma, settings.batch)
 
-    def along() -> Ramp:
+    def along() -> RampSummary:
         sigmas = (settings.sigma_max * np.arange(settings.steps + 1) / settings.steps).tolist()
-        probs = ramp_probs(model, images, drawn, sigmas, settings.batch)
+        probs = class_probs_by_sigma(model, images, drawn, sigmas, settings.batch)
         return summarize_ramps(probs, labels, where, sigmas, settings.jump, few)
 
     if settings.overlays:
@@ -114,7 +114,7 @@ def measure(subject: MeasuredSubject, settings: Stability, parts: PartStore) -> 
     return Result(
         images=len(labels),
         noise=noise,
-        ramp=load_or_compute(parts, "ramp", Ramp, along),
+        ramp=load_or_compute(parts, "ramp", RampSummary, along),
         overlays=noisy_overlays(model, images[few], drawn[few], settings) if len(few) else (),
     )
 
@@ -157,7 +157,7 @@ def noise_items(
         same = [agreement_by_image(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
         columns["selection_change"] = torch.stack(moved).mean(dim=0)
         columns["agreement"] = torch.stack(same).mean(dim=0)
-    return {name: encode_items(values.numpy()) for name, values in columns.items()}
+    return {name: encode_item_values(values.numpy()) for name, values in columns.items()}
 
 
 def noisy_overlays(
@@ -169,6 +169,6 @@ def noisy_overlays(
         pixels = add_noise(images, drawn, sigma)
         _, records = predict_in_batches(model, pixels, settings.batch)
         if records:
-            shown = overlay_experts(to_uint8(pixels.numpy()), records)
+            shown = encode_expert_overlays(to_uint8(pixels.numpy()), records)
             rows.append(NoisyOverlays(sigma=sigma, **shown.model_dump()))
     return tuple(rows)

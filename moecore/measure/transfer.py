@@ -15,14 +15,14 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.attacks import Attack
+from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Precision, Target, draw_places
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.base import PartStore, load_or_compute
-from moecore.measure.under_attack.curves import AuditLine, is_no_better, unevaluated_line
-from moecore.nn.backbones.model import Model
+from moecore.measure.under_attack.curves import AuditLine, is_equal_or_worse, unevaluated_audit_line
+from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
@@ -45,7 +45,7 @@ class Transfer(Config):
     )
 
 
-class Scores(Config):
+class TransferScores(Config):
     """What images made on one model left of another's scores."""
 
     scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
@@ -93,7 +93,7 @@ def measure(
     if reason := settings.attack.refuses(task):
         allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
         raise UserError(f"transfer.attack: {reason}; allowed: {allowed}")
-    made = prepare_transfer(models, data, settings)
+    made = transfer_targets(models, data, settings)
     reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     left = {
@@ -116,12 +116,12 @@ def measure(
     )
 
 
-def prepare_transfer(
+def transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
 ) -> TransferTargets:
     """The targets; an attack is made when its images are first asked for."""
     test = data.test
-    places = draw_places(len(test.labels), settings.images, settings.seed)
+    places = draw_image_indices(len(test.labels), settings.images, settings.seed)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
     targets = {
@@ -150,11 +150,11 @@ def transferred_scores(made: TransferTargets, source: str, target: str, parts: P
     """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
 
-    def compute() -> Scores:
+    def compute() -> TransferScores:
         left = made.targets[target].worse_scores(made.images(source))
-        return Scores(scores=task.encode_scores(left))
+        return TransferScores(scores=task.encode_scores(left))
 
-    kept = load_or_compute(parts, f"{source} on {target}", Scores, compute)
+    kept = load_or_compute(parts, f"{source} on {target}", TransferScores, compute)
     return task.decode_scores(kept.scores, len(made.targets[target].labels))
 
 
@@ -191,7 +191,7 @@ def compare_with_direct(task: Task, cells: tuple[TransferCell, ...]) -> AuditLin
         if cell.made_on != cell.scored_by and cell.difference is not None
     }
     if not foreign:
-        return unevaluated_line("transfer", "there is no second model that can be attacked")
+        return unevaluated_audit_line("transfer", "there is no second model that can be attacked")
     stronger = [pair for pair, difference in foreign.items() if is_beyond_chance(task, difference)]
     text = f"{len(stronger)} of {len(foreign)} transferred attacks do more harm than the direct one"
     if stronger:
@@ -203,4 +203,4 @@ def is_beyond_chance(task: Task, difference: Estimate) -> bool:
     """Return whether the interval of (transferred − direct) is all on the worse side."""
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit
-    return value != 0 and is_no_better(task, value, 0.0)
+    return value != 0 and is_equal_or_worse(task, value, 0.0)

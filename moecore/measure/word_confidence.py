@@ -41,7 +41,7 @@ class FinalTokens(NamedTuple):
             total += float(nll_slopes(logits, right, beta).double().sum())
         return total / self.labels.numel()
 
-    def answers(self, *temperatures: float) -> list["AnswerValues"]:
+    def answers(self, *temperatures: float) -> list["TokenScores"]:
         """Return what the logits over each temperature are worth."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, right in self.parts():
@@ -53,13 +53,13 @@ class FinalTokens(NamedTuple):
                 each.append((-own, squares, best.exp(), place == right))
         return [self._concat_answers(each) for each in by_temperature]
 
-    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "AnswerValues":
+    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "TokenScores":
         every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*parts, strict=True)]
         nats, squares, sure, hits = every
-        return AnswerValues(nats.double(), squares.double(), sure.double(), hits)
+        return TokenScores(nats.double(), squares.double(), sure.double(), hits)
 
 
-class AnswerValues(NamedTuple):
+class TokenScores(NamedTuple):
     """Of every token, (N, M); of an image, (N,)."""
 
     nats: Tensor

@@ -15,13 +15,13 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
-from moecore.measure.base import Estimate, MeasuredSubject, PartStore, load_or_compute
-from moecore.measure.routing_metrics.expert_use import agreement_by_image, changes_by_image
-from moecore.nn.predict import read_text_blocks
-from moecore.statistics.crossed import encode_items
+from moecore.measure.base import Estimate, MeasuredModel, PartStore, load_or_compute
+from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, changes_by_image
+from moecore.nn.predict import text_scores_with_routing
+from moecore.statistics.crossed import encode_item_values
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -38,7 +38,7 @@ class WordSwaps(Config):
     seed: int = Field(0, ge=0, description="Of the words; every method sees the same.")
 
 
-class SwapRow(Config):
+class SwapShareRow(Config):
     """The text with so many words swapped; lists have a value per MoE layer."""
 
     share: float
@@ -57,15 +57,15 @@ class Result(Config):
     candidates: int  # words of the text that may be swapped
     nats: Estimate
     perplexity: float
-    rows: tuple[SwapRow, ...]
+    rows: tuple[SwapShareRow, ...]
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs a text."""
     return None if subject.data.task.long else "the data is no text, and words are swapped"
 
 
-def measure(subject: MeasuredSubject, settings: WordSwaps, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Result:
     """Nats and routing of the test text, clean and with words swapped."""
     test = subject.data.test
     where = evenly_spaced_indices(len(test.labels), settings.images)
@@ -73,18 +73,18 @@ def measure(subject: MeasuredSubject, settings: WordSwaps, parts: PartStore) -> 
     tokens = np.array(subject.data.tokens("test"))
     vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
     unknown = vocabulary.index(UNKNOWN)
-    places = swappable_places(tokens, vocabulary)
+    places = swappable_word_places(tokens, vocabulary)
     order = np.random.default_rng(settings.seed).permutation(places)
-    clean, routed = read_text_blocks(subject.model, np.array(test.images[where]), labels)
+    clean, routed = text_scores_with_routing(subject.model, np.array(test.images[where]), labels)
 
-    def row(share: float) -> SwapRow:
+    def row(share: float) -> SwapShareRow:
         chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
         other = tokens.copy()
         other[chosen] = unknown
         context, block = test.images.shape[1] - 1, test.images.shape[2]
         images = np.array(block_windows(other, block, context)[0][where])
-        nats, records = read_text_blocks(subject.model, images, labels)
-        return swap_row(share, len(chosen), nats, nats - clean, routed, records)
+        nats, records = text_scores_with_routing(subject.model, images, labels)
+        return word_swap_row(share, len(chosen), nats, nats - clean, routed, records)
 
     clean_nats = Estimate.of_mean(clean, is_share=False)
     return Result(
@@ -93,13 +93,13 @@ def measure(subject: MeasuredSubject, settings: WordSwaps, parts: PartStore) -> 
         nats=clean_nats,
         perplexity=float(np.exp(clean_nats.value)),
         rows=[
-            load_or_compute(parts, f"share {share}", SwapRow, lambda share=share: row(share))
+            load_or_compute(parts, f"share {share}", SwapShareRow, lambda share=share: row(share))
             for share in sorted(settings.shares)
         ],
     )
 
 
-def swappable_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
+def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
     """Places of the words of a text (n,) that may be swapped, in their order: no stop words
     (scikit-learn's English list), no punctuation, not what is unknown anyway.
     """
@@ -112,14 +112,14 @@ def swappable_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
     return np.flatnonzero(may[tokens])
 
 
-def swap_row(
+def word_swap_row(
     share: float,
     words: int,
     nats: Tensor,
     lost: Tensor,
     clean: tuple[RoutingRecord, ...],
     other: tuple[RoutingRecord, ...],
-) -> SwapRow:
+) -> SwapShareRow:
     """The row of a share. nats, lost: (N,) fp64; clean, other: a record a layer."""
     items = {"nats": nats, "lost": lost}
     moved = changes_by_image(clean, other)
@@ -130,12 +130,12 @@ def swap_row(
         same = float(alike.mean())
         items["selection_change"] = torch.stack(moved).mean(dim=0)
     mean_nats = Estimate.of_mean(nats, is_share=False)
-    return SwapRow(
+    return SwapShareRow(
         share=share,
         words=words,
         nats=mean_nats,
         perplexity=float(np.exp(mean_nats.value)),
         selection_change=[Estimate.of_mean(layer) for layer in moved],
         agreement=same,
-        items={name: encode_items(values.numpy()) for name, values in items.items()},
+        items={name: encode_item_values(values.numpy()) for name, values in items.items()},
     )

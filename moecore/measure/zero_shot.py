@@ -22,13 +22,13 @@ from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.measure.base import Estimate, MeasuredSubject, PartStore
+from moecore.measure.base import Estimate, MeasuredModel, PartStore
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_items
+from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_share
 from moecore.tasks.classification import BEST
 from moecore.tasks.image_text import ImageText
-from moecore.tasks.recall import cosine_matrix
+from moecore.tasks.retrieval_recall import cosine_matrix
 
 Labelled = Annotated[
     FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")
@@ -82,17 +82,17 @@ class Result(Config):
     top5: Estimate | None  # None for five classes at most
     chance: float
     rows: tuple[ClassRow, ...]
-    items: str | None = None  # 1 or 0 an image, as ``encode_items`` packs them
+    items: str | None = None  # 1 or 0 an image, as ``encode_item_values`` packs them
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs captions."""
     if isinstance(subject.data.task, ImageText):
         return None
     return "the images have no captions, so there is no text tower to ask"
 
 
-def measure(subject: MeasuredSubject, settings: ZeroShot, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: ZeroShot, parts: PartStore) -> Result:
     """Accuracy of the class whose prompts lie nearest; UserError for names that do not fit."""
     image = subject.model.image
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def measure(subject: MeasuredSubject, settings: ZeroShot, parts: PartStore) -> R
     if len(names) != data.task.outputs:
         problem = f"found {len(names)} names"
         raise UserError(f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class")
-    classes, unknown = class_sides(subject, names, settings.templates)
+    classes, unknown = class_prompt_vectors(subject, names, settings.templates)
     sides, _ = predict_in_batches(subject.model, images, settings.batch, routing=False)
     order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
     right = order[:, 0] == labels
@@ -131,12 +131,12 @@ def measure(subject: MeasuredSubject, settings: ZeroShot, parts: PartStore) -> R
             )
             for number, name in enumerate(names)
         ],
-        items=encode_items(right.double().numpy()),
+        items=encode_item_values(right.double().numpy()),
     )
 
 
-def class_sides(
-    subject: MeasuredSubject, names: tuple[str, ...], templates: tuple[str, ...]
+def class_prompt_vectors(
+    subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
     """The mean unit vector (K, w + 3) of each class's prompts, and the unknown words."""
     task = subject.model.image.task

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout
-from moecore.core.torch_internals import assert_on_device
+from moecore.core.routing_records import TokenLayout
+from moecore.core.torch_internals import assert_async
 
 # relative difference of resolution that is rounding: turned and mirrored views have equal
 # resolution
@@ -37,7 +37,7 @@ class TokenPairs(NamedTuple):
     found: Tensor  # (B, T') bool
 
 
-def match_patches(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> PatchPartners:
+def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
     """Each patch centre of image 1 goes through R₂ · R₁⁻¹ to the nearest patch centre of image 2,
     or to none outside it.
 
@@ -62,7 +62,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: Layout) -> Patch
     return PatchPartners(index, inside, swapped)
 
 
-def patch_origins(affines: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def source_patches(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     """The patch of the original image in which each patch centre of a view lies.
 
     affines: (B, D+1, D+1), original to view.  Returns (B, P) int64, 0 where there is none, and
@@ -76,7 +76,7 @@ def patch_origins(affines: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     return _nearest_patches(places, layout)
 
 
-def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
+def pair_view_tokens(affines: Tensor, layout: TokenLayout, special: bool) -> TokenPairs:
     """The pairs of all images; ``special`` tokens match themselves if asked.
 
     affines: (2B, D+1, D+1), first B = view 1, last B = view 2.
@@ -103,18 +103,20 @@ def token_pairs(affines: Tensor, layout: Layout, special: bool) -> TokenPairs:
     return TokenPairs(first, second, torch.cat([inside, always], dim=1))
 
 
-def layer_pairs(
-    affines: Tensor, layouts: Sequence[Layout], special: bool
-) -> list[tuple[TokenPairs, Layout]]:
-    """``token_pairs`` and the layout of each layer; computed once for layers alike."""
-    pairs_by_layout: dict[Layout, TokenPairs] = {}
+def token_pairs_by_layer(
+    affines: Tensor, layouts: Sequence[TokenLayout], special: bool
+) -> list[tuple[TokenPairs, TokenLayout]]:
+    """``pair_view_tokens`` and the layout of each layer; computed once for layers alike."""
+    pairs_by_layout: dict[TokenLayout, TokenPairs] = {}
     for layout in layouts:
         if layout not in pairs_by_layout:
-            pairs_by_layout[layout] = token_pairs(affines, layout, special)
+            pairs_by_layout[layout] = pair_view_tokens(affines, layout, special)
     return [(pairs_by_layout[layout], layout) for layout in layouts]
 
 
-def paired_values(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Tensor, Tensor]:
+def token_pair_values(
+    values: Tensor, pairs: TokenPairs, layout: TokenLayout
+) -> tuple[Tensor, Tensor]:
     """Both sides of each pair, 2 × (B, T', E), of values (2B, T, E).
 
     Raises UserError where the values do not fit the layout.
@@ -131,7 +133,7 @@ def paired_values(values: Tensor, pairs: TokenPairs, layout: Layout) -> tuple[Te
     return flat[pairs.first], flat[pairs.second]
 
 
-def match_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
+def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
     """The teacher's probs (B, T, E) for each of the student's tokens: CLS to CLS, patches one to
     one.
 
@@ -151,7 +153,7 @@ def match_tokens(teacher: Tensor, student: torch.Size) -> Tensor:
     )
 
 
-def _check_axes(ours: Tensor, theirs: Tensor, layout: Layout) -> None:
+def _check_axes(ours: Tensor, theirs: Tensor, layout: TokenLayout) -> None:
     side = len(layout.grid) + 1
     if ours.shape != theirs.shape or ours.shape[1:] != (side, side):
         raise UserError(
@@ -168,7 +170,7 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     sound = (expansion > FLAT * linear.flatten(1).norm(dim=1) ** linear.shape[1]) & finite
     if affines.device.type != "cpu":
         # reading the answer here would make the host wait
-        assert_on_device(sound.all(), "correspondence: an affine is singular")
+        assert_async(sound.all(), "correspondence: an affine is singular")
     elif not sound.all():
         image = int((~sound).nonzero()[0])
         which = f"the affine of view {view} of image {image}"
@@ -177,11 +179,11 @@ def _expansion(affines: Tensor, view: int) -> Tensor:
     return expansion
 
 
-def _patch_sides(layout: Layout) -> list[float]:
+def _patch_sides(layout: TokenLayout) -> list[float]:
     return [size / patches for size, patches in zip(layout.size, layout.grid, strict=True)]
 
 
-def _patch_centres(layout: Layout, device: torch.device) -> Tensor:
+def _patch_centres(layout: TokenLayout, device: torch.device) -> Tensor:
     """Patch centres (P, D) in pixels, last axis fastest."""
     axes = [
         (torch.arange(patches, device=device, dtype=torch.float64) + 0.5) * side
@@ -190,7 +192,7 @@ def _patch_centres(layout: Layout, device: torch.device) -> Tensor:
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
 
 
-def _nearest_patches(places: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _nearest_patches(places: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     """The patch (B, P) in which each place (B, P, D) lies, and whether it lies in any."""
     index = torch.zeros((), dtype=torch.int64, device=places.device)
     inside = torch.ones((), dtype=torch.bool, device=places.device)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.backbones.model import Model
 from moecore.tasks.next_token import NextToken
 
 
-class Pixels(Protocol):
+class ImageSequence(Protocol):
     """Images (N, C, *pixels), uint8 or in [0, 1]: an array, a tensor, or JPEG files."""
 
     @property
@@ -41,7 +41,11 @@ VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 
 
 def predict_in_batches(
-    model: nn.Module, images: Pixels, batch: int, routing: bool = True, prediction: bool = True
+    model: nn.Module,
+    images: ImageSequence,
+    batch: int,
+    routing: bool = True,
+    prediction: bool = True,
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Logits and routing records of a model over all images, in evaluation mode, in fp32.
 
@@ -58,7 +62,7 @@ def predict_in_batches(
         raise UserError("prediction: there are no images; the split or the subset is empty")
     logits = []
     records = []
-    batch = whole_groups(model, batch)
+    batch = round_batch_to_groups(model, batch)
     with eval_mode(model), torch.no_grad(), torch.autocast(model_device(model).type, enabled=False):
         for pixels in image_batches(images, batch, model_device(model)):
             if prediction:
@@ -73,15 +77,15 @@ def predict_in_batches(
     return torch.cat(logits) if prediction else torch.empty(0), concat_records(records)
 
 
-def text_block_scores(model: Model, images: Pixels, labels: Tensor) -> Tensor:
+def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Tensor:
     """Mean nats per word of each block of a text, (N,) fp64, in evaluation mode, in fp32; of
     predictions that are not kept. images: (N, C, M), labels (N, M), of a split.
     """
     return torch.cat([scores for scores, _ in _iterate_blocks(model, images, labels)])
 
 
-def read_text_blocks(
-    model: Model, images: Pixels, labels: Tensor
+def text_scores_with_routing(
+    model: Model, images: ImageSequence, labels: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Return ``text_block_scores``, and a record (N, T, E) per MoE layer, on the CPU."""
     read = list(_iterate_blocks(model, images, labels))
@@ -119,7 +123,7 @@ def text_perplexity(
         )
         for start in (0, 1)
     )
-    parts = max(1, min(number, STREAMS // streams)) if coupled_images(model) == 1 else 1
+    parts = max(1, min(number, STREAMS // streams)) if coupled_image_count(model) == 1 else 1
     size, lead = math.ceil(number / parts), model.reach if parts > 1 else 0
     states = model.initial_states(streams * parts, text.device)
     total, count = 0.0, 0
@@ -157,7 +161,7 @@ def words_at_once(outputs: int, device: torch.device) -> int:
 
 
 def _iterate_blocks(
-    model: Model, images: Pixels, labels: Tensor
+    model: Model, images: ImageSequence, labels: Tensor
 ) -> Iterator[tuple[Tensor, tuple[RoutingRecord, ...]]]:
     assert isinstance(model, LanguageTransformer)
     size = max(1, TOKENS // math.prod(images.shape[1:]))
@@ -172,7 +176,7 @@ def _iterate_blocks(
 
 
 def image_batches(
-    images: Pixels, size: int, device: torch.device | str = "cpu"
+    images: ImageSequence, size: int, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
     """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is
     divided by 255.
@@ -194,16 +198,16 @@ def image_batches(
         yield pixels / 255 if part.dtype == torch.uint8 else pixels
 
 
-def whole_groups(model: nn.Module, batch: int) -> int:
+def round_batch_to_groups(model: nn.Module, batch: int) -> int:
     """The batch, cut to whole groups of images that share an expert's capacity; one at least.
 
     So that the same images meet, whatever the batch.
     """
-    group = coupled_images(model)
+    group = coupled_image_count(model)
     return max(1, batch // group) * group
 
 
-def coupled_images(model: nn.Module) -> int:
+def coupled_image_count(model: nn.Module) -> int:
     """Images whose predictions depend on each other in evaluation mode; 1 where none do."""
     return math.lcm(*(getattr(module, "coupled", 1) for module in model.modules()))
 

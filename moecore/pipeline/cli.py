@@ -79,13 +79,13 @@ def plan_command(
         _say_changed_raw_data(PARAMS_FILE)
         print_plan()
         return
-    from moecore.pipeline.scale import GpuPeaks, scale_table
+    from moecore.pipeline.multi_gpu_estimate import GpuPeaks, gpu_scaling_table
     from moecore.study.reading.document import load_yaml
-    from moecore.study.reading.params import validate_whole
+    from moecore.study.reading.stage_params import validate_whole
     from moecore.study.reading.study import Study
 
     study = validate_whole(Study, load_yaml(str(PARAMS_FILE)))
-    for line in scale_table(
+    for line in gpu_scaling_table(
         study, GpuPeaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)
     ):
         typer.echo(line)
@@ -93,8 +93,8 @@ def plan_command(
 
 def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
-    from moecore.pipeline.drivers import hold_project
     from moecore.pipeline.parallel import run_pipeline
+    from moecore.pipeline.project_lock import hold_project
     from moecore.report.tables.comparison import unknown_metrics
     from moecore.study.checking.preflight import check_study
 
@@ -142,7 +142,7 @@ def predict_command(context: typer.Context) -> None:
 
 def schema_command() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
-    from moecore.core.sources import ROOT
+    from moecore.core.source_layout import ROOT
     from moecore.study.checking.validate import params_schema
 
     target = ROOT / "params.schema.json"
@@ -163,7 +163,7 @@ def study_write(
     ] = None,
 ) -> None:
     """Write params.yaml and dvc.yaml of studies from their overlays; says what changes."""
-    from moecore.pipeline.studies import list_studies, write_study
+    from moecore.pipeline.study_folders import list_studies, write_study
 
     for folder in folders or list_studies():
         for line in write_study(folder):
@@ -172,7 +172,7 @@ def study_write(
 
 def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
     """Begin a study: a folder under pipelines/ with an overlay to edit, written once."""
-    from moecore.pipeline.studies import begin_study
+    from moecore.pipeline.study_folders import begin_study
 
     typer.echo(f"{begin_study(name)}: edit it, then `moecore study write pipelines/{name}`")
 
@@ -182,7 +182,7 @@ def study_preset(
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
 ) -> None:
     """Write a study's params.yaml with presets; without names: list them."""
-    from moecore.pipeline.studies import list_presets, write_study
+    from moecore.pipeline.study_folders import list_presets, write_study
 
     lines = write_study(folder, names) if names else list_presets(folder)
     for line in lines or ["nothing changes"]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
-from moecore.core.sources import FAMILIES, ROOT
+from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.pipeline.syntax_hash import hash_syntax
 
 DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import whole_folder, write_json
-from moecore.core.sources import CODE, ROOT
+from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline.closures import DECIDING, hash_files, import_closure, part_files
 from moecore.study.reading.document import Document, load_yaml
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 
 
-def code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
+def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
     """Name below artifacts/code/ → path of a source file → sha256, of all that a stage can need.
 
     Raises UserError where a file is no Python, or run.methods names what is not under methods.
@@ -30,7 +30,7 @@ def code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     """Write the whole folder, in the place of what was there."""
-    hashed = code_files(load_yaml(str(params)), root)
+    hashed = hash_code_files(load_yaml(str(params)), root)
     with whole_folder(folder) as temporary:
         for name, hashes in hashed.items():
             write_json(temporary / name, hashes)

@@ -18,8 +18,8 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from moecore.core.files import UserError, write_whole
-from moecore.core.sources import CODE as CODES
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import CODE as CODES
+from moecore.core.source_layout import ROOT
 
 HEAD = (
     "# Written by `moecore study write` from overlay.yaml and the root's dvc.yaml; not by hand.\n"
@@ -37,14 +37,14 @@ LAST_STAGES = ("compare", "numbers")
 LARGE_STUDY = 500  # stages
 
 
-def write_project(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
+def write_dvc_files(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
     """Write dvc.yaml and DVC's own files into the folder ``study``, which has its params.yaml.
 
     stages: as in the overlay, or None for all of the root's dvc.yaml.
     """
     cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
     run = _read_yaml(study / "params.yaml").get("run", {})
-    texts = pipeline_texts(choose_stages(stages, root), run)
+    texts = dvc_yaml_texts(stage_definitions(stages, root), run)
     for file in study.glob("steps/*/dvc.yaml"):
         if file.relative_to(study).as_posix() not in texts:
             file.unlink()
@@ -53,7 +53,7 @@ def write_project(study: Path, stages: Sequence[str] | None = None, root: Path =
         write_whole(study / name, text)
 
 
-def pipeline_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
+def dvc_yaml_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
     """Return path → text of a study's dvc.yaml, or of several where it has many stages.
 
     run: the section of its params.yaml.
@@ -84,10 +84,10 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
 
 def study_dvc_text(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
     """Return the text of a study's one dvc.yaml."""
-    return HEAD + _dump_yaml({"stages": choose_stages(stages, root)})
+    return HEAD + _dump_yaml({"stages": stage_definitions(stages, root)})
 
 
-def choose_stages(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
+def stage_definitions(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
     """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
     main = _read_yaml(root / "dvc.yaml")["stages"]
     more = _read_yaml(root / "pipelines/stages.yaml")

@@ -27,8 +27,8 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from moecore.core.operating_system import available_cores
-from moecore.pipeline.client import SOCKET
-from moecore.run.stage import end_with_parent, run_stage
+from moecore.pipeline.stage_client import SOCKET
+from moecore.run.stage_entry import end_with_parent, run_stage
 
 CLIENT = Path(__file__).with_name("client.py")
 
@@ -47,7 +47,7 @@ class StageServer(NamedTuple):
         return {"PATH": path, SOCKET: str(self.socket)}
 
 
-def start_server(wait: float = 60.0) -> StageServer:
+def start_stage_server(wait: float = 60.0) -> StageServer:
     """Start one that ends with this process; it listens within ``wait`` seconds.
 
     Raises RuntimeError where it does not.
@@ -61,7 +61,7 @@ def start_server(wait: float = 60.0) -> StageServer:
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
     process = subprocess.Popen(
-        [sys.executable, "-m", "stages.server", str(server.socket)],
+        [sys.executable, "-m", "stages.fork_server", str(server.socket)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

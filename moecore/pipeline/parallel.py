@@ -17,16 +17,16 @@ from pathlib import Path
 from threading import Event
 
 from moecore.core.files import UserError
-from moecore.pipeline.drivers import dvc_command
-from moecore.pipeline.places import (
+from moecore.pipeline.job_resources import (
     THREAD_VARIABLES,
-    add_server,
+    add_stage_server,
     choose_places,
     default_jobs,
     job_environments,
-    merge_places,
+    merge_environments,
 )
-from moecore.pipeline.plan import plan_stages, query_dvc, stages_changed_by_code
+from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
+from moecore.pipeline.project_lock import dvc_command
 
 # DVC's words where two processes meet at a path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
@@ -99,7 +99,7 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
 
 def list_pending_stages() -> dict[str, set[str]]:
     """Return the stages that have to run, each after its ancestors, and those right above it."""
-    pipeline = query_dvc()
+    pipeline = query_pipeline_status()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
@@ -166,7 +166,7 @@ def run_stages(
                     taken |= set(job)
                     for place in places:
                         free.remove(place)
-                    given = merge_places(places)
+                    given = merge_environments(places)
                     if _is_exclusive(job[0], above):
                         given = {key: given[key] for key in given if key not in THREAD_VARIABLES}
                     running[pool.submit(run_job, job, given, started, ending)] = (job, places)
@@ -196,7 +196,7 @@ def run_pipeline(jobs: int | None = None) -> None:
         print("Nothing to do: everything is up to date.")
         return
     jobs = jobs or default_jobs()
-    unfinished = run_stages(stages, add_server(job_environments(jobs)), jobs)
+    unfinished = run_stages(stages, add_stage_server(job_environments(jobs)), jobs)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, explain_full_disk, read_json
-from moecore.core.sources import CODE, ROOT
-from moecore.pipeline.code_hashes import code_files
+from moecore.core.source_layout import CODE, ROOT
+from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
 from moecore.study.reading.document import load_yaml
@@ -30,7 +30,7 @@ class PlannedStage(NamedTuple):
     seconds: float | None
 
 
-class Pipeline(NamedTuple):
+class DvcStatus(NamedTuple):
     """DVC's answer about a pipeline.
 
     status: of every stage that changed, as ``dvc status --json`` gives it; edges: (before, after).
@@ -40,7 +40,7 @@ class Pipeline(NamedTuple):
     edges: list[tuple[str, str]]
 
 
-def query_dvc() -> Pipeline:
+def query_pipeline_status() -> DvcStatus:
     """Ask DVC which stages of the working directory's project changed, and how they hang together.
 
     Raises UserError where DVC fails: with its own words, but for a damaged dvc.lock.
@@ -58,11 +58,11 @@ def query_dvc() -> Pipeline:
     except DvcException as error:
         read_dvc_locks()
         raise UserError(f"dvc: {error}") from None
-    return Pipeline(status, edges)
+    return DvcStatus(status, edges)
 
 
 def plan_stages(
-    pipeline: Pipeline,
+    pipeline: DvcStatus,
     seconds: Mapping[str, float],
     by_code: Mapping[str, tuple[str, ...]] | None = None,
 ) -> list[PlannedStage]:
@@ -92,7 +92,7 @@ def plan_stages(
 
 
 def stages_changed_by_code(
-    pipeline: Pipeline, root: Path = ROOT
+    pipeline: DvcStatus, root: Path = ROOT
 ) -> dict[str, tuple[str, ...]] | None:
     """Return the stages whose code was edited, with the source files; None where that is not known.
 
@@ -118,7 +118,7 @@ def stages_changed_by_code(
 def _edited_hash_files(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     """The files of hashes that will change, with the source files that differ."""
     edits = {}
-    for name, hashes in code_files(load_yaml(str(params)), root).items():
+    for name, hashes in hash_code_files(load_yaml(str(params)), root).items():
         file = CODE / name
         before = read_json(file) if file.exists() else {}
         differing = {path for path in before | hashes if before.get(path) != hashes.get(path)}
@@ -192,7 +192,7 @@ def _dvc_stage(header: Mapping[str, Any]) -> str:
 
 def print_plan() -> None:
     """Print the plan as a table."""
-    pipeline = query_dvc()
+    pipeline = query_pipeline_status()
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
     heavy = [item for item in planned if item.stage != HASHING]
     if not heavy:

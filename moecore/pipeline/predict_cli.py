@@ -18,7 +18,7 @@ from typer import Argument, Option, Typer
 
 from moecore.core.files import UserError
 from moecore.predict.continuation import Sampling, print_continuation
-from moecore.predict.predictions import Given, predict_folder
+from moecore.predict.folder_predictions import PredictionRequest, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
 
@@ -42,7 +42,9 @@ def predict_files(
         sampling = Sampling(words, temperature, top_p, seed)
         print_continuation(path, prompt, out or Path("continued.html"), sampling)
     elif folder is not None:
-        given = Given(path, folder, out or Path("predictions.csv"), calibrator, batch, texts)
+        given = PredictionRequest(
+            path, folder, out or Path("predictions.csv"), calibrator, batch, texts
+        )
         sys.exit(3 if predict_folder(given) else 0)
 
 

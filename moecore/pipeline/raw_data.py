@@ -5,7 +5,7 @@ from contextlib import chdir
 from pathlib import Path
 
 from moecore.core.files import read_json
-from moecore.data.raw_folders import describe_change
+from moecore.data.raw_data_changes import describe_change
 from moecore.study.reading.document import load_yaml
 
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw

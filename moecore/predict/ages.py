@@ -15,18 +15,18 @@ from moecore.brain.prediction_table import (
     prediction_rows,
     write_predictions,
 )
-from moecore.brain.reference import (
-    Reference,
+from moecore.brain.training_cohort import (
+    CohortReference,
     age_range_flags,
     out_of_range_flags,
     unknown_site_flags,
 )
 from moecore.core.config import read_settings
 from moecore.core.files import UserError, file_checksum
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.nn.predict import predict_in_batches
-from moecore.predict.volumes import NewVolume, find_volumes, prepare_volumes
+from moecore.predict.find_volumes import NewVolume, find_volumes, prepare_volumes
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -34,7 +34,7 @@ from moecore.training.runtime import tune_runtime
 class Calibration(NamedTuple):
     """What the stage ``calibrate`` left beside a model."""
 
-    reference: Reference
+    reference: CohortReference
     fitted: FittedLinear | None  # None where its fit was refused
 
 
@@ -56,7 +56,7 @@ def predict_ages(
     Raises UserError for a calibrator of another model, and where no volume can be used, with the
     reasons.
     """
-    calibration = load_calibration(calibrator or calibrator_folder(model_folder), model_folder)
+    calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)
     volumes, reasons = prepare_volumes(new_volumes, calibration.reference)
     used = [one for one, why in zip(new_volumes, reasons, strict=True) if not why]
@@ -101,14 +101,14 @@ def calibrator_folder(model_folder: Path) -> Path:
     return phase.parent / "calibrate" / phase.name / above.name / model_folder.absolute().name
 
 
-def load_calibration(folder: Path, model_folder: Path) -> Calibration:
+def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
     """Return what lies in ``folder``. Raises UserError where it is damaged, or of another model."""
     place = folder / "reference.json"
     if not place.is_file():
         problem = f"{folder}: holds no reference.json, which says how volumes are prepared"
         ways = "the stage `calibrate` writes it, --calibrator names another folder"
         raise UserError(f"{problem} and what is usual; {ways}")
-    reference = read_settings(place, Reference, "a reference")
+    reference = read_settings(place, CohortReference, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"

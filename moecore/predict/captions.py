@@ -13,11 +13,11 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
-from moecore.measure.exploring.words import experts_by_word
+from moecore.measure.exploring.caption_words import experts_by_word
 from moecore.nn.backbones.two_towers import TwoTowerModel
-from moecore.predict.page import Spoken
-from moecore.predict.pictures import Reading, Row, write_csv
-from moecore.tasks.recall import cosine_matrix, similarity_matrix
+from moecore.predict.page import RoutedText
+from moecore.predict.pictures import OutputReader, Row, write_csv
+from moecore.tasks.retrieval_recall import cosine_matrix, similarity_matrix
 
 MOST = 10_000  # texts: each is a column of the table
 LONGEST = 80  # letters of a text below a picture
@@ -56,7 +56,7 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
     return Texts(texts, tokenizer, encoded, tokens, model.targets(tokens)[:, 0])
 
 
-def compare_captions(texts: Texts, pairs: str) -> Reading:
+def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
     """Return the reading of a picture's side: a cosine per text; the answer is the nearest one,
     with its share of all texts (or, of a model of pairs, the probability that it fits).
     """
@@ -75,10 +75,10 @@ def compare_captions(texts: Texts, pairs: str) -> Reading:
     lost = sum(one.cut for one in texts.encoded)
     if lost:
         remark += f"; {lost} of {len(texts.texts)} texts are longer than the context and were cut"
-    return Reading(tuple(texts.texts), row, remark)
+    return OutputReader(tuple(texts.texts), row, remark)
 
 
-def nearest_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
+def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
     """Return for each text the pictures with the largest cosines, best first."""
     good = [row for row in rows if not row.error]
     return [
@@ -102,11 +102,13 @@ def write_matches(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) 
 
 def texts_with_experts(
     model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
-) -> list[Spoken]:
+) -> list[RoutedText]:
     """Return each text with the experts of its words, and its best pictures."""
     read = experts_by_word(model, texts.tokens, texts.tokenizer)
     return [
-        Spoken(text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(one))
+        RoutedText(
+            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(one)
+        )
         for text, layers, best, one in zip(texts.texts, read, matches, texts.encoded, strict=True)
     ]
 

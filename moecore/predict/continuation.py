@@ -14,10 +14,10 @@ from torch import Tensor
 
 from moecore.core.config import Config, read_settings
 from moecore.core.files import UserError, write_whole
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.core.streams import generator_for
 from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_words
-from moecore.measure.exploring.words import ranked_experts
+from moecore.measure.exploring.caption_words import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.templating import template_environment
@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-class KnownText(Config):
+class TextReading(Config):
     """``text.json`` of a model: how a text becomes words."""
 
     reading: ReadingStyle
@@ -91,7 +91,7 @@ def read_prompt(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    known = read_settings(folder / "text.json", KnownText, "the reading of a text")
+    known = read_settings(folder / "text.json", TextReading, "the reading of a text")
     return split_words(text, known.reading)
 
 
@@ -138,7 +138,7 @@ def _words_with_experts(
     words: Sequence[str], records: Sequence[RoutingRecord], given: bool
 ) -> list[Word]:
     """Return M words with their experts in every layer."""
-    layers = [ranked_experts(record.combine[0].cpu(), MOST) for record in records]
+    layers = [experts_by_weight(record.combine[0].cpu(), MOST) for record in records]
     return [
         Word(word, given, [layer[place] for layer in layers]) for place, word in enumerate(words)
     ]
@@ -162,7 +162,7 @@ def render_continuation(model: str, continuation: Continued, experts: int) -> st
     experts: of a layer; 0 of a dense model.
     """
     layers = [
-        {expert: most_frequent(continuation.words, layer, expert) for expert in range(experts)}
+        {expert: expert_word_counts(continuation.words, layer, expert) for expert in range(experts)}
         for layer in range(len(continuation.words[0].experts))
     ]
     template = template_environment().get_template("continued.html.jinja")
@@ -170,7 +170,7 @@ def render_continuation(model: str, continuation: Continued, experts: int) -> st
     return template.render(model=model, continuation=continuation, colours=colours, layers=layers)
 
 
-def most_frequent(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:
+def expert_word_counts(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:
     """Return the words whose first expert this is, with how often, most often first."""
     counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
     return counts.most_common()

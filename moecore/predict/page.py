@@ -38,7 +38,7 @@ class Shown(NamedTuple):
     more: Sequence[str] = ()  # lines below the answer
 
 
-class Spoken(NamedTuple):
+class RoutedText(NamedTuple):
     """One text: its words in each MoE layer with the experts that read them, that with most weight
     first, and the pictures that lie nearest.
     """
@@ -66,7 +66,7 @@ class PredictedPage(NamedTuple):
     total: int  # files
     failures: Sequence[Failure]
     experts: int = 0  # of a layer; 0 of a dense model
-    texts: Sequence[Spoken] = ()
+    texts: Sequence[RoutedText] = ()
     text_experts: int = 0  # of a layer of the text tower
 
 
@@ -87,7 +87,7 @@ def render_predictions(content: PredictedPage) -> str:
     )
 
 
-def flat_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
+def picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
     """Return a picture uint8 (C, H, W) of one or three channels with the experts of its patches.
 
     experts: a layer (rows, columns, k).
@@ -100,7 +100,7 @@ def flat_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
     return Tile(address, [layer.tolist() for layer in experts], label)
 
 
-def volume_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
+def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
     """Return the three middle slices of a volume (1, D, H, W) in [0, 1].
 
     experts: a layer (d, h, w, k) of patches.
@@ -110,5 +110,5 @@ def volume_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
         pixels = np.rint(np.clip(cut.astype(np.float32), 0, 1) * 255).astype(np.uint8)
         layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
-        tiles.append(flat_tile(pixels[None], layers, label))
+        tiles.append(picture_tile(pixels[None], layers, label))
     return tiles

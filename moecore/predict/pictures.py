@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import read_settings
-from moecore.core.files import UserError, whole_text
+from moecore.core.files import UserError, atomic_text_file
 from moecore.core.inside import path_inside
 from moecore.core.plain import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.measure.calibrators.temperature import FittedTemperature
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
-from moecore.predict.page import SHOWN, Shown, flat_tile
-from moecore.run.progress import progress_bar
+from moecore.predict.page import SHOWN, Shown, picture_tile
+from moecore.run.progress import report_progress
 from moecore.training.artifacts import load_card
 
 
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         return f"{self.prediction}, {100 * self.probability:.1f} %"
 
 
-class Reading(NamedTuple):
+class OutputReader(NamedTuple):
     """What a model's output becomes."""
 
     columns: tuple[str, ...]  # of Row.numbers
@@ -54,7 +54,7 @@ class Reading(NamedTuple):
     remark: str
 
 
-def read_classes(model_folder: Path, calibrator: Path | None) -> Reading:
+def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputReader:
     """Return the reading of logits as calibrated probabilities of classes, or as a number.
 
     calibrator: the folder of calibrator.json; None: that of the model, where there is one.
@@ -62,7 +62,7 @@ def read_classes(model_folder: Path, calibrator: Path | None) -> Reading:
     task = load_card(model_folder).image.task
     if not task.classes:
         remark = "predictions as they are: a number has no probability"
-        return Reading(
+        return OutputReader(
             task.answers,
             lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),)),
             remark,
@@ -83,11 +83,11 @@ def read_classes(model_folder: Path, calibrator: Path | None) -> Reading:
         best = int(probs.argmax())
         return Row("", task.classes[best], float(probs[best]), tuple(probs.tolist()))
 
-    return Reading(tuple(f"p({name})" for name in task.classes), row, remark)
+    return OutputReader(tuple(f"p({name})" for name in task.classes), row, remark)
 
 
 def predict_pictures(
-    folder: Path, files: Sequence[Path], model: Model, reading: Reading, batch: int
+    folder: Path, files: Sequence[Path], model: Model, reading: OutputReader, batch: int
 ) -> tuple[list[Row], list[Shown]]:
     """Return a row per file, in order, and what a page shows of the first pictures.
 
@@ -105,14 +105,14 @@ def predict_pictures(
 
     rows: list[Row] = []
     shown: list[Shown] = []
-    with progress_bar("predict", len(files)) as bar, ThreadPoolExecutor() as pool:
+    with report_progress("predict", len(files)) as bar, ThreadPoolExecutor() as pool:
         for start in range(0, len(files), batch):
             part = files[start : start + batch]
             decoded = list(pool.map(decode_file, part))
             pictures = [one for one in decoded if not isinstance(one, str)]
             outputs = _outputs_with_experts(model, pictures, batch)
             for path, picture in zip(part, decoded, strict=True):
-                name = as_text(path.relative_to(folder))
+                name = escape_file_name(path.relative_to(folder))
                 if isinstance(picture, str):
                     rows.append(Row(name, error=picture))
                     continue
@@ -120,7 +120,9 @@ def predict_pictures(
                 row = reading.row(output)._replace(file=name)
                 rows.append(row)
                 if len(shown) < SHOWN:
-                    shown.append(Shown(name, row.answer, [flat_tile(picture, experts)], row.more))
+                    shown.append(
+                        Shown(name, row.answer, [picture_tile(picture, experts)], row.more)
+                    )
             bar.update(len(rows))
     return rows, shown
 
@@ -152,12 +154,12 @@ def write_table(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None
 
 def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
     """Write rows whose texts no spreadsheet takes for formulas."""
-    with whole_text(path) as handle:
+    with atomic_text_file(path) as handle:
         writer = csv.writer(handle, lineterminator="\n")
         writer.writerows(map(spreadsheet_cell, row) for row in rows)
 
 
-def as_text(path: Path) -> str:
+def escape_file_name(path: Path) -> str:
     """Return a file's name on one line of UTF-8: what is no letter is escaped, as \\n is."""
     return "".join(
         letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter

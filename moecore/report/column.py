@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_values
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.measure.base import Estimate
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import Interval
@@ -35,16 +35,16 @@ class Column(NamedTuple):
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
 
-    def columns(self, seen: "Seen") -> list["Column"]:
+    def columns(self, seen: "ColumnContext") -> list["Column"]:
         """Itself: it depends on nothing but the result."""
         return [self]
 
-    def foreseen(self, ahead: "Ahead") -> dict[str, str]:
+    def foreseen(self, ahead: "PlannedPhase") -> dict[str, str]:
         """Return its name and its form: they are known before anything runs."""
         return {self.name: self.form}
 
 
-class Ahead(NamedTuple):
+class PlannedPhase(NamedTuple):
     """What is known of a phase before anything has run."""
 
     study: Any  # the whole of params.yaml
@@ -67,10 +67,10 @@ class Ahead(NamedTuple):
         return dict.fromkeys(names, forms.get(form, form))
 
 
-Names = Callable[[Ahead], Iterable[str]]
+Names = Callable[[PlannedPhase], Iterable[str]]
 
 
-class Seen(NamedTuple):
+class ColumnContext(NamedTuple):
     """All that the columns of a measurement may depend on besides the result that they read."""
 
     task: Task
@@ -85,7 +85,7 @@ class Seen(NamedTuple):
         return next((other for one, other in self.beside if one is result), None)
 
 
-class Each(NamedTuple):
+class ColumnPerRow(NamedTuple):
     """A column for each row that any result has: attacks, transforms, corruptions."""
 
     rows: Callable[[Any], Mapping[str, Any]]  # of one result, by their keys in columns' names
@@ -93,7 +93,7 @@ class Each(NamedTuple):
     ahead: Names  # the keys, before anything has run
     words: Callable[[str, Any], Sequence[str]] = lambda key, row: [key]  # in label and note
 
-    def columns(self, seen: Seen) -> list[Column]:
+    def columns(self, seen: ColumnContext) -> list[Column]:
         first: dict[str, Any] = {}
         for result in seen.results:
             for key, row in self.rows(result).items():
@@ -121,29 +121,29 @@ class Each(NamedTuple):
 
         return read_row
 
-    def foreseen(self, ahead: Ahead) -> dict[str, str]:
+    def foreseen(self, ahead: PlannedPhase) -> dict[str, str]:
         names = [self.column.name.format(key) for key in self.ahead(ahead)]
         return ahead.forms_of(names, self.column.form)
 
 
-class Given(NamedTuple):
+class ContextColumns(NamedTuple):
     """Columns whose names, words or divisors depend on the task or on other methods."""
 
-    of: Callable[[Seen], Iterable[Column]]
+    of: Callable[[ColumnContext], Iterable[Column]]
     ahead: Names  # the names of the columns, before anything has run
     form: str = "number"  # of all of them
 
-    def columns(self, seen: Seen) -> list[Column]:
+    def columns(self, seen: ColumnContext) -> list[Column]:
         return list(self.of(seen))
 
-    def foreseen(self, ahead: Ahead) -> dict[str, str]:
+    def foreseen(self, ahead: PlannedPhase) -> dict[str, str]:
         return ahead.forms_of(self.ahead(ahead), self.form)
 
 
-Columns = Column | Each | Given  # an entry of a measurement's COLUMNS
+Columns = Column | ColumnPerRow | ContextColumns  # an entry of a measurement's COLUMNS
 
 
-class Metric(NamedTuple):
+class ResultColumn(NamedTuple):
     """A column together with the type of the results that it reads."""
 
     column: Column
@@ -186,7 +186,7 @@ class Metric(NamedTuple):
         return self.column.hits(model)
 
 
-def key_of(score: Score) -> str:
+def score_key(score: Score) -> str:
     """The score inside the name of a column: claims call the precision at 1 accuracy, too."""
     return {"share": "accuracy"}.get(score.form, score.name)
 
@@ -196,13 +196,13 @@ def score_title(score: Score) -> str:
     return {"mae": "MAE"}.get(score.name, score.label.capitalize())
 
 
-def unit_of(score: Score) -> str:
+def unit_suffix(score: Score) -> str:
     """What stands behind those words: ", years"."""
     return score.unit and f", {score.unit}"
 
 
-def limits_of(score: Score) -> str:
-    """What one model's limits of a score are."""
+def score_interval_kind(score: Score) -> str:
+    """Return the kind of one model's interval of a score."""
     return {"share": "wilson"}.get(score.form, "bootstrap")
 
 
@@ -213,10 +213,10 @@ def column_slug(name: str) -> str:
 
 def decode_items(text: str | None) -> np.ndarray | None:
     """The items (N,) that a result keeps; None where it keeps none."""
-    return None if text is None else decode_values(text)
+    return None if text is None else decode_float_array(text)
 
 
-def mean_items(texts: Iterable[str | None]) -> np.ndarray | None:
+def itemwise_mean(texts: Iterable[str | None]) -> np.ndarray | None:
     """The mean of several values' items, item by item; None where one has none."""
     arrays = [decode_items(text) for text in texts]
     known = [values for values in arrays if values is not None]

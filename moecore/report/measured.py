@@ -126,17 +126,17 @@ class Results(NamedTuple):
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
         """The settings of the methods that were compared, as far as params.yaml has them."""
-        methods = methods_of(self.settings)
+        methods = read_methods(self.settings)
         return {name: methods[name] or {} for name in self.methods if name in methods}
 
 
 @cache
-def methods_of(settings: str) -> Mapping[str, Any]:
+def read_methods(settings: str) -> Mapping[str, Any]:
     """The entry ``methods`` of a params.yaml; {} where it has none."""
     return (parse_yaml(settings).data or {}).get("methods") or {}
 
 
-def list_measured(stages: Collection[str], run: Selection) -> set[str]:
+def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
     """Return the stages of a study, and what its stage ``measure`` measures."""
     if "measure" in stages:
         return {*stages, *run.measurements}

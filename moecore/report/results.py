@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
-from moecore.data.preview import read_task
+from moecore.data.expected_data import read_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
-from moecore.report.measured import Measured, Phase, Results, list_measured
+from moecore.report.measured import Measured, Phase, Results, stages_and_measurements
 from moecore.report.measures import SHOWN
-from moecore.report.measures.shown import Shown
+from moecore.report.measures.result_display import Shown
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.base import Task
@@ -37,7 +37,7 @@ def read_results(
 
     Raises UserError that names a missing or damaged file, or one that other code wrote.
     """
-    measured = list_measured(stages, run)
+    measured = stages_and_measurements(stages, run)
     alone = {
         kind: read_result(Path(root, MEASURED, f"{stage}.json"), kind, stage)
         for stage, kind in ALONE.items()
@@ -50,7 +50,7 @@ def read_results(
 
 
 def _read_phase(root: Path, run: Selection, stages: Collection[str], name: PhaseName) -> Phase:
-    card, task = read_card(root, name)
+    card, task = read_data_card(root, name)
     wanted = [
         shown
         for shown in SHOWN
@@ -73,7 +73,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
     return Phase(name, card, task, models, together)
 
 
-def read_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
+def read_data_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
     """Return the card and task of a phase's data; UserError where missing or damaged."""
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)

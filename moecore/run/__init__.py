@@ -2,6 +2,6 @@
 
 ``stage`` starts it, ``training`` is one that trains, ``inputs`` compares at its end what it read.
 ``history``, ``history_file``: the record of a run. ``resume``, ``locks``: what survives a kill.
-``partial_run``: part of a study. ``progress``: its bar. ``launch``, ``local_ranks``: other
+``partial_study``: part of a study. ``progress``: its bar. ``launch``, ``local_ranks``: other
 machines, several ranks.
 """

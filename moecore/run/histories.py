@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from moecore.core.files import UserError
-from moecore.core.sources import list_pipeline_files
+from moecore.core.source_layout import list_dvc_files
 from moecore.run.history_file import HISTORY_FILE, GrowingHistory, execution_path, read_dvc_locks
 from moecore.study.reading.document import parse_yaml
 
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
 
 
-class History(NamedTuple):
+class StageHistory(NamedTuple):
     """One execution of a stage: its folder, and the lines that are there so far."""
 
     folder: Path
@@ -73,24 +73,24 @@ def history_folders(study: Path) -> list[Path]:
     return folders
 
 
-def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, History]:
+def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, StageHistory]:
     """Return by uid the history that says most: a resumed run's published one may be older.
 
     readers: what was read before, folder by folder; it is filled.
     """
-    newest: dict[str, History] = {}
+    newest: dict[str, StageHistory] = {}
     for folder in history_folders(study):
         lines = readers.setdefault(folder, GrowingHistory(folder)).read()
         if lines and "uid" in lines[0]:
-            known = newest.setdefault(lines[0]["uid"], History(folder, lines))
+            known = newest.setdefault(lines[0]["uid"], StageHistory(folder, lines))
             if lines[-1]["t"] > known.lines[-1]["t"]:
-                newest[lines[0]["uid"]] = History(folder, lines)
+                newest[lines[0]["uid"]] = StageHistory(folder, lines)
     return newest
 
 
-def locked_folders(study: Path) -> frozenset[str] | None:
+def dvc_lock_folders(study: Path) -> frozenset[str] | None:
     """Return the folders in DVC's lock files; None where DVC was not used."""
-    locks = list_pipeline_files(study, "dvc.lock")
+    locks = list_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
         return None

@@ -24,7 +24,7 @@ import yaml
 from moecore.core.config import Config
 from moecore.core.files import UserError, explain_full_disk
 from moecore.core.plain import to_jsonable
-from moecore.core.sources import list_pipeline_files
+from moecore.core.source_layout import list_dvc_files
 
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
 
@@ -97,7 +97,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
 
 
 def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield lines of JSON with their values, up to the first torn or not ``is_whole``."""
+    """Yield lines of JSON with their values, up to the first torn or without ``has_valid_seal``."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)
@@ -203,12 +203,12 @@ def flatten_keys(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def nested_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
+def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested mappings without lists and texts: the numbers that a table of metrics shows."""
     kept = {}
     for name, inner in value.items():
         if isinstance(inner, Mapping):
-            inner = nested_numbers(inner)
+            inner = keep_numbers(inner)
         if isinstance(inner, (int, float, dict)) and inner != {}:
             kept[name] = inner
     return kept
@@ -217,7 +217,7 @@ def nested_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     """Return the stages of a project's lock files; UserError for a damaged one."""
     stages: dict[str, dict[str, Any]] = {}
-    for lock in list_pipeline_files(folder, "dvc.lock"):
+    for lock in list_dvc_files(folder, "dvc.lock"):
         stages |= _read_lock(lock)
     return stages
 

@@ -13,7 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.plain import to_jsonable
 from moecore.run.history_file import flatten_keys
 from moecore.study.reading.document import Document, load_yaml
-from moecore.study.reading.params import params_keys, read_params
+from moecore.study.reading.stage_params import params_keys, read_params
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moecore.core.operating_system import set_parent_death_signal
-from moecore.run.stage import MEETING, end_with_parent, has_failed
+from moecore.run.stage_entry import MEETING, end_with_parent, has_failed_rank
 
 LAUNCHED = "MOECORE_LAUNCHED"  # tasks per machine; set for what a launcher started
 POLL = 0.05  # seconds
@@ -40,7 +40,7 @@ def start_ranks(size: int, words: Sequence[str]) -> int:
         finally:
             end_ranks(running)
         # one that ended because another had failed may have been seen first
-        if code and has_failed(meeting):
+        if code and has_failed_rank(meeting):
             return 1
         return code
 

@@ -54,7 +54,7 @@ class ProgressBar:
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[ProgressBar | ProgressLines]:
+def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLines]:
     """``with progress("pretrain vmoe seed 0", steps) as bar: bar.update(step, loss=…)``."""
     if not sys.stderr.isatty():
         lines = ProgressLines(title, total)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, is_whole, sealed_object, write_whole
-from moecore.core.sources import CODE
-from moecore.run.history import Run, record_run
+from moecore.core.files import UserError, has_valid_seal, sealed_object, write_whole
+from moecore.core.source_layout import CODE
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
 from moecore.run.locks import hold_lock
 from moecore.run.progress import ProgressBar, ProgressLines
-from moecore.study.reading.params import params_keys
+from moecore.run.run_record import Run, record_run
+from moecore.study.reading.stage_params import params_keys
 
 CODE_KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
 
@@ -31,7 +31,7 @@ def work_folder(
     key: hash of the params, the inputs (files and folders of artifacts) and the code, so nothing
     goes on that was begun with others. Raises UserError where another process holds the folder.
     """
-    key = _work_key(params, [*inputs, *stage_code_files(item, params, script)])
+    key = _work_key(params, [*inputs, *stage_hash_files(item, params, script)])
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
     with hold_lock(home / "lock", lambda: busy):
@@ -42,7 +42,7 @@ def work_folder(
             _remove_folder(old)
 
 
-def stage_code_files(item: str, params: Config, script: str | Path) -> list[Path]:
+def stage_hash_files(item: str, params: Config, script: str | Path) -> list[Path]:
     """Return the files of artifacts/code/ of a stage's script, and of all methods, measurements and
     sections that item and params name. Raises UserError where the script has none.
     """
@@ -83,7 +83,7 @@ class KeptParts:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        lines = list(whole_lines(content, is_whole))
+        lines = list(whole_lines(content, has_valid_seal))
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
         whole = b"".join(line for line, _ in lines)
         if whole != content:
@@ -114,7 +114,7 @@ def record_resumable(
     """Record a measuring stage; parts of a killed one of the same inputs are taken up."""
     item = f"{stage}/{phase}/{method}/{seed}"
     inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
-    files = [*inputs, *stage_code_files(item, params, script)]
+    files = [*inputs, *stage_hash_files(item, params, script)]
     with (
         work_folder(item, params, inputs, script) as work,
         record_run(stage, params, phase=phase, method=method, seed=seed, inputs=files) as run,

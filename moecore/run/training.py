@@ -17,19 +17,19 @@ from moecore.core.ranks import (
     has_process_group,
     join_ranks,
 )
-from moecore.core.sources import source_hash
+from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
-from moecore.run.history import Run, record_run
 from moecore.run.history_file import logged_points, read_lines, spent_seconds
-from moecore.run.progress import progress_bar
-from moecore.run.resume import stage_code_files, work_folder
+from moecore.run.progress import report_progress
+from moecore.run.resume import stage_hash_files, work_folder
+from moecore.run.run_record import Run, record_run
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.compilation_and_tracing import trace_file
 from moecore.training.job import TrainingJob
 from moecore.training.loop import Metrics, total_steps, train_job
 from moecore.training.outcome import TrainingLog
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
-from moecore.training.speed import trace_file
 
 
 class TrainingRun:
@@ -60,7 +60,7 @@ class TrainingRun:
         for name, value in self.runtime._asdict().items():
             self.run.tag(f"runtime.{name}", value)
         self.run.tag("runtime.ranks", current_ranks().size)
-        with progress_bar(self.title, total_steps(job, settings)) as bar:
+        with report_progress(self.title, total_steps(job, settings)) as bar:
             for metrics in training:
                 self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
@@ -106,7 +106,7 @@ def training_run(
     settings = json.dumps([name, params.model_dump(mode="json")], sort_keys=True)
     check_equal_across_ranks("params", settings)
     check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
-    check_equal_across_ranks("sources", source_hash() if has_process_group() else "")
+    check_equal_across_ranks("sources", package_source_hash() if has_process_group() else "")
     if not current_ranks().first:
         yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "))
         return
@@ -119,7 +119,7 @@ def training_run(
             work=work,
             method=method,
             seed=seed,
-            inputs=[*files, *stage_code_files(name, params, script)],
+            inputs=[*files, *stage_hash_files(name, params, script)],
         ) as run,
     ):
         run.dataset(data.card)
@@ -127,12 +127,12 @@ def training_run(
         yield TrainingRun(run, work, name.replace("/", " "))
 
 
-def log_points(
+def log_progress(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
     """Show and log (step, values) as they come; return the last values."""
     values: dict[str, float] = {}
-    with progress_bar(title, steps) as bar:
+    with report_progress(title, steps) as bar:
         for step, values in points:
             run.log(step, values)
             bar.update(step, **values)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from moecore.core.encoded_arrays import encode_values
+from moecore.core.encoded_arrays import pack_numbers
 from moecore.statistics.intervals import Interval, indices_by_person
 
 LEVEL = 0.95
@@ -110,7 +110,7 @@ class Difference(NamedTuple):
         return None if reach is None or more is None else reach + more
 
 
-def values_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
+def linearize_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarray:
     """Return one value per person, whose mean is that of the values (N,) of all images.
 
     v + (n_p / mean n)·(mean of the person's − v) of a person with n_p images: the mean over images
@@ -125,9 +125,9 @@ def values_by_person(values: np.ndarray, people: np.ndarray | None) -> np.ndarra
     return values.mean() + sums * len(images) / len(values)
 
 
-def encode_items(values: np.ndarray, people: np.ndarray | None = None) -> str:
-    """Values (N,) of images as a result keeps them: one per item, see ``values_by_person``."""
-    return encode_values(values_by_person(values, people))
+def encode_item_values(values: np.ndarray, people: np.ndarray | None = None) -> str:
+    """Values (N,) of images as a result keeps them: one per item, see ``linearize_by_person``."""
+    return pack_numbers(linearize_by_person(values, people))
 
 
 def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

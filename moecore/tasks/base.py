@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.streams import Draws
+from moecore.core.streams import BatchDraws
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
 from moecore.statistics.paired import paired_bootstrap
 
@@ -30,7 +30,7 @@ class Score(NamedTuple):
     better: Literal["higher", "lower"]
 
 
-class Details(Config):
+class ExtraTestMetrics(Config):
     """What is reported of a test split beside score and loss; a task fills in what it knows."""
 
     test_correct: int | None = None  # images
@@ -90,7 +90,7 @@ class Task(Config, ABC):
         """Return the prediction (B, K) that an output (B, K) of the head stands for."""
         return output
 
-    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
+    def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
         """Return what a step learns of the labels (B, …) of its images: all, unless said."""
         return labels
 
@@ -163,9 +163,9 @@ class Task(Config, ABC):
     def baseline_score(self, labels: Tensor) -> float:
         """Return the mean score of the best answer that does not look at the image."""
 
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return what else is reported of a test split; train_labels: of the training split."""
-        return Details()
+        return ExtraTestMetrics()
 
     def encode_scores(self, scores: Tensor) -> str | list[float]:
         """Return scores (N,) as a result keeps them."""

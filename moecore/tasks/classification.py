@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
-from moecore.tasks.base import Details, Reduction, Score, Task
-from moecore.tasks.class_scores import class_nll, confusion_counts, top1_hits, topk_hits
+from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, Task
+from moecore.tasks.classification_metrics import class_nll, confusion_counts, top1_hits, topk_hits
 
 BEST = 5  # answers of which one has to be right in ``top5``
 
@@ -98,11 +98,11 @@ class Classification(Task):
         """Chance: one in K."""
         return 1 / self.outputs
 
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return how many are right, and which class is taken for which."""
         right = int(self.scores(prediction, labels).sum())
         among = self.top5(prediction, labels)
-        return Details(
+        return ExtraTestMetrics(
             test_correct=right,
             test_top5=None if among is None else Estimate.of(self.interval(among)),
             confusion=confusion_counts(prediction, labels).tolist(),

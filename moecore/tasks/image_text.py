@@ -21,9 +21,9 @@ from torch.nn.functional import logsigmoid
 
 from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows, current_ranks, has_process_group, total_over_ranks
-from moecore.core.streams import Draws
+from moecore.core.streams import BatchDraws
 from moecore.tasks.base import Reduction, Score, Task
-from moecore.tasks.recall import MARKS, missing_caption_mask, text_to_image_recall
+from moecore.tasks.retrieval_recall import MARKS, missing_caption_mask, text_to_image_recall
 
 NONE = -1  # every token of a caption that is not there
 WORDS = "captions are no classes"
@@ -62,7 +62,7 @@ class ImageText(Task):
     def score(self) -> Score:
         return Score("recall_at_1", "text → image R@1", "", "share", "higher")
 
-    def drawn(self, labels: Tensor, draws: Draws) -> Tensor:
+    def drawn(self, labels: Tensor, draws: BatchDraws) -> Tensor:
         """One of the captions (B, C, M) of each image, (B, M): what a step learns from."""
         there = (labels[:, :, 0] != NONE).sum(dim=1)
         chosen = (draws.rand().to(labels.device) * there).long().clamp_max(labels.shape[1] - 1)

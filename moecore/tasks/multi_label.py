@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
-from moecore.tasks.base import Details, Reduction, Score
-from moecore.tasks.class_scores import false_discovery_rate
+from moecore.tasks.base import ExtraTestMetrics, Reduction, Score
 from moecore.tasks.classification import Classification
+from moecore.tasks.classification_metrics import one_error
 
 
 class MultiLabel(Classification):
@@ -61,11 +61,11 @@ class MultiLabel(Classification):
         """Share of the labels among all classes: precision at 1 of a class drawn evenly."""
         return float(labels.double().mean())
 
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return how many are right; several labels have no class that is taken for another."""
         right = int(self.scores(prediction, labels).sum())
-        missed = false_discovery_rate(prediction, labels)
-        return Details(test_correct=right, false_discovery_rate=missed)
+        missed = one_error(prediction, labels)
+        return ExtraTestMetrics(test_correct=right, false_discovery_rate=missed)
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         rows, classes = labels.nonzero(as_tuple=True)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import l1_loss
 
 from moecore.core.files import UserError
-from moecore.tasks.base import Details, Reduction, Score, Task
-from moecore.tasks.errors import absolute_error, age_fit, median_mae
+from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, Task
+from moecore.tasks.regression_metrics import absolute_error, age_fit, median_mae
 
 
 class Regression(Task):
@@ -96,10 +96,10 @@ class Regression(Task):
         known = labels.double()
         return float((known - known.quantile(0.5)).abs().mean())
 
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> Details:
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return how errors go with labels (ERMoE, table S1), and what any model must beat."""
         fit = age_fit(prediction, labels)
-        return Details(
+        return ExtraTestMetrics(
             median_mae=median_mae(train_labels, labels),
             test_corr=fit["corr"],
             test_slope=fit["slope"],

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moecore.run.histories import History
+from moecore.run.histories import StageHistory
 from moecore.tracking.metric_names import PHASES
 from moecore.tracking.stored_run import StoredRun
 
@@ -19,13 +19,13 @@ SHARED = "shared"
 DENSE = "dense"  # the method that numbers of others are relative to
 
 
-class Generation(NamedTuple):
+class GenerationHistories(NamedTuple):
     """The histories on disk of one method and seed, and the trainings of its newest model."""
 
     method: str  # or SHARED
     seed: int
-    histories: list[History]
-    trainings: dict[str, History]  # by phase
+    histories: list[StageHistory]
+    trainings: dict[str, StageHistory]  # by phase
 
     @property
     def family(self) -> str:
@@ -35,7 +35,7 @@ class Generation(NamedTuple):
         """Return what tells its parent from those of other generations."""
         return {f"moecore.{stage}": one.header["uid"] for stage, one in self.trainings.items()}
 
-    def is_outdated(self, history: History) -> bool:
+    def is_outdated(self, history: StageHistory) -> bool:
         """Whether it is of a model that was trained anew since; its stage has not run again yet."""
         header = history.header
         if header["stage"] in PHASES and self.trainings:
@@ -45,7 +45,7 @@ class Generation(NamedTuple):
             return False
         return header["t"] < trained.header["t"]
 
-    def current_histories(self) -> list[History]:
+    def current_histories(self) -> list[StageHistory]:
         """Return the histories of its newest model."""
         return [history for history in self.histories if not self.is_outdated(history)]
 
@@ -67,20 +67,20 @@ class Generation(NamedTuple):
         return fitting[known.index(max(known))] if known else None
 
 
-def group_generations(histories: Iterable[History]) -> list[Generation]:
+def group_by_model(histories: Iterable[StageHistory]) -> list[GenerationHistories]:
     """Return the histories by method and seed: the dense one first, the shared ones last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
         groups[(SHARED, 0) if None in (method, seed) else (method, seed)].append(history)
     generations = [
-        Generation(*key, group, {} if key[0] == SHARED else newest_trainings(group))
+        GenerationHistories(*key, group, {} if key[0] == SHARED else newest_trainings(group))
         for key, group in groups.items()
     ]
     return sorted(generations, key=lambda one: (one.method == SHARED, one.method != DENSE))
 
 
-def newest_trainings(histories: Iterable[History]) -> dict[str, History]:
+def newest_trainings(histories: Iterable[StageHistory]) -> dict[str, StageHistory]:
     """Return phase → its training: that which runs, else the published one.
 
     A fine-tuning from before the pretraining is left out.

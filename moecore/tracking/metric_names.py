@@ -32,7 +32,7 @@ def curve_points(lines: list[dict]) -> list[Point]:
     ]
 
 
-def compared_points(lines: list[dict], phase: str) -> list[Point]:
+def parent_run_points(lines: list[dict], phase: str) -> list[Point]:
     """Return those of a training that its parent shows, ``validation/pretrain accuracy``."""
     pace = [f"train/{name}" for name in PACE]
     return [

@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
-from moecore.tracking.store import configure_mlflow, first_line, mask_password, store_address
+from moecore.core.source_layout import ROOT
+from moecore.tracking.mlflow_connection import (
+    configure_mlflow,
+    error_cause,
+    mask_password,
+    store_address,
+)
 from moecore.tracking.stored_run import StoredRun
 
 if TYPE_CHECKING:
-    from moecore.nn.backbones.image import ImageSpec
+    from moecore.nn.backbones.input_spec import ImageSpec
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
 ALIAS = "current"
@@ -121,5 +126,5 @@ def model_folder(address: str) -> Path:
     except (MlflowException, OSError, KeyError) as error:
         where = f"{address}: no such model in {mask_password(store_address())}"
         allowed = "models:/study.method.phase.seed@current, as `moecore ui` lists them"
-        raise UserError(f"{where} ({first_line(error)}); allowed: {allowed}") from error
+        raise UserError(f"{where} ({error_cause(error)}); allowed: {allowed}") from error
     return folder / logged["path"]

@@ -12,16 +12,16 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
 from moecore.run import histories as records
-from moecore.run.histories import History
+from moecore.run.histories import StageHistory
 from moecore.run.history_file import GrowingHistory
+from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
-from moecore.tracking import store
-from moecore.tracking.generations import DENSE, FAMILY, SHARED, Generation, group_generations
+from moecore.tracking.generations import DENSE, FAMILY, SHARED, GenerationHistories, group_by_model
 from moecore.tracking.metric_names import (
     PHASES,
-    compared_points,
     curve_points,
     mlflow_safe_name,
+    parent_run_points,
     stage_numbers,
 )
 from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun, list_runs
@@ -41,7 +41,8 @@ def sync_runs() -> str:
 def describe_import(counts: Counter[str]) -> str:
     """Return what an import did, in words."""
     done = ", ".join(f"{counts[word]} {word}" for word in ("runs added", "updated", "ended"))
-    return f"{store.mask_password(store.store_address())}: {done}; {counts['current']} are current"
+    address = mlflow_connection.mask_password(mlflow_connection.store_address())
+    return f"{address}: {done}; {counts['current']} are current"
 
 
 class Importer:
@@ -54,10 +55,10 @@ class Importer:
     def import_all(self) -> Counter[str]:
         """Import once; returns what was done. Raises UserError where anything hinders it."""
         counts: Counter[str] = Counter()
-        with store.lock_imports():
-            client = store.connect_store()
-            with store.store_errors_as_user_errors():
-                root = store.repository_root()
+        with mlflow_connection.lock_imports():
+            client = mlflow_connection.connect_store()
+            with mlflow_connection.store_errors_as_user_errors():
+                root = mlflow_connection.repository_root()
                 for study in (root, *sorted((root / "pipelines").glob("*"))):
                     if histories := records.read_histories(study, self.readers):
                         counts += StudyImport(client, study, histories, self.sent).import_all()
@@ -68,15 +69,17 @@ class StudyImport:
     """One import of the histories of a study into its experiment."""
 
     def __init__(
-        self, client: Any, study: Path, histories: Mapping[str, History], sent: dict[str, int]
+        self, client: Any, study: Path, histories: Mapping[str, StageHistory], sent: dict[str, int]
     ) -> None:
         self.client = client
         self.study = study
         self.histories = histories
         self.sent = sent
         self.methods = records.study_methods(study)
-        self.locked = records.locked_folders(study)
-        self.experiment = store.get_experiment(client, store.experiment_name(study))
+        self.locked = records.dvc_lock_folders(study)
+        self.experiment = mlflow_connection.get_experiment(
+            client, mlflow_connection.experiment_name(study)
+        )
         runs = list_runs(client, self.experiment.experiment_id)
         self.parents = {run.id: run for run in runs if run.tags[LEVEL] != "stage"}
         self.runs = {run.tags[UID]: run for run in runs if run.tags[LEVEL] == "stage"}
@@ -87,7 +90,7 @@ class StudyImport:
         """Import what is new, family by family: after a kill, what was done is done."""
         shown = set()  # ids of the parents that are current
         dense = {}  # seed → changed runs of its dense model, complete once all others know
-        for generation in group_generations(self.histories.values()):
+        for generation in group_by_model(self.histories.values()):
             parent = self._find_parent(generation)
             if not self.methods or generation.method in (*self.methods, SHARED):
                 shown.add(parent.id)
@@ -107,7 +110,7 @@ class StudyImport:
         save_view(self.client, self.experiment, [self.parents[one] for one in shown])
         return self.counts
 
-    def _find_parent(self, generation: Generation) -> StoredRun:
+    def _find_parent(self, generation: GenerationHistories) -> StoredRun:
         from moecore.report.figures.drawing import INK, line_look
 
         parent = generation.choose_parent(self.parents.values())
@@ -133,7 +136,7 @@ class StudyImport:
         return StoredRun(self.client, run)
 
     def _import_history(
-        self, history: History, generation: Generation, newest: StoredRun
+        self, history: StageHistory, generation: GenerationHistories, newest: StoredRun
     ) -> StoredRun | None:
         """Send what is new in a history; returns its run where that has ended since the last."""
         header = history.header
@@ -164,7 +167,7 @@ class StudyImport:
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
-    def _send_lines(self, history: History, run: StoredRun, parent: StoredRun | None) -> bool:
+    def _send_lines(self, history: StageHistory, run: StoredRun, parent: StoredRun | None) -> bool:
         """Send the lines of a history that were not sent yet; returns whether anything changed."""
         new = history.lines[self.sent.get(run.id, 0) :]
         state, when = history.run_state()
@@ -177,7 +180,7 @@ class StudyImport:
         phase = history.header["stage"]
         if parent is not None and phase in PHASES:
             parent.add_params(history.header["params"])
-            parent.add_points(compared_points(new, phase))
+            parent.add_points(parent_run_points(new, phase))
             parent.set_tags(source_tags(history.header))
             for card in [line["dataset"] for line in new if "dataset" in line]:
                 parent.add_dataset(card)
@@ -188,7 +191,7 @@ class StudyImport:
         self.sent[run.id] = len(history.lines)
         return True
 
-    def _send_line(self, history: History, line: dict, run: StoredRun) -> None:
+    def _send_line(self, history: StageHistory, line: dict, run: StoredRun) -> None:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
             metrics, params = stage_numbers(history.header["stage"], line["summary"])
@@ -205,7 +208,7 @@ class StudyImport:
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
 
-    def _send_model(self, history: History, run: StoredRun, parent: StoredRun | None) -> None:
+    def _send_model(self, history: StageHistory, run: StoredRun, parent: StoredRun | None) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place, experiment = path_inside(self.study, folder), self.experiment.experiment_id
             try:
@@ -224,8 +227,8 @@ class StudyImport:
             models.register_model(self.client, name, model_id, run)
             run.set_tags({MODEL: str(place)})
 
-    def _send_figures(self, history: History, run: StoredRun) -> None:
-        from moecore.report.tables.run_files import draw_run_figures
+    def _send_figures(self, history: StageHistory, run: StoredRun) -> None:
+        from moecore.report.tables.headline_metrics import draw_run_figures
 
         said = []
         try:
@@ -236,8 +239,8 @@ class StudyImport:
             said.append(f"left out: {error}")
         run.set_tags({"moecore.figures": ", ".join(said) or None})
 
-    def _send_headline(self, generation: Generation, parent: StoredRun) -> None:
-        from moecore.report.tables.run_files import headline_numbers
+    def _send_headline(self, generation: GenerationHistories, parent: StoredRun) -> None:
+        from moecore.report.tables.headline_metrics import headline_numbers
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}

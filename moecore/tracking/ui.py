@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moecore.core.files import UserError
-from moecore.run.stage import end_with_parent
-from moecore.tracking import store
+from moecore.run.stage_entry import end_with_parent
+from moecore.tracking import mlflow_connection
 from moecore.tracking.sync import Importer, describe_import
 from moecore.tracking.view import view_address
 
@@ -32,9 +32,11 @@ def serve_ui(port: int = 5000) -> int:
     importer = Importer()
     try:
         print(describe_import(importer.import_all()), flush=True)
-        if store.store_address().startswith(("http://", "https://")):
+        if mlflow_connection.store_address().startswith(("http://", "https://")):
             import_while(lambda: True, importer)
-        experiment = store.connect_store().get_experiment_by_name(store.experiment_name(Path()))
+        experiment = mlflow_connection.connect_store().get_experiment_by_name(
+            mlflow_connection.experiment_name(Path())
+        )
         server = start_server(port)
         try:
             address = f"http://{HOST}:{port}"
@@ -54,9 +56,9 @@ def start_server(port: int) -> subprocess.Popen:
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
     command += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
     # In its environment, as a list of processes shows the words of a command.
-    settings = store.ENVIRONMENT | {
-        "MLFLOW_BACKEND_STORE_URI": store.store_address(),
-        "MLFLOW_ARTIFACTS_DESTINATION": str(store.repository_root() / "mlartifacts"),
+    settings = mlflow_connection.ENVIRONMENT | {
+        "MLFLOW_BACKEND_STORE_URI": mlflow_connection.store_address(),
+        "MLFLOW_ARTIFACTS_DESTINATION": str(mlflow_connection.repository_root() / "mlartifacts"),
         # Its workers for evaluations of language models: nine processes, a gigabyte.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "PYTHONWARNINGS": "ignore",

@@ -12,9 +12,9 @@ from torch import Generator, Tensor
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.ranks import current_ranks
-from moecore.core.records import Batch
+from moecore.core.routing_records import Batch
 from moecore.core.streams import RowsOfBatch
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task
 
@@ -42,14 +42,14 @@ class Adversarial(Config):
         attack = Pgd(steps=self.steps, form=self.form)
         own: Generator | list[Generator] = generator
         if self.form == "strong":  # the other form draws nothing
-            own = own_generators(generator, batch.images)
+            own = local_image_generators(generator, batch.images)
         with eval_mode(model):  # the attack itself turns autocast off
             labels = model.targets(batch.labels).to(batch.images.device)
             images = attack(model, task, batch.images, labels, self.epsilon, own)
         return batch._replace(images=images)
 
 
-def own_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
+def local_image_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
     """Return what draws the random start of each of this rank's ``images``, as of a whole batch."""
     here = current_ranks()
     if here.size == 1:

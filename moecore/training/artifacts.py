@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config, read_settings
 from moecore.core.files import UserError, write_json, write_sealed, write_whole
-from moecore.core.records import Feature
+from moecore.core.routing_records import Feature
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.nn.layers.moe import MoE
+from moecore.nn.backbones.base_model import BackboneModel, Model
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation
 from moecore.nn.meta_device import on_meta_device
 from moecore.tasks.image_text import ImageText
-from moecore.training.guide import Guide, Guided
+from moecore.training.guide import Guide, GuidedModel
 
 GUIDE = "guide"
 VOCABULARY = "vocabulary.txt"
@@ -31,14 +31,14 @@ class ModelCard(Config):
 
     backbone: Backbone
     image: ImageSpec
-    moe: MoE | None = None
+    moe: MoESettings | None = None
     guided: bool = False  # its router asks a teacher, which lies in the folder guide/
 
     def build(self) -> BackboneModel:
         return self.backbone.build(self.image, self.moe)
 
 
-class GuideCard(Config):
+class GuideSettings(Config):
     """Whether a method needs a guide, and what rebuilds it around its teacher."""
 
     needed: bool
@@ -51,9 +51,9 @@ class GuideCard(Config):
 def save_model(folder: str | Path, model: Model) -> None:
     """Write ``model.json``, ``model.safetensors`` and a needed teacher into ``folder``."""
     folder = Path(folder)
-    guided = isinstance(model, Guided)
+    guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
-    if isinstance(model, Guided):
+    if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
     if isinstance(model, BackboneModel):
@@ -93,7 +93,7 @@ def load_model(folder: str | Path) -> Model:
     if not load_card(folder).guided:
         return model
     guide = Path(folder) / GUIDE
-    return Guided(model, _load_guide(guide, read_guide(guide))).eval()
+    return GuidedModel(model, _load_guide(guide, read_guide_card(guide))).eval()
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:
@@ -110,8 +110,11 @@ def load_unguided(folder: str | Path) -> BackboneModel:
     return model.eval()
 
 
-def load_for_images(
-    folder: str | Path, image: ImageSpec, moe: MoE | None, interpolation: Interpolation = "bilinear"
+def load_adapted_model(
+    folder: str | Path,
+    image: ImageSpec,
+    moe: MoESettings | None,
+    interpolation: Interpolation = "bilinear",
 ) -> BackboneModel:
     """The model of ``folder`` for other images: positions interpolated to the new grid, a fresh
     head for other classes.
@@ -139,7 +142,9 @@ def load_for_images(
     return model
 
 
-def _built(folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoE | None) -> BackboneModel:
+def _built(
+    folder: str | Path, card: ModelCard, image: ImageSpec, moe: MoESettings | None
+) -> BackboneModel:
     """The untrained model for other images; raises UserError where they cannot be the model's."""
     if card.image.channels != image.channels:
         problem = f"trained on {card.image.channels} channels, the new images have {image.channels}"
@@ -173,7 +178,7 @@ def save_guide(folder: Path, guide: Guide) -> None:
     if guide.blocks:  # none for a dense student, and a file without tensors is not readable
         weights = {str(layer): weight for layer, weight in enumerate(guide.routers)}
         write_tensors(folder / "routers.safetensors", weights)
-    settings = GuideCard(
+    settings = GuideSettings(
         needed=True,
         blocks=tuple(guide.blocks),
         experts=guide.experts,
@@ -194,22 +199,22 @@ def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
 
     Its routers take gradients only where they learn with the student.
     """
-    settings = read_guide(Path(folder))
+    settings = read_guide_card(Path(folder))
     if not settings.needed:
         return None
     return _load_guide(Path(folder), settings, size)
 
 
-def read_guide(folder: Path) -> GuideCard:
+def read_guide_card(folder: Path) -> GuideSettings:
     """Return what is said of the guide in ``folder``; raises UserError that names its file."""
-    return read_settings(folder / "guide.json", GuideCard, "the settings of a guide")
+    return read_settings(folder / "guide.json", GuideSettings, "the settings of a guide")
 
 
-def _load_guide(folder: Path, settings: GuideCard, size: Size | None = None) -> Guide:
+def _load_guide(folder: Path, settings: GuideSettings, size: Size | None = None) -> Guide:
     teacher = load_unguided(folder / "teacher")
     if size is not None and size != teacher.image.size:
         image = teacher.image.model_copy(update={"size": size})
-        teacher = load_for_images(folder / "teacher", image, None)
+        teacher = load_adapted_model(folder / "teacher", image, None)
     guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
         path = folder / "routers.safetensors"

@@ -25,7 +25,7 @@ from moecore.training.sharded_state import (
     collect_state,
     is_sharded,
     local_shard,
-    optimizer_parameters,
+    ordered_parameters,
     read_sharded,
     restore_optimizer,
     shard_like,
@@ -113,7 +113,7 @@ class Checkpoint:
         if damage := broadcast_text(damage):
             raise UserError(damage)
         state = model.state_dict()
-        parameters = optimizer_parameters(optimizer)
+        parameters = ordered_parameters(optimizer)
 
         def of(name: str) -> Tensor:
             kind, _, rest = name.partition(".")

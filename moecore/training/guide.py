@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from moecore.core.files import UserError
-from moecore.core.records import Feature, Guidance, Layout, ModelOutput
-from moecore.nn.backbones.model import BackboneModel, EncodeOptions, Model
+from moecore.core.routing_records import Feature, Guidance, ModelOutput, TokenLayout
+from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
 from moecore.nn.predict import image_batches
 from moecore.training.method import Method
 
@@ -61,7 +61,7 @@ class Guide(nn.Module):
         return self
 
 
-class Guided(Model):
+class GuidedModel(Model):
     """A student with the teacher that its router asks (TGR): ``guided(images)`` as any model."""
 
     def __init__(self, model: BackboneModel, guide: Guide) -> None:
@@ -70,11 +70,11 @@ class Guided(Model):
         self.guide = guide
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TokenLayout:
         """The student's."""
         return self.model.layout
 
-    def layout_of(self, block: int) -> Layout:
+    def layout_of(self, block: int) -> TokenLayout:
         """The student's."""
         return self.model.layout_of(block)
 
@@ -92,19 +92,19 @@ class Guided(Model):
         return self.model(images, self.guide(images))
 
 
-def needs_teacher(model: Model) -> bool:
+def is_routed_by_teacher(model: Model) -> bool:
     """Return whether the model's router asks a teacher at every image."""
     return model.moe is not None and "teacher" in model.moe.router.wants
 
 
 def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
     """The model as it is used: itself, or with its teacher where its router asks one."""
-    if model.moe is None or not needs_teacher(model):
+    if model.moe is None or not is_routed_by_teacher(model):
         return model
     if guide is None:
         problem = f"router.kind {model.moe.router.kind} asks a teacher, and there is none"
         raise UserError(f"{problem}; set a teacher: section other than no_teacher")
-    return Guided(model, guide)
+    return GuidedModel(model, guide)
 
 
 def aligned_blocks(

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.ranks import current_ranks
-from moecore.core.records import Batch
-from moecore.core.streams import ATTACK, PERMUTED, VIEWS, Draws, generator_for
-from moecore.data.loader import Loaded, batch_indices, steps_per_epoch, to_device
+from moecore.core.routing_records import Batch
+from moecore.core.streams import ATTACK, PERMUTED, VIEWS, BatchDraws, generator_for
+from moecore.data.loader import Loaded, batch_indices, place_split, steps_per_epoch
 from moecore.data.prepared import Prepared, Split
-from moecore.data.text.stream import Stream
+from moecore.data.text.reading_order import Stream
 from moecore.data.views.mix import mix_images
-from moecore.data.views.views import make_views
-from moecore.nn.backbones.model import BackboneModel
+from moecore.data.views.views import draw_views
+from moecore.nn.backbones.base_model import BackboneModel
 from moecore.tasks import AnyTask
 from moecore.training.guide import Guide, attach_required_guide
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from moecore.training.tissue_isolation import Isolation
+from moecore.training.single_tissue_volumes import TissueIsolation
 
 
 class TrainingJob(NamedTuple):
@@ -37,7 +37,7 @@ class TrainingJob(NamedTuple):
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # of each image
-    isolation: Isolation | None = None  # which volumes keep one tissue
+    isolation: TissueIsolation | None = None  # which volumes keep one tissue
 
     @property
     def task(self) -> AnyTask:
@@ -76,7 +76,7 @@ def build_training_job(
     guide: Guide | None = None,
     subset: np.ndarray | None = None,
     views: int = 1,
-    isolation: Isolation | None = None,
+    isolation: TissueIsolation | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
     """The training of ``model`` on prepared data, on ``device``; of the training images ``subset``
@@ -95,8 +95,8 @@ def build_training_job(
         tokens = torch.from_numpy(np.array(data.tokens("train")))
         learned = Stream(tokens.to(device), *data.card["size"])
     else:
-        learned = to_device(train, device)
-    validation = to_device(data.validation, device)
+        learned = place_split(train, device)
+    validation = place_split(data.validation, device)
     return TrainingJob(model, learned, validation, objective, guide, views, isolation)
 
 
@@ -135,14 +135,14 @@ class BatchViews(NamedTuple):
     labels: Tensor
     region: Tensor | None  # which tissue each keeps
     epoch: int
-    draws: Draws  # whose generator has drawn the views
+    draws: BatchDraws  # whose generator has drawn the views
 
 
 def make_batch_views(
     job: TrainingJob, settings: Training, seed: int, step: int, places: Tensor | None
 ) -> BatchViews:
     """The views of the images at ``places`` of the batch; None for all of them."""
-    draws = Draws(generator_for(seed, step, VIEWS), settings.batch, places)
+    draws = BatchDraws(generator_for(seed, step, VIEWS), settings.batch, places)
     indices = draws.select_rows(batch_indices(len(job.train.labels), settings.batch, seed, step))
     assert not isinstance(job.train, Stream)
     images, labels = job.train.take(indices)
@@ -152,7 +152,7 @@ def make_batch_views(
     if job.isolation is not None and isinstance(images, Tensor):
         images, region = job.isolation.isolated(images, indices, step, epoch, draws)
         region = region.repeat(job.views)
-    made = [make_views(images, settings.views, draws) for _ in range(job.views)]
+    made = [draw_views(images, settings.views, draws) for _ in range(job.views)]
     views, affines = made[0]
     if job.views > 1:
         views = torch.cat([images for images, _ in made])

@@ -15,24 +15,24 @@ from torch.profiler import record_function
 
 from moecore.core.files import UserError
 from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
-from moecore.core.records import Batch, Guidance, ModelOutput, Step
+from moecore.core.routing_records import Batch, Guidance, ModelOutput, StepContext
 from moecore.core.streams import NOISE, RowsOfBatch, generator_for
 from moecore.data.loader import Loaded
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.training.checkpoint import Checkpoint
+from moecore.training.compilation_and_tracing import CompiledBlocks, profile_steps
 from moecore.training.guide import attach_required_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
 from moecore.training.live_bytes import live_training_tensors
-from moecore.training.meter import WEIGHED, Meter, check_predictions, collect_metrics
+from moecore.training.meter import WEIGHED, Meter, check_finite_predictions, take_finite_metrics
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.sharded_state import optimizer_parameters
-from moecore.training.speed import CompiledBlocks, profile_steps
+from moecore.training.sharded_state import ordered_parameters
 
 if TYPE_CHECKING:
-    from moecore.training.spread import Spread
+    from moecore.training.distributed_training import Spread
 
 
 class Metrics(NamedTuple):
@@ -88,10 +88,12 @@ def train_job(
         meter.add(step, len(batch.images) // batch.views, terms, score)
         after = step + 1
         if after % per_epoch == 0:
-            end_epoch(whole.model, spread)
+            reorthonormalise_bases(whole.model, spread)
         if after % settings.log_every and after % per_epoch:
             continue
-        values = collect_metrics(meter, job.model, after, rate, _last_checkpoint(checkpoint, saved))
+        values = take_finite_metrics(
+            meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
+        )
         if after % per_epoch == 0 and current_ranks().first:
             values |= validation_metrics(
                 attach_required_guide(whole.model, job.guide), job.validation
@@ -111,7 +113,9 @@ def spread_over_ranks(job: TrainingJob, settings: Training, device: str) -> "Spr
     """
     job.model.to(device)
     if has_process_group():
-        from moecore.training.spread import Spread  # half a second, for several ranks only
+        from moecore.training.distributed_training import (
+            Spread,  # half a second, for several ranks only
+        )
 
         return Spread(job, settings, device)
     for key in ("shard", "expert_parallel"):
@@ -146,7 +150,7 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
     return settings.epochs * job.updates(settings)
 
 
-def end_epoch(model: nn.Module, spread: "Spread | None" = None) -> None:
+def reorthonormalise_bases(model: nn.Module, spread: "Spread | None" = None) -> None:
     """Run what parts do once per epoch: bases are made orthonormal again (ERMoE, supplement §11).
 
     model: the whole one, which ``spread`` brings up to date before and takes over afterwards.
@@ -184,9 +188,9 @@ def train_step(
         with record_function("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
         with record_function("forward"):
-            output, batch = forward_with_targets(job, batch, guidance, progress)
+            output, batch = forward_and_relabel(job, batch, guidance, progress)
     with record_function("losses"):
-        seen = Step(batch, output, job.model, guidance, progress)
+        seen = StepContext(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(seen)
         loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
@@ -196,7 +200,7 @@ def train_step(
         if spread is not None:
             spread.reduce_gradients(optimizer, settings.clip)
         elif settings.clip is not None:
-            nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
+            nn.utils.clip_grad_norm_(ordered_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()
         job.model.end_step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
@@ -204,7 +208,7 @@ def train_step(
     return {"loss": loss.detach()} | detached, job.objective.score(seen, terms) / batch.views
 
 
-def forward_with_targets(
+def forward_and_relabel(
     job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
     """Return what the model says, and the batch with what the task compares it with."""
@@ -223,7 +227,7 @@ def validation_metrics(model: Model, split: Loaded) -> dict[str, float]:
         mean = float(text_block_scores(model, split.images, labels).mean())
         return {f"validation_{task.history_name}": mean, "validation_loss": mean}
     prediction, _ = predict_in_batches(model, split.images, batch=500, routing=False)
-    check_predictions(prediction, "validation")
+    check_finite_predictions(prediction, "validation")
     labels = model.targets(labels)
     return {
         f"validation_{task.history_name}": task.mean_score(prediction, labels),

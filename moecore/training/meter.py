@@ -86,7 +86,7 @@ class Meter:
         return bad
 
 
-def collect_metrics(
+def take_finite_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> dict[str, float]:
     """Return what the meter holds, and the learning rate.
@@ -101,7 +101,7 @@ def collect_metrics(
     return values
 
 
-def check_predictions(prediction: Tensor, split: str) -> None:
+def check_finite_predictions(prediction: Tensor, split: str) -> None:
     """Raise UserError where predictions (N, …) are not finite, which no score would show."""
     bad = int((~prediction.isfinite()).flatten(1).any(dim=1).sum())
     if bad:

@@ -5,15 +5,15 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from moecore.core.config import AnySettings, Config, replace_and_validate
-from moecore.core.records import Feature
+from moecore.core.routing_records import Feature
 from moecore.nn.backbones import Backbone
 from moecore.nn.experts import Experts
-from moecore.nn.layers.moe import Blocks, MoE
+from moecore.nn.layers.moe import Blocks, MoESettings
 from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.text_part import TextPart, apply_text_part
+from moecore.training.text_tower_method import TextTowerExperts, configure_text_tower
 
 
 class TeacherRouter(Config):
@@ -55,7 +55,7 @@ class Method(Config):
     model: dict[str, int | float | str] = Field(
         {}, description="what differs from the section `model`: {width: 128}"
     )
-    text: TextPart | None = Field(
+    text: TextTowerExperts | None = Field(
         None, description="the text tower of a two-tower model; null: dense"
     )
     pretrain: dict[str, int | float] = Field(
@@ -97,18 +97,18 @@ class Method(Config):
         sized = replace_and_validate("model", model, self.model, Backbone)
         if self.text is None:
             return sized
-        return apply_text_part(self.text, sized)
+        return configure_text_tower(self.text, sized)
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""
         return replace_and_validate("pretrain", settings, self.pretrain)
 
     @property
-    def moe(self) -> MoE | None:
+    def moe(self) -> MoESettings | None:
         """Router and experts of each MoE layer; None for a dense model."""
         if self.router is None or self.experts is None:
             return None
-        return MoE(router=self.router, experts=self.experts, blocks=self.blocks)
+        return MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
 
     @property
     def routed_by_teacher(self) -> bool:

@@ -8,22 +8,22 @@ import torch
 
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared, Split
+from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
-from moecore.nn.backbones.model import Model, parameter_counts
 from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
-from moecore.nn.traces import Trace
-from moecore.statistics.crossed import encode_items
+from moecore.nn.routing_traces import Trace
+from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
-from moecore.tasks.base import Details
-from moecore.training.meter import MEMORY, check_predictions
+from moecore.tasks.base import ExtraTestMetrics
+from moecore.training.meter import MEMORY, check_finite_predictions
 from moecore.training.settings import Training
 
 Agreement = tuple[float | None, ...]  # one share a point in time; None where it is not defined
 Map = tuple[float | None, ...]  # mean probability of each expert; None for a class without images
 
 
-class RegionRow(Config):
+class TissueRoutingRow(Config):
     """Which experts of the last MoE layer see one tissue (ERMoE-ba, supplement §3)."""
 
     region: str  # the tissue; random_<tissue> for as many voxels at random places of the brain
@@ -31,11 +31,11 @@ class RegionRow(Config):
     share: dict[str, float]  # of the tokens, for each expert
 
 
-class ProbedEpoch(Config):
+class EpochTissueRouting(Config):
     """The rows of all tissues after one epoch."""
 
     epoch: int
-    rows: tuple[RegionRow, ...]
+    rows: tuple[TissueRoutingRow, ...]
 
 
 class WatchedEpoch(Config):
@@ -55,20 +55,20 @@ class Settling(Config):
     agreement_with_final: Agreement = ()  # after each epoch
     agreement_consecutive: Agreement = ()  # between epochs
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
-    region_routing: tuple[ProbedEpoch, ...] = ()  # of data with tissue maps
+    region_routing: tuple[EpochTissueRouting, ...] = ()  # of data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
-    # Of some of these values one number an item, mean over layers, as ``encode_items`` packs them:
+    # Of some of these values one number per item, mean over layers, by ``encode_item_values``:
     # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after.
     agreement_items: dict[str, str] = {}
 
 
-class Outcome(Details, Settling):
+class Outcome(ExtraTestMetrics, Settling):
     """A trained model on the data that it was trained on; the test split is looked at once."""
 
     task: AnyTask
     test_score: Estimate
-    test_items: str | None = None  # one score an item, as ``encode_items`` packs them
+    test_items: str | None = None  # one score an item, as ``encode_item_values`` packs them
     validation_score: Estimate
     test_loss: float  # of a real target in deviations of the training labels, as in training
     test_count: int  # images
@@ -86,7 +86,7 @@ class Outcome(Details, Settling):
         return self.model_copy(update=dict(settling))
 
 
-class RouterFit(Config):
+class RouterFitLosses(Config):
     """The losses of the teacher's routers after the last step of their fit (TGR-MoE, §3.2)."""
 
     loss: float
@@ -117,7 +117,7 @@ def summarize_training(
         active_parameters=parameters["active_parameters"],
         task=task,
         test_score=Estimate.of(task.interval(score, data.test.people)),
-        test_items=encode_items(score.double().numpy(), data.test.people),
+        test_items=encode_item_values(score.double().numpy(), data.test.people),
         validation_score=Estimate.of(task.interval(test.validation, data.validation.people)),
         test_loss=test.loss,
         test_count=len(score),
@@ -140,14 +140,14 @@ class SplitScores(NamedTuple):
     scores: torch.Tensor
     validation: torch.Tensor
     loss: float
-    details: Details
+    details: ExtraTestMetrics
 
 
 def evaluate_images(model: Model, data: Prepared) -> SplitScores:
     """Evaluate predictions that fit into memory."""
     task = model.image.task
     prediction, labels = _predict_split(model, data.test)
-    check_predictions(prediction, "test")
+    check_finite_predictions(prediction, "test")
     # A loss is reported in the unit of the training, which a target's deviation sets.
     _, deviation = task.head
     return SplitScores(
@@ -167,7 +167,7 @@ def evaluate_text(model: Model, data: Prepared, settings: Training) -> SplitScor
     printed = text_perplexity(model, tokens, settings.batch)
     every = text_perplexity(model, tokens, 1, whole=False)
     return SplitScores(
-        scores, validation, float(scores.mean()), Details(ppl=printed, ppl_all=every)
+        scores, validation, float(scores.mean()), ExtraTestMetrics(ppl=printed, ppl_all=every)
     )
 
 

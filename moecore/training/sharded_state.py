@@ -44,7 +44,7 @@ def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def ordered_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters that it changes, in the order of its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -52,7 +52,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Take up the optimizer's state of ``collect_state``."""
     whole = optimizer.state_dict()
-    parameters = optimizer_parameters(optimizer)
+    parameters = ordered_parameters(optimizer)
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, field = name.split(".")

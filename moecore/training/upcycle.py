@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.experts.mlp import MlpExperts
@@ -19,7 +19,9 @@ from moecore.nn.layers.moe import MoELayer
 Settings = TypeVar("Settings")
 
 
-def inherit_position_windows(config: Settings, image: ImageSpec, dense: BackboneModel) -> Settings:
+def inherit_pretrained_windows(
+    config: Settings, image: ImageSpec, dense: BackboneModel
+) -> Settings:
     """Return ``config`` for a model that starts from ``dense``: a continuous position bias goes on
     counting in the windows that it was learned for, unless ``config`` says which those are.
     """

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.nn.backbones.image import ImageSpec
+from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
@@ -106,7 +106,7 @@ def vit(router: dict | None, number: int = 3, seed: int = 0) -> nn.Module:
     moe = (
         None
         if router is None
-        else MoE(
+        else MoESettings(
             router=router,
             experts={"kind": "mlp", "number": number, "hidden_ratio": 1.0},
             blocks=(0, 1),

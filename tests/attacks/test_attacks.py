@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.attacks.apgd import Apgd
-from moecore.attacks.base import image_generators, uniform_noise
+from moecore.attacks.base import image_generators, uniform_noise_like
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import frozen_parameters, image_gradient
 from moecore.attacks.pgd import Pgd
@@ -94,7 +94,7 @@ def test_pgd_follows_the_formula(form, length):
     images, labels = case(2)
     model, start = Curved(16), 0.0
     if form == "strong":
-        start = 0.1 * uniform_noise(images, image_generators(0, range(2)), "pgd")
+        start = 0.1 * uniform_noise_like(images, image_generators(0, range(2)), "pgd")
     current = (images + start).clamp(0, 1)
     for _ in range(3):
         step = length * 0.1 / 3 * image_gradient(model, CLASSES, current, labels).sign()

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyautoattack.autopgd_base import APGDAttack
 
-from moecore.attacks.apgd import Apgd, ascend_objective, random_start, step_checkpoints
+from moecore.attacks.apgd import Apgd, apgd_ascent, random_start, step_checkpoints
 from moecore.attacks.base import image_generators
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import Ball, ModelGradient
 from moecore.attacks.objectives import (
     dlr_loss,
     make_objective,
-    routing_change,
+    routing_change_surrogate,
     summed_balance_losses,
 )
 from moecore.attacks.pgd import Pgd
-from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.measure.routing_metrics.expert_use import change_of_choice
+from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.measure.routing_metrics.layer_metrics import change_of_choice
 from moecore.statistics.intervals import squared_cv
 from tests.attacks.models import CLASSES, Curved, Smooth, vit
 from tests.attacks.test_attacks import case, run
@@ -140,11 +140,12 @@ def test_routing_change_by_hand():
     chosen = torch.tensor([[[1, 1, 0], [0, 0, 0]], [[1, 0, 0], [0, 0, 1]]]).bool()
     output = ModelOutput(torch.zeros(2, 3), (record(probs),))
     expected = torch.tensor([(math.log(2) + math.log(4)) / 4, (math.log(2) + math.log(4)) / 2])
-    assert torch.allclose(routing_change(output, [chosen]), expected)
+    assert torch.allclose(routing_change_surrogate(output, [chosen]), expected)
     assert torch.allclose(
-        routing_change(output._replace(routing=output.routing * 2), [chosen, chosen]), 2 * expected
+        routing_change_surrogate(output._replace(routing=output.routing * 2), [chosen, chosen]),
+        2 * expected,
     )
-    assert routing_change(output._replace(routing=()), []).tolist() == [0, 0]
+    assert routing_change_surrogate(output._replace(routing=()), []).tolist() == [0, 0]
 
 
 def test_routing_change_moves_the_routing_further_than_cross_entropy():
@@ -215,7 +216,7 @@ def test_agrees_with_the_reference_from_the_same_start(model, loss, steps):
     )
     theirs.init_hyperparam(images)
     best, _, values, _ = theirs.attack_single_run(images, labels, x_init=start)
-    ours = ascend_objective(
+    ours = apgd_ascent(
         ModelGradient(
             model,
             make_objective(
@@ -243,7 +244,7 @@ def test_checkpoints_by_hand():
 def test_step_sizes_are_two_epsilon_halved_and_change_at_checkpoints_only():
     images, labels = case(16, seed=1)
     model, epsilon = Curved(16), 0.15
-    found = ascend_objective(
+    found = apgd_ascent(
         ModelGradient(model, lambda output: CLASSES.attack_loss(output.prediction, labels)),
         Ball(images, epsilon),
         images,
@@ -267,7 +268,7 @@ def test_a_halved_step_starts_from_the_best_image():
         asked.append(float(pixels))
         return -(pixels - 0.53).abs().sum(dim=(1, 2, 3)), -(pixels - 0.53).sign()
 
-    found = ascend_objective(at, Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
+    found = apgd_ascent(at, Ball(images, 0.1), images, 20)  # checkpoints after 4, 8, …
     first = next(step_checkpoints(20))
     best = max(asked[: first + 1], key=lambda x: -abs(x - 0.53))
     assert found.sizes[first, 0] == pytest.approx(0.1) and found.sizes[
@@ -284,7 +285,7 @@ def test_returns_the_best_image_of_all():
     images, labels = case(10, seed=2)
     model = Curved(16)
     at = ModelGradient(model, lambda output: CLASSES.attack_loss(output.prediction, labels))
-    found = ascend_objective(at, Ball(images, 0.3), images, 15)
+    found = apgd_ascent(at, Ball(images, 0.3), images, 15)
     assert torch.allclose(at(found.images)[0], found.values, atol=1e-5)
     assert torch.equal(found.values, torch.maximum(found.history.max(dim=0).values, at(images)[0]))
 

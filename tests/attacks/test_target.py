@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from moecore.attacks.apgd import Apgd
+from moecore.attacks.attack_setup import Target, bfloat16_model, draw_image_indices
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Target, bfloat16_model, draw_places
-from moecore.core.records import ModelOutput
-from moecore.nn.predict import coupled_images, predict_in_batches, whole_groups
+from moecore.core.routing_records import ModelOutput
+from moecore.nn.predict import coupled_image_count, predict_in_batches, round_batch_to_groups
 from tests.attacks.models import CLASSES, SETS, YEARS, Smooth, vit
 from tests.attacks.test_attacks import case, named
 from tests.attacks.test_attacks import run as attacked
@@ -97,9 +97,12 @@ def test_bf16_rounds_the_attack_and_not_the_score():
 
 
 def test_a_subset_is_drawn_once_in_order():
-    some = draw_places(20, 8, seed=3)
+    some = draw_image_indices(20, 8, seed=3)
     assert len(set(some)) == 8 and (np.diff(some) > 0).all()
-    assert draw_places(20, 8, 4).tolist() != some.tolist() and len(draw_places(20, 99, 0)) == 20
+    assert (
+        draw_image_indices(20, 8, 4).tolist() != some.tolist()
+        and len(draw_image_indices(20, 99, 0)) == 20
+    )
 
 
 def test_a_score_is_the_tasks_and_the_clean_image_lies_in_every_ball():
@@ -131,8 +134,8 @@ def test_images_that_share_a_capacity_meet_in_whole_groups_whatever_the_batch():
     pixels = pixels.repeat_interleave(2, -1).repeat_interleave(2, -2)  # 8 × 8
     router = {"kind": "noisy_top_k", "k": 1, "eval_capacity_factor": 0.5, "group_size": 4}
     model = vit(router)
-    assert coupled_images(model) == 4
-    assert [whole_groups(model, batch) for batch in (1, 4, 7, 9)] == [4, 4, 4, 8]
+    assert coupled_image_count(model) == 4
+    assert [round_batch_to_groups(model, batch) for batch in (1, 4, 7, 9)] == [4, 4, 4, 8]
     said = [predict_in_batches(model, pixels, batch, routing=False)[0] for batch in (1, 7, 100)]
     alone = predict_in_batches(model, pixels[3:4], 1, routing=False)[0]
     assert all(torch.allclose(said[0], other, atol=1e-6) for other in said[1:])

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_errors import (
     age_decade,
     draw_resample_weights,
     measure_age_errors,
     measure_group_errors,
-    weighted_age_statistics,
+    weighted_age_fits,
 )
-from moecore.brain.ages import Ages, LineFit, fit_age_line
-from moecore.brain.calibrated_ages import write_calibration
-from moecore.brain.measured_ages import AgeResult, conformal_radius, measure_ages
+from moecore.brain.age_measurement import AgeResult, conformal_radius, summarize_age_errors
+from moecore.brain.ages import Ages, CalibratorFit, fit_age_line
 from moecore.brain.prediction_table import (
     COLUMNS,
     correct_ages,
@@ -51,13 +51,13 @@ def line(ages):
 
 @pytest.fixture(scope="module")
 def found(ages, line):
-    return measure_ages(ages, line, "train", 300)
+    return summarize_age_errors(ages, line, "train", 300)
 
 
 @pytest.fixture(scope="module")
 def folder(ages, line, found, tmp_path_factory):
     target = tmp_path_factory.mktemp("written") / "calibrated"
-    write_calibration(target, ages, line, found, "pretrain/vmoe/0")
+    write_calibration_folder(target, ages, line, found, "pretrain/vmoe/0")
     return target
 
 
@@ -124,7 +124,7 @@ def test_the_interval(found, ages, line):
         and "also fitted" not in found.interval.method
     )
     other = fit_age_line(ages, Linear(fit_on="validation"), None)
-    assert "also fitted" in measure_ages(ages, other, "validation", 100).interval.method
+    assert "also fitted" in summarize_age_errors(ages, other, "validation", 100).interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
@@ -194,8 +194,12 @@ def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, foun
         ages.predicted,
         ages.data.folder.parent / "model.safetensors",
     )
-    write_calibration(
-        tmp_path / "out", real, line, measure_ages(real, line, "train", 100), "pretrain/vmoe/0"
+    write_calibration_folder(
+        tmp_path / "out",
+        real,
+        line,
+        summarize_age_errors(real, line, "train", 100),
+        "pretrain/vmoe/0",
     )
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
     assert "SIMULATED" not in text and "scans of people" in text
@@ -209,14 +213,14 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
         fit_age_line(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
         refused = fit_age_line(flat, Linear(), None, "report")
-    found = measure_ages(flat, refused, "train", 100)
+    found = summarize_age_errors(flat, refused, "train", 100)
     assert (
         "slope of 0" in found.refused
         and found.pooled is None
         and found.sex_specific is None
         and found.raw.slope.value == pytest.approx(0)
     )
-    write_calibration(tmp_path / "out", flat, refused, found, "pretrain/vmoe/0")
+    write_calibration_folder(tmp_path / "out", flat, refused, found, "pretrain/vmoe/0")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"calibrator.json"}
     row = read_predictions(tmp_path / "out/predictions.csv")[-1]
     assert (
@@ -258,9 +262,11 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     few = ages._replace(
         subjects={**ages.subjects, "validation": ages.subjects["validation"][:1] * 24}
     )
-    found = measure_ages(few, line, "train", 100)
+    found = summarize_age_errors(few, line, "train", 100)
     assert found.interval.radius is None and found.interval.coverage is None
-    write_calibration(tmp_path / "out", few, LineFit(line.fitted, None, 60), found, "x")
+    write_calibration_folder(
+        tmp_path / "out", few, CalibratorFit(line.fitted, None, 60), found, "x"
+    )
     assert (
         read_predictions(tmp_path / "out/predictions.csv")[-1]["interval_low"] == ""
         and "too few" in (tmp_path / "out/MODEL_CARD.md").read_text()
@@ -296,8 +302,7 @@ def test_a_weight_is_a_volume_taken_as_often(seed):
     if len(set(y)) < 3:
         return
     found = {
-        name: value[0]
-        for name, value in weighted_age_statistics(predictions, ages, weights).items()
+        name: value[0] for name, value in weighted_age_fits(predictions, ages, weights).items()
     }
     slope, intercept = np.polyfit(y, p, 1)
     assert found["slope"] == pytest.approx(slope, rel=1e-6) and found["intercept"] == pytest.approx(

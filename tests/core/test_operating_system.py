@@ -8,7 +8,7 @@ import pytest
 
 from moecore.core.files import FullDisk, whole_file
 from moecore.core.operating_system import available_cores, set_parent_death_signal
-from moecore.data.workers import map_in_threads, thread_count
+from moecore.data.thread_map import map_in_threads, thread_count
 
 
 @pytest.fixture

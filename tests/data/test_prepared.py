@@ -15,9 +15,9 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
+from moecore.data.expected_data import summarize_card
 from moecore.data.npy import new_array
 from moecore.data.prepared import Prepared
-from moecore.data.preview import card_preview
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
@@ -26,8 +26,8 @@ from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
 from moecore.data.splits import SplitSettings
-from moecore.data.workers import map_in_threads, one_blas_thread
-from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
+from moecore.data.thread_map import map_in_threads, one_blas_thread
+from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 from tests.data.making import cohort, image_classes
 
@@ -42,7 +42,7 @@ LABELS = np.arange(10) % 2
 
 
 def parts(**changed):
-    whole = SplitPart(LABELS, [IMAGES[:7], IMAGES[7:]])
+    whole = SplitToWrite(LABELS, [IMAGES[:7], IMAGES[7:]])
     return {"train": whole, "validation": whole, "test": whole} | changed
 
 
@@ -70,7 +70,7 @@ def test_card_and_arrays(tmp_path):
 def test_a_finished_array_is_taken_over(tmp_path):
     np.save(tmp_path / "decoded.npy", IMAGES)
     write_prepared(
-        tmp_path / "out", FACTS, parts(train=SplitPart(LABELS, tmp_path / "decoded.npy"))
+        tmp_path / "out", FACTS, parts(train=SplitToWrite(LABELS, tmp_path / "decoded.npy"))
     )
     assert not (tmp_path / "decoded.npy").exists() and np.array_equal(
         Prepared.open(tmp_path / "out").train.images, IMAGES
@@ -216,7 +216,7 @@ def test_what_is_said_beforehand_is_what_is_written(tmp_path, monkeypatch, kind)
     said = source.preview()
     assert said.problem is None and said.note is None
     source.prepare(tmp_path / "out")
-    written = card_preview(read_json(tmp_path / "out/card.json"))
+    written = summarize_card(read_json(tmp_path / "out/card.json"))
     assert said.counts == written.counts and said.images == written.images
     assert (said.name, said.channels, said.shape) == (written.name, written.channels, written.shape)
     assert said.classes == written.classes and said.task.kind == written.task.kind

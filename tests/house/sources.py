@@ -3,7 +3,7 @@
 import ast
 from functools import cache
 
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 
 
 @cache

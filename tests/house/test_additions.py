@@ -70,7 +70,7 @@ SHOWN = '''\
 
 from moecore.measure.brightness import Result
 from moecore.report.column import Column
-from moecore.report.measures.shown import Shown
+from moecore.report.measures.result_display import Shown
 
 COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
 SHOWN = Shown("brightness", "b", Result, COLUMNS)

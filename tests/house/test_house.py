@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 
-from moecore.core.sources import FAMILIES, ROOT
+from moecore.core.source_layout import FAMILIES, ROOT
 from tests.house.sources import source_files, syntax_trees
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

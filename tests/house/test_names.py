@@ -2,7 +2,7 @@
 
 import ast
 
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from tests.house.names import list_exceptions
 from tests.house.sources import syntax_trees
 

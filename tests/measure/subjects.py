@@ -9,18 +9,18 @@ import torch
 import yaml
 from torch import nn
 
-from moecore.core.records import ModelOutput
+from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
-from moecore.measure.base import MeasuredSubject
+from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.pipeline.code_hashes import write_code
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import save_model
@@ -34,7 +34,7 @@ def digits(folder: Path) -> Prepared:
     return Prepared.open(folder)
 
 
-def built(backbone: Backbone, moe: MoE | None, data: Prepared, factor: float) -> nn.Module:
+def built(backbone: Backbone, moe: MoESettings | None, data: Prepared, factor: float) -> nn.Module:
     """With weights ``factor`` times as large: a router that prefers some experts."""
     torch.manual_seed(1)
     model = backbone.build(ImageSpec.from_card(data.card), moe)
@@ -43,7 +43,7 @@ def built(backbone: Backbone, moe: MoE | None, data: Prepared, factor: float) ->
     return model.eval()
 
 
-def measured_twice(measurement, subject: MeasuredSubject, settings) -> object:
+def measured_twice(measurement, subject: MeasuredModel, settings) -> object:
     """The result, the same again from the parts that were kept, drawing no random number."""
     kept = {}
     computed = []
@@ -100,9 +100,11 @@ class Source:
         return np.full((1, 2, 2, 2), (age + scan / 10 + 10 * site) / 100, np.float32), None
 
 
-def top_k_mlps(k: int = 1, hidden_ratio: float = 1, blocks: tuple[int, ...] = (0, 1)) -> MoE:
+def top_k_mlps(
+    k: int = 1, hidden_ratio: float = 1, blocks: tuple[int, ...] = (0, 1)
+) -> MoESettings:
     """Return noisy top-k routing over four MLPs in these blocks."""
-    return MoE(
+    return MoESettings(
         router={"kind": "noisy_top_k", "k": k},
         experts={"kind": "mlp", "number": 4, "hidden_ratio": hidden_ratio},
         blocks=blocks,
@@ -121,7 +123,7 @@ def write_digits(folder: Path) -> Prepared:
     return Prepared.open(target)
 
 
-def trained(data: Prepared, moe: MoE | None, seed: int = 1) -> torch.nn.Module:
+def trained(data: Prepared, moe: MoESettings | None, seed: int = 1) -> torch.nn.Module:
     """After 40 steps."""
     torch.manual_seed(seed)
     backbone = Vit(patch=6, width=16, depth=2, heads=2)
@@ -137,7 +139,7 @@ def trained(data: Prepared, moe: MoE | None, seed: int = 1) -> torch.nn.Module:
     return model.eval()
 
 
-def train_on_ages(data: Prepared, moe: MoE | None) -> torch.nn.Module:
+def train_on_ages(data: Prepared, moe: MoESettings | None) -> torch.nn.Module:
     """Return a model that follows age a little, after 30 steps."""
     torch.manual_seed(1)
     backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
@@ -190,9 +192,9 @@ FEW = Explorer.model_validate(
 OF_VOLUMES = FEW.model_copy(update={"augmentations": ("shift", "noise")})
 
 
-def moe(experts: int = 4, blocks: tuple[int, ...] = (0, 1)) -> MoE:
+def moe(experts: int = 4, blocks: tuple[int, ...] = (0, 1)) -> MoESettings:
     """Noisy top-2 over MLPs."""
-    return MoE(
+    return MoESettings(
         router={"kind": "noisy_top_k", "k": min(2, experts)},
         experts={"kind": "mlp", "number": experts, "hidden_ratio": 0.25},
         blocks=blocks,
@@ -217,21 +219,23 @@ def images(classes: int = 3, size: int = 12, channels: int = 1, number: int = 50
     return Prepared(card, split, split, split)
 
 
-def subject(data: Prepared, layers: MoE | None, patch: int = 4, seed: int = 0) -> MeasuredSubject:
+def subject(
+    data: Prepared, layers: MoESettings | None, patch: int = 4, seed: int = 0
+) -> MeasuredModel:
     """An untrained model of two blocks whose routers are sure."""
     torch.manual_seed(seed)
     backbone = Vit(patch=patch, width=16, depth=2, heads=2)
     model = backbone.build(ImageSpec.from_card(data.card), layers)
-    return MeasuredSubject(surer(model).eval(), data)
+    return MeasuredModel(surer(model).eval(), data)
 
 
-def volumes(folder: Path, seed: int = 0) -> MeasuredSubject:
+def volumes(folder: Path, seed: int = 0) -> MeasuredModel:
     """A model of age on volumes of 16³ voxels, in cubes of 4³."""
     data = write_cohort(folder)
     torch.manual_seed(seed)
     backbone = Vit3d(patch=4, width=16, depth=2, heads=2, mlp_ratio=1)
     model = backbone.build(ImageSpec.from_card(data.card), moe())
-    return MeasuredSubject(surer(model).eval(), data)
+    return MeasuredModel(surer(model).eval(), data)
 
 
 def surer(model: torch.nn.Module) -> torch.nn.Module:
@@ -242,7 +246,7 @@ def surer(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def captioned(folder: Path) -> MeasuredSubject:
+def captioned(folder: Path) -> MeasuredModel:
     """Two towers, untrained but sure, and 30 test mosaics of digits with five captions each."""
     folder.mkdir(parents=True, exist_ok=True)
     source = {"kind": "digits", "size": 8}
@@ -255,4 +259,4 @@ def captioned(folder: Path) -> MeasuredSubject:
         joint=8,
     )
     model = towers.build(ImageSpec.from_card(data.card), moe())
-    return MeasuredSubject(surer(model).eval(), data)
+    return MeasuredModel(surer(model).eval(), data)

@@ -15,32 +15,32 @@ from torch.nn.functional import cross_entropy
 from moecore.core.config import read_settings
 from moecore.core.files import UserError
 from moecore.measure import cohort_checks
-from moecore.measure.base import MeasuredSubject, compute_without_cache, read_result
+from moecore.measure.base import MeasuredModel, compute_without_cache, read_result
 from moecore.measure.calibration import (
     Calibrate,
     CalibrationFiles,
     Result,
     calibrate_temperature,
     check_calibrator,
+    labels_as_tensor,
     prediction_quality,
-    split_labels,
 )
 from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
-from moecore.measure.probes import people
-from moecore.nn.backbones.image import ImageSpec
+from moecore.measure.probes import ageing_and_rescans
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import wilson
-from moecore.tasks.class_scores import (
+from moecore.tasks.classification import Classification
+from moecore.tasks.classification_metrics import (
     brier_scores,
     calibration_error,
     class_confidence,
     class_nll,
     reliability_bins,
 )
-from moecore.tasks.classification import Classification
 from stages import calibrate as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import in_run, measured_twice, trained, write_digits, write_models
@@ -53,7 +53,7 @@ def made(tmp_path_factory):
     """The model, its data, what was measured, and the folder of all."""
     folder = tmp_path_factory.mktemp("calibration")
     data = write_digits(folder)
-    subject = MeasuredSubject(trained(data, None), data)
+    subject = MeasuredModel(trained(data, None), data)
     files = CalibrationFiles("x", folder, folder, folder / "out")
     return subject, calibrate_temperature(subject, SETTINGS, files), folder
 
@@ -77,7 +77,7 @@ def test_the_test_split_before_and_after(made):
     fitted = read_settings(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
     assert (found.temperature, found.at_limit) == (fitted.temperature, fitted.at_limit)
     test = subject.data.test
-    labels = split_labels(test.labels)
+    labels = labels_as_tensor(test.labels)
     logits, _ = predict_in_batches(subject.model, test.images, 16, routing=False)
     for when, said in ((found.before, logits), (found.after, fitted.apply(logits))):
         hits = said.argmax(1) == labels
@@ -124,17 +124,17 @@ def settings(**changes) -> CohortChecks:
 
 
 @pytest.fixture(scope="module")
-def subject(cohort) -> MeasuredSubject:
+def subject(cohort) -> MeasuredModel:
     torch.manual_seed(0)
     backbone = Vit3d(patch=8, width=8, depth=1, heads=1, mlp_ratio=1)
-    return MeasuredSubject(backbone.build(ImageSpec.from_card(cohort.card)).eval(), cohort)
+    return MeasuredModel(backbone.build(ImageSpec.from_card(cohort.card)).eval(), cohort)
 
 
 @pytest.fixture(scope="module")
 def found(subject) -> cohort_checks.Result:
     assert cohort_checks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(people, "RESCAN_YEARS", 200)
+        patch.setattr(ageing_and_rescans, "RESCAN_YEARS", 200)
         return measured_twice(cohort_checks.measure, subject, settings())
 
 

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from moecore.measure import cost
-from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.base import MeasuredModel, compute_without_cache
 from moecore.measure.clock import Quartiles, time_calls, timing_quartiles
 from moecore.measure.cost import Cost
-from moecore.measure.passes import (
+from moecore.measure.forward_cost import (
     flops_per_image,
     padding_share,
+    pass_and_routing_times,
     peak_memory,
     record_spans,
-    routing_times,
     unwatched_times,
 )
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.layers.moe import MoE, MoELayer
+from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.tasks.classification import Classification
 from moecore.training.live_bytes import LiveBytes
 from tests.measure.subjects import built, digits, top_k_mlps
@@ -39,7 +39,7 @@ IMAGE = ImageSpec(
 
 def layer(router: dict = TOP2, experts: dict = MLP) -> MoELayer:
     torch.manual_seed(0)
-    return MoE(router=router, experts=experts, blocks=[0]).build(16)
+    return MoESettings(router=router, experts=experts, blocks=[0]).build(16)
 
 
 def test_median_and_quartiles():
@@ -109,7 +109,7 @@ def test_flops_of_a_vit_by_hand(batch):
     whole, routing = flops_per_image(vit.build(IMAGE), images)
     assert (whole, routing) == (by_hand(5, 16, 32, 2), 0)
     whole, routing = flops_per_image(
-        vit.build(IMAGE, MoE(router=TOP2, experts=MLP, blocks=[1])), images
+        vit.build(IMAGE, MoESettings(router=TOP2, experts=MLP, blocks=[1])), images
     )
     # 5 tokens: 4 logits each; 2 experts each, two maps 16 → 16
     router, experts = (2 * 5 * 16 * 4, 5 * 2 * 2 * (2 * 16 * 16))
@@ -162,7 +162,7 @@ def test_times_have_their_parts_and_leave_the_model_alone():
         {name: value.clone() for name, value in moe.state_dict().items()},
         torch.get_rng_state(),
     )
-    found = routing_times(moe, lambda number: tokens, rounds=4, warm_up=1)
+    found = pass_and_routing_times(moe, lambda number: tokens, rounds=4, warm_up=1)
     assert len(found) == 4 and all(0 < part.routing < part.whole for part in found)
     assert len(unwatched_times(moe, lambda number: tokens, rounds=2)) == 2
     assert moe.training and moe.router.training and torch.equal(torch.get_rng_state(), state)
@@ -189,7 +189,7 @@ def results(tmp_path_factory):
     found = {}
     for name, moe in {"vmoe": top_k_mlps(k=2), "dense": None}.items():
         model = built(Vit(patch=6, width=16, depth=2, heads=2), moe, data, 1)
-        found[name] = cost.measure(MeasuredSubject(model, data), settings, compute_without_cache)
+        found[name] = cost.measure(MeasuredModel(model, data), settings, compute_without_cache)
     return found
 
 

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moecore.attacks.attack_setup import Target
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Target
 from moecore.core.files import UserError
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
-from moecore.measure.base import MeasuredSubject, compute_without_cache, read_result
+from moecore.measure.base import MeasuredModel, compute_without_cache, read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.noise_ramp import count_jumps, true_probability
-from moecore.measure.routing_metrics.expert_use import change_of_choice, changes_by_image
+from moecore.measure.routing_metrics.layer_metrics import change_of_choice, changes_by_image
 from moecore.measure.transfer import (
     Result,
     Transfer,
@@ -71,7 +71,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(corruptions.measure, MeasuredSubject(model, data), SETTINGS)
+        name: measured_twice(corruptions.measure, MeasuredModel(model, data), SETTINGS)
         for name, model in models.items()
     }
 

@@ -8,24 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.encoded_arrays import decode_values
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.transforms import TRANSFORMS, draw_affines
+from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
-from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.base import MeasuredModel, compute_without_cache
 from moecore.measure.invariance import Invariance
 from moecore.measure.routing_metrics.imed import (
     imed_between,
+    imed_by_image,
     imed_matrix,
-    imed_partners,
-    mean_imed,
+    partner_images,
     squared_imed,
 )
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.base import map_shape
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.hash import Hash
 from tests.measure.subjects import built, measured_twice
@@ -37,8 +37,8 @@ MOE = {
     "experts": {"kind": "mlp", "number": 6, "hidden_ratio": 0.1},
 }
 MODELS = {
-    "single": (SingleLayer(), MoE(**MOE, blocks=[0])),
-    "vit": (Vit(patch=6, width=16, depth=2, heads=2), MoE(**MOE, blocks=[0, 1])),
+    "single": (SingleLayer(), MoESettings(**MOE, blocks=[0])),
+    "vit": (Vit(patch=6, width=16, depth=2, heads=2), MoESettings(**MOE, blocks=[0, 1])),
 }
 
 
@@ -51,7 +51,7 @@ def vit(data):
 def results(data, vit):
     single = built(*MODELS["single"], data, 5)
     return {
-        name: measured_twice(invariance.measure, MeasuredSubject(model, data), SETTINGS)
+        name: measured_twice(invariance.measure, MeasuredModel(model, data), SETTINGS)
         for name, model in {"single": single, "vit": vit}.items()
     }
 
@@ -85,14 +85,16 @@ def test_the_identity_moves_nothing(vit, images):
     assert row.name == "still"
     assert row.agreement == 1
     assert set(row.model_dump(exclude={"name", "agreement", "items"}).values()) == {0.0}
-    assert set(decode_values(row.items).tolist()) == {0.0}
+    assert set(decode_float_array(row.items).tolist()) == {0.0}
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
     _, clean = predict_in_batches(vit, images, 40)
-    pairs = imed_partners(40, 5).tolist()
+    pairs = partner_images(40, 5).tolist()
     one_by_one = [
-        float(mean_imed(*(tuple(p[[i]] for p in invariance.probs_by_layer(clean)) for i in pair)))
+        float(
+            imed_by_image(*(tuple(p[[i]] for p in invariance.probs_by_layer(clean)) for i in pair))
+        )
         for pair in enumerate(pairs)
     ]
     for row in results["vit"].transforms:
@@ -117,16 +119,16 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
     d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     between = 2 * d[::-1].copy()
     sure, flat = (
-        invariance.normalised_imed(d, between),
-        invariance.normalised_imed(d / 10, between / 10),
+        invariance.imed_ratio(d, between),
+        invariance.imed_ratio(d / 10, between / 10),
     )
     assert flat.value == pytest.approx(sure.value)
-    assert invariance.normalised_imed(d, np.zeros(40)) is None
+    assert invariance.imed_ratio(d, np.zeros(40)) is None
 
 
 def test_one_image_has_no_other(data, vit):
     found = invariance.measure(
-        MeasuredSubject(vit, data), Invariance(images=1, seed=5), compute_without_cache
+        MeasuredModel(vit, data), Invariance(images=1, seed=5), compute_without_cache
     )
     assert {row.normalised for row in found.transforms} == {None}
 
@@ -135,14 +137,14 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
     _, before = predict_in_batches(vit, images, 40)
     drawn = draw_affines("translation (0.1, 0.1)", 40, (12, 12), 5)
     _, after = predict_in_batches(vit, invariance.move_images(images, drawn, 7), 40)
-    d = mean_imed(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
+    d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
     (row,) = (one for one in results["vit"].transforms if one.name == "translation (0.1, 0.1)")
     assert row.d == pytest.approx(float(d.mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_runs_for_the_layer_of_every_method(data, name):
-    subject = MeasuredSubject(tiny(name, ImageSpec.from_card(data.card)), data)
+    subject = MeasuredModel(tiny(name, ImageSpec.from_card(data.card)), data)
     assert invariance.applies(subject) is None
     found = invariance.measure(subject, SETTINGS, compute_without_cache)
     assert [row.name for row in found.transforms] == list(TRANSFORMS)
@@ -164,7 +166,7 @@ def test_a_hash_of_the_position_never_moves(vit, images):
 
 def test_a_class_without_images_has_no_map(data, vit):
     few = Invariance(images=2, seed=5)
-    maps = invariance.measure(MeasuredSubject(vit, data), few, compute_without_cache).class_maps
+    maps = invariance.measure(MeasuredModel(vit, data), few, compute_without_cache).class_maps
     assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}
     assert (None,) * 6 in [of_class[0] for of_class in maps]
 
@@ -235,7 +237,7 @@ def test_means_over_tokens_and_layers_by_hand():
     after = (torch.stack([near, same])[None], torch.stack([far, far])[None])
     # 15 lies 3 rows and 3 columns from 0
     adjacent, distant = ((1 - math.exp(-0.5)) / math.pi, (1 - math.exp(-9)) / math.pi)
-    d = mean_imed(before, after)
+    d = imed_by_image(before, after)
     assert d.shape == (1,)
     assert float(d) == pytest.approx((math.sqrt(adjacent) / 2 + math.sqrt(distant)) / 2)
 
@@ -244,20 +246,20 @@ def test_each_image_has_its_own_distance_and_the_same_routing_has_none():
     before = torch.rand(3, 5, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
     after = before.clone()
     after[1] = after[1].flip(-1)
-    distance = mean_imed((before,), (after,))
+    distance = imed_by_image((before,), (after,))
     assert distance[0] == distance[2] == 0 and distance[1] > 0
 
 
 @given(st.integers(2, 60), st.integers(0, 10**6))
 def test_partners_are_other_images_each_once_and_on_one_circle(images, seed):
-    found = imed_partners(images, seed).tolist()
+    found = partner_images(images, seed).tolist()
     assert sorted(found) == list(range(images))
     place, seen = 0, []
     for _ in range(images):
         place = found[place]
         seen.append(place)
     assert sorted(seen) == list(range(images)) and seen[-1] == 0
-    assert found == imed_partners(images, seed).tolist()
+    assert found == partner_images(images, seed).tolist()
 
 
 def test_two_images_are_compared_with_each_other():
@@ -265,4 +267,4 @@ def test_two_images_are_compared_with_each_other():
     adjacent = math.sqrt((1 - math.exp(-0.5)) / math.pi)
     assert imed_between((probs,), 0).tolist() == pytest.approx([adjacent, adjacent])
     with pytest.raises(ValueError, match="two are needed"):
-        imed_partners(1, 0)
+        partner_images(1, 0)

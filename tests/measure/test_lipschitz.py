@@ -14,27 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moecore.core.records import ModelOutput, RoutingRecord
+from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import lipschitz
-from moecore.measure.base import MeasuredSubject
+from moecore.measure.base import MeasuredModel
 from moecore.measure.lipschitz import Lipschitz, summarize_slopes
-from moecore.measure.theory.lemma import layer_tokens, lemma_terms_by_layer
-from moecore.measure.theory.slopes import (
-    ImagePair,
-    ascend_slope,
+from moecore.measure.theory.lipschitz_lemma import layer_tokens, lemma_terms_by_layer
+from moecore.measure.theory.logit_slopes import (
+    ImagePairSlope,
     bisect_pair,
+    find_steepest_pair,
     largest_singular_value,
     margin_slope,
     project_to_l2_ball,
     slopes_at,
 )
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoE
-from moecore.nn.layers.smooth import Lemma1, lemma_1, row_jacobians, smooth_output
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.smooth_moe import LemmaTerms, dense_mixture_output, lemma_1, row_jacobians
 from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
 from tests.measure.subjects import built, measured_twice
@@ -46,23 +46,28 @@ VIT = Vit(patch=6, width=16, depth=2, heads=2)
 LINEAR = {"kind": "noisy_top_k", "k": 1}
 MODELS = {
     "dense": (VIT, None),
-    "vmoe": (VIT, MoE(router=LINEAR, experts=MLP, blocks=[0, 1])),
+    "vmoe": (VIT, MoESettings(router=LINEAR, experts=MLP, blocks=[0, 1])),
     "frozen": (
         VIT,
-        MoE(
+        MoESettings(
             router={"kind": "frozen_copy", "router": LINEAR, "until": 0.5}, experts=MLP, blocks=[1]
         ),
     ),
-    "smoe": (VIT, MoE(router={"kind": "top_k_softmax", "k": 2}, experts=MLP, blocks=[1])),
-    "eigen": (VIT, MoE(router=LINEAR, experts=EIGEN, blocks=[1])),
+    "smoe": (VIT, MoESettings(router={"kind": "top_k_softmax", "k": 2}, experts=MLP, blocks=[1])),
+    "eigen": (VIT, MoESettings(router=LINEAR, experts=EIGEN, blocks=[1])),
     "ermoe": (
         VIT,
-        MoE(router={"kind": "eigenbasis", "k": 2, "threshold": 0.5}, experts=EIGEN, blocks=[1]),
+        MoESettings(
+            router={"kind": "eigenbasis", "k": 2, "threshold": 0.5}, experts=EIGEN, blocks=[1]
+        ),
     ),
-    "hash": (VIT, MoE(router={"kind": "hash", "k": 1, "by": "patch"}, experts=MLP, blocks=[1])),
-    "soft": (VIT, MoE(router={"kind": "soft_slots", "slots": 2}, experts=MLP, blocks=[1])),
-    "choice": (VIT, MoE(router={"kind": "expert_choice", "k": 2}, experts=MLP, blocks=[1])),
-    "single": (SingleLayer(), MoE(router=LINEAR, experts=MLP, blocks=[0])),
+    "hash": (
+        VIT,
+        MoESettings(router={"kind": "hash", "k": 1, "by": "patch"}, experts=MLP, blocks=[1]),
+    ),
+    "soft": (VIT, MoESettings(router={"kind": "soft_slots", "slots": 2}, experts=MLP, blocks=[1])),
+    "choice": (VIT, MoESettings(router={"kind": "expert_choice", "k": 2}, experts=MLP, blocks=[1])),
+    "single": (SingleLayer(), MoESettings(router=LINEAR, experts=MLP, blocks=[0])),
 }
 DEFINED = {"vmoe": 2, "frozen": 1, "smoe": 1, "eigen": 1, "single": 1}
 
@@ -75,7 +80,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(lipschitz.measure, MeasuredSubject(model, data), SETTINGS)
+        name: measured_twice(lipschitz.measure, MeasuredModel(model, data), SETTINGS)
         for name, model in models.items()
     }
 
@@ -353,7 +358,7 @@ def test_the_jump_is_the_change_between_ends_that_choose_differently():
             lambda x: torch.cat([x, -x], 1), lambda x, border=border: x[:, 0] > border
         ).double()
         pair, crossed, jump = bisect_pair(
-            model, ImagePair(*ends, torch.zeros(1, dtype=torch.float64)), 0
+            model, ImagePairSlope(*ends, torch.zeros(1, dtype=torch.float64)), 0
         )
         assert float(pair.ratio) == pytest.approx(math.sqrt(2)) and bool(crossed) == crosses
         assert float(jump) == pytest.approx(0.2 * math.sqrt(2) if crosses else 0)
@@ -369,7 +374,7 @@ def test_halving_never_lowers_the_ratio(seed):
     direction = torch.nn.functional.normalize(
         torch.randn(3, 4, generator=generator, dtype=torch.float64)
     ).view_as(images)
-    pair = ascend_slope(model.double(), images, direction, 0.3, 3)
+    pair = find_steepest_pair(model.double(), images, direction, 0.3, 3)
     ratios = [bisect_pair(model, pair, number)[0].ratio for number in (0, 1, 4, 9)]
     torch.testing.assert_close(ratios[0], pair.ratio)
     assert all((after >= before * (1 - 1e-12)).all() for before, after in pairwise(ratios))
@@ -384,7 +389,9 @@ def test_halving_never_lowers_the_ratio(seed):
 def vit(router=None) -> nn.Module:
     torch.manual_seed(3)
     router = router or {"kind": "noisy_top_k", "k": 1}
-    moe = MoE(router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[0, 1])
+    moe = MoESettings(
+        router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[0, 1]
+    )
     model = Vit(patch=6, width=16, depth=2, heads=2).build(IMAGE, moe)
     for parameter in model.parameters():
         parameter.data *= 4
@@ -451,7 +458,7 @@ def layer_of(weight, outputs=None, number=2, kind="noisy_top_k") -> nn.Module:
     """
     width = len(weight[0])
     torch.manual_seed(0)
-    layer = MoE(
+    layer = MoESettings(
         router={"kind": kind, "k": 1},
         experts={"kind": "mlp", "number": number, "hidden_ratio": 2},
         blocks=[0],
@@ -527,14 +534,14 @@ def test_tokens_are_taken_a_few_at_a_time_without_a_difference(monkeypatch):
         torch.randn(9, 3, generator=torch.Generator().manual_seed(2)),
     )
     whole = lemma_1(layer, tokens)
-    monkeypatch.setattr("moecore.nn.layers.smooth._NUMBERS", 40)  # 2 tokens of 2·3² numbers
+    monkeypatch.setattr("moecore.nn.layers.smooth_moe._NUMBERS", 40)  # 2 tokens of 2·3² numbers
     for one, other in zip(whole, lemma_1(layer, tokens), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_the_smooth_layer_is_the_sparse_one_with_all_experts():
     layer = (
-        MoE(
+        MoESettings(
             router={"kind": "noisy_top_k", "k": 3},
             experts={"kind": "mlp", "number": 3, "hidden_ratio": 2},
             blocks=[0],
@@ -545,14 +552,14 @@ def test_the_smooth_layer_is_the_sparse_one_with_all_experts():
     )
     tokens = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     torch.testing.assert_close(
-        smooth_output(layer.router, layer.experts, tokens.flatten(0, 1)).view_as(tokens),
+        dense_mixture_output(layer.router, layer.experts, tokens.flatten(0, 1)).view_as(tokens),
         layer(tokens)[0],
     )
 
 
 def test_violations_are_seen():
     one = torch.ones(3, dtype=torch.float64)
-    assert Lemma1(
+    assert LemmaTerms(
         torch.tensor([1.0, 2.0, 2.00001], dtype=torch.float64), one, one
     ).violated.tolist() == [False, False, True]
-    assert Lemma1(0 * one, 0 * one, 0 * one).slack.tolist() == [0, 0, 0]
+    assert LemmaTerms(0 * one, 0 * one, 0 * one).slack.tolist() == [0, 0, 0]

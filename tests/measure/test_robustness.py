@@ -7,8 +7,14 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
 from moecore.measure import robustness as module
-from moecore.measure.base import MeasuredSubject, Skipped, compute_without_cache, read_result
-from moecore.measure.robustness import Result, Robustness, build_target, check_attacks, measure
+from moecore.measure.base import MeasuredModel, Skipped, compute_without_cache, read_result
+from moecore.measure.robustness import (
+    Result,
+    Robustness,
+    build_attack_target,
+    check_attack_settings,
+    measure,
+)
 from moecore.measure.transfer import Transfer
 from moecore.measure.transfer import measure as measure_transfer
 from moecore.measure.under_attack.curves import measured_curves, worst_case
@@ -59,7 +65,7 @@ def subjects(tmp_path_factory):
     folder = tmp_path_factory.mktemp("robustness")
     data = write_digits(folder)
     models = write_models(folder, data)
-    return folder, {name: MeasuredSubject(model, data) for name, model in models.items()}
+    return folder, {name: MeasuredModel(model, data) for name, model in models.items()}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,7 @@ def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
         assert last[shown.attack].score == min(row.score for row in last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
         clean, *moved = (row.pictures.array().astype(float) / 255 for row in shown.rows)
-        images = build_target(subjects[1][name], SETTINGS).images
+        images = build_attack_target(subjects[1][name], SETTINGS).images
         assert np.array_equal(clean * 255, images[[0, 12, 24]])
         for pictures, epsilon in zip(moved, (0.05, 0.2), strict=True):
             assert 0 < np.abs(pictures - clean).max() <= epsilon + 1 / 255
@@ -158,13 +164,13 @@ def test_what_makes_no_sense_for_the_labels_is_refused():
     def settings(*attacks, **changes):
         return Robustness(epsilons=(0.1,), attacks=attacks, **changes)
 
-    check_attacks(settings(pgd, dlr, survivors=True), CLASSES)
-    check_attacks(settings(pgd, survivors=True), SETS)
+    check_attack_settings(settings(pgd, dlr, survivors=True), CLASSES)
+    check_attack_settings(settings(pgd, survivors=True), SETS)
     for task in (YEARS, SETS):
         with pytest.raises(UserError, match=r"attacks\[1\]: pgd with objective dlr needs"):
-            check_attacks(settings(pgd, dlr), task)
+            check_attack_settings(settings(pgd, dlr), task)
     with pytest.raises(UserError, match="survivors: found true"):
-        check_attacks(settings(pgd, survivors=True), YEARS)
+        check_attack_settings(settings(pgd, survivors=True), YEARS)
 
 
 def run_stage(subjects, patch, capsys, **changes) -> Result:
@@ -217,11 +223,9 @@ AGE_MODELS = {"dense": None, "moe": top_k_mlps()}
 
 
 @pytest.fixture(scope="module")
-def aged(tmp_path_factory) -> dict[str, MeasuredSubject]:
+def aged(tmp_path_factory) -> dict[str, MeasuredModel]:
     data = write_cohort(tmp_path_factory.mktemp("ages") / "data")
-    return {
-        name: MeasuredSubject(train_on_ages(data, moe), data) for name, moe in AGE_MODELS.items()
-    }
+    return {name: MeasuredModel(train_on_ages(data, moe), data) for name, moe in AGE_MODELS.items()}
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.encoded_arrays import decode_values
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.encoded_arrays import decode_float_array
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import make_views
+from moecore.data.views.views import draw_views
 from moecore.measure import routing
-from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.base import MeasuredModel, compute_without_cache
 from moecore.measure.exploring.overlays import (
     CROPS,
     expert_grid,
-    match_crops,
+    overlapping_crops,
 )
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.augmentations import two_views
 from moecore.measure.routing_metrics.consistency import match_ratios
-from moecore.measure.routing_metrics.layer_use import layer_use, use_by_image
-from moecore.nn.backbones.image import ImageSpec
+from moecore.measure.routing_metrics.layer_use import layer_use_by_image, layer_use_metrics
+from moecore.measure.routing_metrics.view_pairs import draw_two_views
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
 from tests.measure.subjects import measured_twice
 from tests.nn.test_correspondence import paired
@@ -56,7 +56,7 @@ def images(data):
 def results(data, models):
     found = {}
     for name, model in models.items():
-        subject = MeasuredSubject(model, data, getattr(model, "guide", None))
+        subject = MeasuredModel(model, data, getattr(model, "guide", None))
         found[name] = measured_twice(routing.measure, subject, SETTINGS)
     return found
 
@@ -101,7 +101,7 @@ def test_the_matches_of_the_views_by_hand(models, images, results):
     model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
     drawn = derived_seed("measured_views", 4)
     views = [
-        make_views(pixels, SETTINGS.views, generator_for(drawn, 0, number)) for number in (0, 1)
+        draw_views(pixels, SETTINGS.views, generator_for(drawn, 0, number)) for number in (0, 1)
     ]
     pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
     _, records = predict_in_batches(model, pixels, 80)
@@ -119,7 +119,7 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
     for own in (found.k[1], found.threshold[1]):
         assert own.score == float((logits.argmax(1) == labels).double().mean())
         for metric in ("load_cv2", "fallback", "tail_mass"):
-            layers = [getattr(layer_use(record, 0.5, 2), metric) for record in records]
+            layers = [getattr(layer_use_metrics(record, 0.5, 2), metric) for record in records]
             assert getattr(own, metric) == pytest.approx(sum(layers) / 2)
 
 
@@ -130,15 +130,15 @@ def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
 
 
 def test_two_crops_and_their_corresponding_patches(images):
-    layout = Layout(1, (4, 4), (12, 12))
-    found = match_crops(images[:8], layout, 3)
-    assert found == match_crops(images[:8], layout, 3)
+    layout = TokenLayout(1, (4, 4), (12, 12))
+    found = overlapping_crops(images[:8], layout, 3)
+    assert found == overlapping_crops(images[:8], layout, 3)
     first, second = (expert_grid(rows).flatten().tolist() for rows in found.numbers)
     assert found.views.shape == (2, 1, 12, 12)
     shared = {number for number in first if number >= 0}
     assert shared and shared == {number for number in second if number >= 0}
     assert all(number in (-1, place) for place, number in enumerate(second))
-    views = two_views(images[:8], CROPS, 3)
+    views = draw_two_views(images[:8], CROPS, 3)
     shown = [
         view
         for view in range(8)
@@ -148,8 +148,8 @@ def test_two_crops_and_their_corresponding_patches(images):
         )
     ]
     assert len(shown) == 1
-    assert match_crops(images, Layout(0, (1, 1), (12, 12)), 3) is None
-    assert match_crops(images[..., None], Layout(0, (2, 2, 1), (12, 12, 1)), 3) is None
+    assert overlapping_crops(images, TokenLayout(0, (1, 1), (12, 12)), 3) is None
+    assert overlapping_crops(images[..., None], TokenLayout(0, (2, 2, 1), (12, 12, 1)), 3) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,7 +160,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
     assert ("tail_mass" in found.items) == (found.tail_mass is not None)
     assert ("teacher_agreement" in found.items) == (found.teacher_agreement is not None)
     for metric, text in found.items.items():
-        items = decode_values(text)
+        items = decode_float_array(text)
         if metric.startswith("confidence_"):
             place = metric.removeprefix("confidence_")
             value = np.mean([getattr(layer.confidence, place) for layer in found.layers])
@@ -169,7 +169,7 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
         assert items.shape == (40,) and items.mean() == pytest.approx(value, abs=1e-6), metric
     for row in found.augmentations:
         for metric, text in row.items.items():
-            items = decode_values(text)
+            items = decode_float_array(text)
             assert items.shape == (15,) and items.mean() == pytest.approx(getattr(row, metric))
 
 
@@ -180,10 +180,12 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
     router = models[name].experts_and_router.router
     asked = (getattr(router, "threshold", None), router.k)
     for record in records:
-        by_image = use_by_image(record, *asked)
-        whole = layer_use(record, *asked)
+        by_image = layer_use_by_image(record, *asked)
+        whole = layer_use_metrics(record, *asked)
         left = [np.delete(np.arange(40), place) for place in range(40)]
-        without = [layer_use(RoutingRecord(*(f[rows] for f in record)), *asked) for rows in left]
+        without = [
+            layer_use_metrics(RoutingRecord(*(f[rows] for f in record)), *asked) for rows in left
+        ]
         for metric in ("load_cv2", "entropy", "token_entropy", "fallback"):
             if getattr(whole, metric) is None:
                 continue

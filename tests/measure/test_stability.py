@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from moecore.attacks.target import Target
-from moecore.core.encoded_arrays import decode_arrays
+from moecore.attacks.attack_setup import Target
+from moecore.core.encoded_arrays import decode_bytes
 from moecore.core.files import UserError
-from moecore.core.records import ModelOutput
+from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability
-from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.base import MeasuredModel, compute_without_cache
 from moecore.measure.exploring.overlays import expert_grid
-from moecore.measure.exploring.watched import explored_places
-from moecore.measure.noise_ramp import Ramp, ramp_probs, summarize_ramps
-from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
-from moecore.measure.routing_metrics.expert_use import change_of_choice, expert_agreement
+from moecore.measure.exploring.watched import explorer_image_indices
+from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
+from moecore.measure.routing_metrics.layer_metrics import change_of_choice, expert_agreement
+from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
 from moecore.measure.stability import Stability
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
@@ -70,11 +70,11 @@ class Slope(nn.Module):
         return ModelOutput(torch.stack([p, 1 - p], 1).log())
 
 
-def ramp_of(model: nn.Module, number: int = 1) -> Ramp:
+def ramp_of(model: nn.Module, number: int = 1) -> RampSummary:
     """Of ``number`` images whose first pixel starts at 0.4 and grows by 0.01 a step, 30 steps."""
     images = np.full((number, 1, 8, 8), 102, np.uint8)
     sigmas = [0.01 * i for i in range(31)]
-    probs = ramp_probs(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
+    probs = class_probs_by_sigma(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
     labels = torch.zeros(number, dtype=torch.int64)
     return summarize_ramps(probs, labels, np.arange(number), sigmas, 0.1, range(number))
 
@@ -100,7 +100,7 @@ def test_more_images_than_a_chunk_keep_their_order():
         (1, 1, 8, 8), np.uint8
     )
     drawn = torch.linspace(-1, 1, 40)[:, None, None, None].expand(40, 1, 8, 8)
-    probs = ramp_probs(Slope(), images, drawn, [0.0, 0.1], 13)
+    probs = class_probs_by_sigma(Slope(), images, drawn, [0.0, 0.1], 13)
     expected = torch.from_numpy(images[:, 0, 0, 0] / 255) + torch.tensor(
         [[0.0], [0.1]]
     ) * torch.linspace(-1, 1, 40)
@@ -118,7 +118,7 @@ def results(data, models):
     return {
         (name, batch): measured_twice(
             stability.measure,
-            MeasuredSubject(model, data),
+            MeasuredModel(model, data),
             SETTINGS.model_copy(update={"batch": batch}),
         )
         for name, model in models.items()
@@ -204,7 +204,7 @@ def found(model):
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
     """The three arrays of a layer, read one number at a time."""
-    data = decode_arrays(text)
+    data = decode_bytes(text)
     size = 1 if experts <= 255 else 2
     kept = min(experts, 8)
     all = images * tokens
@@ -221,12 +221,12 @@ def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarra
 
 
 def test_the_clean_images_are_those_of_the_records(model, found):
-    where = explored_places(model.data, 5)
+    where = explorer_image_indices(model.data, 5)
     assert found.images == tuple(where) == (0, 25, 12, 37, 6)
     assert found.labels == tuple((float(model.data.test.labels[place]),) for place in where)
     assert (found.special, found.grid) == (1, (3, 3))
     clean = found.shown[0]
-    pixels = np.frombuffer(decode_arrays(clean.picture.pixels), np.uint8)
+    pixels = np.frombuffer(decode_bytes(clean.picture.pixels), np.uint8)
     assert np.array_equal(pixels.reshape(clean.picture.shape), model.data.test.images[where])
     prediction, records = predict_in_batches(model.model, model.data.test.images[where], 5)
     probs = prediction.softmax(-1)
@@ -254,7 +254,7 @@ def check_layer(text, record):
 
 
 def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
-    where = explored_places(model.data, 5)
+    where = explorer_image_indices(model.data, 5)
     clean = model.data.test.images[where]
     labels = torch.from_numpy(model.data.test.labels[where])
     by_label = {one.label: one for one in found.shown}
@@ -269,7 +269,7 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     kinds = [one.kind for one in found.shown]
     assert kinds == ["clean", *["noise"] * 2, *["attack"] * 2, *["augmentation"] * 3]
     picture = by_label["ε = 25.5/255"].picture
-    shown = np.frombuffer(decode_arrays(picture.pixels), np.uint8).reshape(picture.shape)
+    shown = np.frombuffer(decode_bytes(picture.pixels), np.uint8).reshape(picture.shape)
     moved = np.abs(shown.astype(int) - clean)
     assert 0 < moved.max() <= 26
 
@@ -278,9 +278,9 @@ def test_patches_of_moved_images_know_where_they_were(model, found):
     by_label = {one.label: one for one in found.shown}
     assert by_label["brightness"].origins is None
     assert by_label["σ = 0.5"].origins is None
-    moved = np.frombuffer(decode_arrays(by_label["moved"].origins), "<u2").reshape(5, 9)
+    moved = np.frombuffer(decode_bytes(by_label["moved"].origins), "<u2").reshape(5, 9)
     clean = model.data.test.images[list(found.images)]
-    views = two_views(clean, Augmentation.model_validate(MOVED), 0, *b"moved")
+    views = draw_two_views(clean, TwoViewAugmentation.model_validate(MOVED), 0, *b"moved")
     outside = 0
     for image in range(5):
         back = np.linalg.inv(views.affines[image].numpy())
@@ -331,7 +331,7 @@ def check_favourites(use, expert, record, where):
 
 def test_a_crop_shows_the_patch_in_its_middle(model, found):
     layer = found.layers[0]
-    crops = np.frombuffer(decode_arrays(layer.crops.pixels), np.uint8).reshape(layer.crops.shape)
+    crops = np.frombuffer(decode_bytes(layer.crops.pixels), np.uint8).reshape(layer.crops.shape)
     first = layer.experts[0].favourites[0]
     row, column = divmod(first.patch, 3)
     image = model.data.test.images[first.image, 0]
@@ -366,7 +366,7 @@ def test_large_images_are_shown_smaller():
     found = explorer.measure(subject(data, moe(), patch=50), FEW, compute_without_cache)
     assert found.shown[0].picture.shape == (5, 3, 96, 96)
     assert found.layers[0].crops.shape[1:] == (3, 24, 24)
-    pixels = np.frombuffer(decode_arrays(found.shown[0].picture.pixels), np.uint8)
+    pixels = np.frombuffer(decode_bytes(found.shown[0].picture.pixels), np.uint8)
     assert pixels.mean() == pytest.approx(data.test.images[:].mean(), abs=2)
 
 

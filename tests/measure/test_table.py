@@ -9,36 +9,36 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.encoded_arrays import decode_values
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError, write_json
 from moecore.core.plain import to_jsonable
-from moecore.core.records import Layout, RoutingRecord
-from moecore.core.sources import ROOT
+from moecore.core.routing_records import RoutingRecord, TokenLayout
+from moecore.core.source_layout import ROOT
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import Affine, ViewSettings
+from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.measure import MEASUREMENTS, routing
-from moecore.measure.base import MeasuredSubject, Skipped, compute_without_cache, read_result
-from moecore.measure.exploring.overlays import expert_grid, mid_slices
-from moecore.measure.passes import flops_per_image
+from moecore.measure.base import MeasuredModel, Skipped, compute_without_cache, read_result
+from moecore.measure.exploring.overlays import expert_grid, overlay_middle_slices
+from moecore.measure.forward_cost import flops_per_image
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.augmentations import (
-    Augmentation,
-    two_views,
+from moecore.measure.routing_metrics.view_pairs import (
+    TwoViewAugmentation,
+    draw_two_views,
 )
-from moecore.measure.sizes import Result, Sized, SizeRow, count_sized_model, measure
+from moecore.measure.sizes import PaperModel, Result, SizeRow, count_sized_model, measure
 from moecore.measure.sizes import build_on_meta as built_sizes
+from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.model import parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
+from moecore.report.csv_and_plot_files import render_report_files
 from moecore.report.measured import Results
 from moecore.report.measures import sizes
-from moecore.report.page.html import render_report
+from moecore.report.page.report_page import render_report
 from moecore.report.tables.comparison import compare_methods
-from moecore.report.texts import report_files
-from moecore.study.reading.params import read_params
+from moecore.study.reading.stage_params import read_params
 from stages.sizes import Params
 from tests.measure.subjects import (
     built,
@@ -75,27 +75,25 @@ OF = {
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory) -> dict[str, MeasuredSubject]:
+def subjects(tmp_path_factory) -> dict[str, MeasuredModel]:
     data = digits(tmp_path_factory.mktemp("digits"))
     model = built(Vit(patch=6, width=16, depth=1, heads=2), top_k_mlps(blocks=(0,)), data, 3)
     return {
-        "flat": MeasuredSubject(model, data),
+        "flat": MeasuredModel(model, data),
         "volumes": volumes(tmp_path_factory.mktemp("cohort")),
         "text": words(tmp_path_factory.mktemp("text")),
         "captions": captioned(tmp_path_factory.mktemp("mosaics")),
     }
 
 
-def volumes(folder) -> MeasuredSubject:
+def volumes(folder) -> MeasuredModel:
     cohort = write_cohort(folder, simulated=False)
-    return MeasuredSubject(
-        built(Vit3d(patch=8, width=8, depth=1, heads=1), None, cohort, 1), cohort
-    )
+    return MeasuredModel(built(Vit3d(patch=8, width=8, depth=1, heads=1), None, cohort, 1), cohort)
 
 
-def words(folder) -> MeasuredSubject:
+def words(folder) -> MeasuredModel:
     data = text(folder / "words")
-    return MeasuredSubject(
+    return MeasuredModel(
         built(LanguageModel(width=8, depth=1, heads=1, span=6), None, data, 1), data
     )
 
@@ -132,7 +130,7 @@ def test_why_something_was_skipped_is_read_back(tmp_path):
 
 def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
     data = subjects["flat"].data
-    dense = MeasuredSubject(built(SingleLayer(), None, data, 1), data)
+    dense = MeasuredModel(built(SingleLayer(), None, data, 1), data)
     skipped = {what for what, found in MEASUREMENTS.items() if found.applies(dense)}
     assert skipped == {"routing", "invariance", "explorer", *OF}
 
@@ -150,9 +148,9 @@ ROUTING = Routing.model_validate(
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory) -> MeasuredSubject:
+def subject(tmp_path_factory) -> MeasuredModel:
     data = write_cohort(tmp_path_factory.mktemp("volumes"))
-    return MeasuredSubject(train_on_ages(data, top_k_mlps()), data)
+    return MeasuredModel(train_on_ages(data, top_k_mlps()), data)
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +190,14 @@ def test_mid_slices_by_hand():
     volume[0, 0, :, :, 3] = np.array(
         [[0.0, 0.2], [0.4, 0.6], [0.8, 1.0], [0.0, 0.0]]
     )  # (right, anterior) of the shown slice
-    layout = Layout(special=1, grid=(2, 1, 3), size=(4, 2, 6))
+    layout = TokenLayout(special=1, grid=(2, 1, 3), size=(4, 2, 6))
     combine = torch.zeros(1, 7, 5)
     combine[0, 1 + 1, 4], combine[0, 1 + 4, 2] = (
         1,
         1,
     )  # cubes (0, 0, 1) and (1, 0, 1); all others: no expert
     record = RoutingRecord(*[combine] * 5)
-    found = mid_slices(volume, (record,), layout)
+    found = overlay_middle_slices(volume, (record,), layout)
     assert found.shape == (1, 1, 2, 4) and found.experts == 5
     assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]], (
         "anterior up, right to the right"
@@ -207,20 +205,22 @@ def test_mid_slices_by_hand():
     assert expert_grid(found.grids[0][0]).tolist() == [[4, 2]]
     special = combine.clone()
     special[0, 0] = 9  # the class token's expert is not shown
-    assert mid_slices(volume, (RoutingRecord(*[special] * 5),), layout) == found
+    assert overlay_middle_slices(volume, (RoutingRecord(*[special] * 5),), layout) == found
 
 
 def test_noise_leaves_the_background_of_volumes():
     volumes = np.zeros((2, 1, 8, 8, 8), np.float16)
     volumes[:, :, 2:6, 2:6, 2:6] = 0.5
-    views = two_views(volumes, Augmentation(name="noise", noise=0.1), 0)
+    views = draw_two_views(volumes, TwoViewAugmentation(name="noise", noise=0.1), 0)
     assert views.images.shape == (4, 1, 8, 8, 8) and views.affines.shape == (4, 4, 4)
     assert (views.images[:, :, 0] == 0).all() and float(
         views.images[:, :, 2:6, 2:6, 2:6].std()
     ) == pytest.approx(0.1, rel=0.2)
     assert not torch.equal(views.images[0], views.images[2]), "two views of a volume differ"
-    moved = two_views(
-        volumes, Augmentation(name="turned", views=ViewSettings(affine=Affine(degrees=20))), 0
+    moved = draw_two_views(
+        volumes,
+        TwoViewAugmentation(name="turned", views=ViewSettings(affine=AffineRanges(degrees=20))),
+        0,
     )
     assert not torch.equal(moved.affines[0], moved.affines[2]) and torch.equal(
         views.affines[0], torch.eye(4)
@@ -234,7 +234,7 @@ def test_people_with_several_sessions_are_one_item(subject, found):
     assert len(set(zip(test.people.tolist(), names, strict=True))) == len(set(names))
     shown = test.people_at(evenly_spaced_indices(len(names), 12))
     for metric, packed in found.items.items():
-        items = decode_values(packed)
+        items = decode_float_array(packed)
         assert len(items) == len(set(shown.tolist()))
         if hasattr(found, metric):
             assert items.mean() == pytest.approx(getattr(found, metric), abs=1e-6)
@@ -261,7 +261,7 @@ def row(paper_sizes: Result, name: str) -> SizeRow:
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_without_memory_the_counts_are_those_of_a_real_model(name):
-    one = Sized(name=name, model=SMALL_VIT, method=METHODS[name], size=32, classes=10)
+    one = PaperModel(name=name, model=SMALL_VIT, method=METHODS[name], size=32, classes=10)
     made = built_sizes(one)
     assert all(parameter.is_meta for parameter in made.parameters())
     torch.manual_seed(0)
@@ -280,7 +280,7 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
 def test_a_teachers_routers_are_counted_but_not_active():
     alone, guided = (
         count_sized_model(
-            Sized(name="one", model=SMALL_VIT, method=EXPERTS, size=32, teacher_width=width)
+            PaperModel(name="one", model=SMALL_VIT, method=EXPERTS, size=32, teacher_width=width)
         )
         for width in (0, 48)
     )
@@ -289,7 +289,7 @@ def test_a_teachers_routers_are_counted_but_not_active():
 
 
 def test_the_papers_sizes_come_out(paper_sizes):
-    differences = sizes.flat(paper_sizes)
+    differences = sizes.size_differences(paper_sizes)
     # adversarial-moe, table 1, and TGR, table S9: all parameters
     built_here = [row for row in paper_sizes.rows if not row.name.startswith(("ERMoE", "Swin"))]
     assert len(built_here) == 14
@@ -320,7 +320,7 @@ def test_every_number_that_is_off_has_a_word(paper_sizes):
     for one in paper_sizes.rows:
         off = [
             abs(number["difference"]) > sizes.LIMIT
-            for number in sizes.flat(Result(rows=(one,)))[one.name].values()
+            for number in sizes.size_differences(Result(rows=(one,)))[one.name].values()
         ]
         assert one.why or not any(off), one.name
     assert not any(one.needs for one in paper_sizes.rows)
@@ -328,7 +328,7 @@ def test_every_number_that_is_off_has_a_word(paper_sizes):
 
 def test_the_readme_has_the_table_that_the_summary_prints(paper_sizes):
     text = (STUDY / "README.md").read_text(encoding="utf-8")
-    for line in sizes.table(sizes.flat(paper_sizes))[1:]:
+    for line in sizes.size_table_rows(sizes.size_differences(paper_sizes))[1:]:
         assert f"| {' | '.join(line)} |" in text
 
 
@@ -336,15 +336,15 @@ def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
     results = Results(
         {}, (STUDY / "params.yaml").read_text(encoding="utf-8"), {Result: paper_sizes}
     )
-    assert compare_methods(results) == {"sizes": sizes.flat(paper_sizes)}
+    assert compare_methods(results) == {"sizes": sizes.size_differences(paper_sizes)}
     text = render_report(results)
     assert "Sizes of the papers&#39; models" in text and "within 1 %" in text
     assert "paper 284.90, +0.0" in text
-    written = report_files(results, [])
+    written = render_report_files(results, [])
     assert {"index.html", "metrics/sizes.json", "curves/training.csv"} <= set(written)
     assert any(name.startswith("plots/sizes") for name in written)
 
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(UserError, match="model.heads"):
-        count_sized_model(Sized(name="one", model=SMALL_VIT | {"heads": 3}))
+        count_sized_model(PaperModel(name="one", model=SMALL_VIT | {"heads": 3}))

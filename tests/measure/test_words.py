@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from moecore.core.encoded_arrays import decode_values
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
@@ -23,7 +23,7 @@ from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
-from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.base import MeasuredModel, compute_without_cache
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_temperature
 from moecore.measure.calibrators.temperature import Temperature, nll_slopes
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
@@ -32,13 +32,13 @@ from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.report.column import decode_items
 from moecore.report.measures.zero_shot import COLUMNS
 from moecore.tasks import next_token
-from moecore.tasks.class_scores import brier_scores, class_confidence, top1_hits
+from moecore.tasks.classification_metrics import brier_scores, class_confidence, top1_hits
 from moecore.tasks.next_token import NextToken
 from tests.data.making import image_classes
 from tests.measure.subjects import (
@@ -50,7 +50,7 @@ from tests.measure.subjects import (
     write_digits,
 )
 
-MOE = MoE(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
+MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
 WORDS = ("tensor", "matrix", "vector", "value", "the", "of", "and", ",", "12", "returns")
 
 
@@ -67,16 +67,19 @@ def text(folder, lines=60):
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory) -> MeasuredSubject:
+def subject(tmp_path_factory) -> MeasuredModel:
     data = text(tmp_path_factory.mktemp("text") / "words")
     backbone = LanguageModel(width=8, depth=2, heads=2, span=6)
-    return MeasuredSubject(built(backbone, MOE, data, 1.5), data)
+    return MeasuredModel(built(backbone, MOE, data, 1.5), data)
 
 
 def test_stop_words_and_punctuation_are_spared(subject):
     vocabulary = read_vocabulary(subject.data.folder, 12)
     tokens = subject.data.tokens("test")
-    may = {vocabulary[number] for number in tokens[word_swaps.swappable_places(tokens, vocabulary)]}
+    may = {
+        vocabulary[number]
+        for number in tokens[word_swaps.swappable_word_places(tokens, vocabulary)]
+    }
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
 
 
@@ -86,7 +89,9 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
-    places = np.random.default_rng(3).permutation(word_swaps.swappable_places(tokens, vocabulary))
+    places = np.random.default_rng(3).permutation(
+        word_swaps.swappable_word_places(tokens, vocabulary)
+    )
     words = int((tokens != vocabulary.index("<eos>")).sum())
     assert words == 540 and [row.words for row in found.rows] == [54, 216]
     swapped = tokens.copy()
@@ -229,7 +234,7 @@ def drawn_set(seed: int, images: int, width: int, classes: int = 3):
     noise = torch.randn(images, width, generator=generator, dtype=torch.float64)
     found = 0.5 * centres[labels] + noise
     found = (found - found.mean(0)) / (found.std(0, correction=0) + LEAST)
-    return few_shot.append_bias(found), few_shot.class_targets(labels, classes)
+    return few_shot.append_bias(found), few_shot.one_vs_rest_targets(labels, classes)
 
 
 def refitted(x: torch.Tensor, y: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -247,18 +252,18 @@ def test_the_penalty_is_that_of_the_least_error_on_images_left_out(width):
             keep = torch.arange(18) != place
             guesses.append(x[place] @ refitted(x[keep], y[keep], 2.0**exponent))
         errors[exponent] = float((torch.stack(guesses) - y).square().mean())
-    assert few_shot.choose_exponent(x, y) == min(errors, key=errors.__getitem__)
+    assert few_shot.choose_ridge_exponent(x, y) == min(errors, key=errors.__getitem__)
 
 
 def test_of_equal_errors_the_largest_penalty_is_taken():
     x = torch.zeros(4, 2, dtype=torch.float64)
-    assert few_shot.choose_exponent(x, torch.ones(4, 2, dtype=torch.float64)) == EXPONENTS[-1]
+    assert few_shot.choose_ridge_exponent(x, torch.ones(4, 2, dtype=torch.float64)) == EXPONENTS[-1]
 
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory):
     data = write_digits(tmp_path_factory.mktemp("few"))
-    return {name: MeasuredSubject(trained(data, moe), data) for name, moe in MODELS.items()}
+    return {name: MeasuredModel(trained(data, moe), data) for name, moe in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -294,13 +299,13 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
             return torch.cat([(part.double() - mean) / scale, ones], dim=1)
 
         y = 2 * torch.nn.functional.one_hot(labels[chosen], 10).double() - 1
-        weights = refitted(ready(few), y, 2.0 ** few_shot.choose_exponent(ready(few), y))
+        weights = refitted(ready(few), y, 2.0 ** few_shot.choose_ridge_exponent(ready(few), y))
         right = (ready(test) @ weights).argmax(1) == torch.from_numpy(np.array(data.test.labels))
         hits.append(right.double().numpy())
     assert row.score == pytest.approx(np.mean(hits))
     assert row.low < row.score < row.high
     # What claims are judged by: one number a test image, the mean over the draws.
-    items = decode_values(row.items)
+    items = decode_float_array(row.items)
     assert items == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
     assert items.mean() == pytest.approx(row.score, abs=1e-5)
 

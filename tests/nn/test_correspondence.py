@@ -10,13 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout
+from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views import Affine, Crop, ViewSettings, make_views
-from moecore.nn.correspondence import match_patches, match_tokens, paired_values, token_pairs
+from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, draw_views
+from moecore.nn.correspondence import (
+    align_teacher_probs,
+    match_patches,
+    pair_view_tokens,
+    token_pair_values,
+)
 
-SQUARE = Layout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
+SQUARE = TokenLayout(special=1, grid=(2, 3), size=(8, 12))  # patches of 4 × 4: 0 1 2 / 3 4 5
 
 
 def affine(rows=1.0, columns=1.0, down=0.0, right=0.0):
@@ -34,8 +39,8 @@ def partners_of(first, second, layout=SQUARE):
 
 def paired(values, affines, layout, special):
     """Both sides of each pair (B, T', E), and whether it was found (B, T')."""
-    pairs = token_pairs(affines, layout, special)
-    return *paired_values(values, pairs, layout), pairs.found
+    pairs = pair_view_tokens(affines, layout, special)
+    return *token_pair_values(values, pairs, layout), pairs.found
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,12 @@ def by_brute_force(first, second, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(0, (5,), (20,)), Layout(2, (4, 3), (8, 12)), Layout(1, (2, 3, 2), (8, 6, 10))]
+    "layout",
+    [
+        TokenLayout(0, (5,), (20,)),
+        TokenLayout(2, (4, 3), (8, 12)),
+        TokenLayout(1, (2, 3, 2), (8, 6, 10)),
+    ],
 )
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
@@ -146,10 +156,10 @@ def test_any_affine_in_any_dimension_agrees_with_brute_force(layout, seed):
     "settings",
     [
         ViewSettings(shift=8, flip=True),
-        ViewSettings(crop=Crop(scale=(0.3, 1.0)), flip=True),
-        ViewSettings(affine=Affine(degrees=40, scale=(0.7, 1.4), shear=10)),
+        ViewSettings(crop=CropRanges(scale=(0.3, 1.0)), flip=True),
+        ViewSettings(affine=AffineRanges(degrees=40, scale=(0.7, 1.4), shear=10)),
         ViewSettings(
-            crop=Crop(scale=(0.4, 1.0)),
+            crop=CropRanges(scale=(0.4, 1.0)),
             flip=True,
             randaugment=RandAugment(names=("rotate", "shear_x", "shear_y", "translate_x")),
         ),
@@ -160,7 +170,7 @@ def test_partners_show_the_same_place(settings):
     """Each pixel is painted with its place; a patch's mean colour then tells where its centre lies
     in the original image.
     """
-    layout = Layout(1, (8, 8), (32, 32))
+    layout = TokenLayout(1, (8, 8), (32, 32))
     count = 16
     ramp = torch.arange(32, dtype=torch.uint8).mul(8)
     painted = torch.stack(
@@ -170,7 +180,7 @@ def test_partners_show_the_same_place(settings):
             torch.full((32, 32), 255, dtype=torch.uint8),
         ]
     )
-    views = make_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
+    views = draw_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
     colours = torch.nn.functional.avg_pool2d(views.images, 4).flatten(2).mT * 255  # (2B, P, 3)
     tokens = torch.cat([torch.full((2 * count, 1, 3), torch.nan), colours], dim=1)
     one, two, found = paired(tokens, views.affines, layout, special=False)
@@ -190,7 +200,7 @@ def test_partners_show_the_same_place(settings):
 def test_both_sides_are_gathered_from_the_right_view_image_and_token():
     # Token values are 100 · view + 10 · image + token. Image 0: view 2 is the finer one. Image 1:
     # view 2 moved right by one patch.
-    layout = Layout(special=2, grid=(1, 3), size=(4, 12))
+    layout = TokenLayout(special=2, grid=(1, 3), size=(4, 12))
     values = torch.tensor(
         [
             [[100.0 * view + 10 * image + token] for token in range(5)]
@@ -249,6 +259,6 @@ def test_very_small_and_very_large_images_are_not_singular():
 
 def test_a_distillation_token_follows_the_teachers_class_token():
     teacher = torch.arange(6.0).view(1, 3, 2)  # CLS, two patches
-    matched = match_tokens(teacher, torch.Size((1, 4, 2)))
+    matched = align_teacher_probs(teacher, torch.Size((1, 4, 2)))
     assert matched.tolist() == [[[0, 1], [0, 1], [2, 3], [4, 5]]]
-    assert match_tokens(teacher, teacher.shape) is teacher
+    assert align_teacher_probs(teacher, teacher.shape) is teacher

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moecore.attacks.apgd import ascend_objective
+from moecore.attacks.apgd import apgd_ascent
 from moecore.attacks.gradient import Ball, ModelGradient, frozen_parameters
 from moecore.attacks.pgd import Pgd
 from moecore.data.loader import OnDevice, OnDisk
@@ -14,12 +14,12 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import softmax_attention
+from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.loop import train_job, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
-from moecore.training.speed import CompiledBlocks
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 
@@ -131,7 +131,7 @@ def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
             model(images)
         with frozen_parameters(model):
             Pgd(steps=3).perturb_images(at, Ball(images, 0.03), None)
-            ascend_objective(at, Ball(images, 0.03), images, 4)
+            apgd_ascent(at, Ball(images, 0.03), images, 4)
 
     attacked()  # may load libraries
     with no_waits():

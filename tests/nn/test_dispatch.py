@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
-from moecore.measure.routing_metrics.imed import mean_imed
-from moecore.measure.routing_metrics.layer_use import MapShares, layer_use
+from moecore.measure.routing_metrics.imed import imed_by_image
+from moecore.measure.routing_metrics.layer_use import BorderShares, layer_use_metrics
 from moecore.measure.routing_metrics.matching import augmented_row
-from moecore.measure.routing_metrics.sweeps import Sweeps, SweepSample, run_sweeps
+from moecore.measure.routing_metrics.sweeps import SweepImages, SweepSettings, run_sweeps
+from moecore.measure.routing_metrics.view_pairs import PRESETS, draw_two_views
 from moecore.nn.dispatch import SparsePlan, round_row_counts
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.classification import Classification
@@ -172,12 +172,12 @@ def everything(model) -> dict:
     router = model.moe.router
     _, records = predict_in_batches(model, IMAGES, 10)
     threshold, k = getattr(router, "threshold", None), getattr(router, "k", None)
-    sample = SweepSample(IMAGES, LABELS, Classification(classes=("a", "b")))
+    sample = SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
     # Where experts lie on the map is what relabelling changes.
-    uses = [layer_use(record, threshold, k) for record in records]
-    found = {"layers": [use.model_dump(exclude=set(MapShares.model_fields)) for use in uses]}
-    views = augmented_row("affine", model, two_views(IMAGES, PRESETS["affine"], 0), 20)
-    swept = run_sweeps(model, sample, Sweeps(k=(1, 3), threshold=(0.2, 0.6)), 10)
+    uses = [layer_use_metrics(record, threshold, k) for record in records]
+    found = {"layers": [use.model_dump(exclude=set(BorderShares.model_fields)) for use in uses]}
+    views = augmented_row("affine", model, draw_two_views(IMAGES, PRESETS["affine"], 0), 20)
+    swept = run_sweeps(model, sample, SweepSettings(k=(1, 3), threshold=(0.2, 0.6)), 10)
     return found | {"views": views.model_dump()} | swept.model_dump()
 
 
@@ -203,12 +203,12 @@ def test_no_metric_changes(name):
 
 
 def test_imed_does():
-    moved = two_views(IMAGES, PRESETS["affine"], 0).images[:10]
+    moved = draw_two_views(IMAGES, PRESETS["affine"], 0).images[:10]
     distances = []
     for model in (tiny("vmoe"), relabelled("vmoe", ORDER)):
         before, after = (
             tuple(record.probs for record in predict_in_batches(model, images, 10)[1])
             for images in (IMAGES, moved)
         )
-        distances.append(float(mean_imed(before, after)[0].mean()))
+        distances.append(float(imed_by_image(before, after)[0].mean()))
     assert abs(distances[0] - distances[1]) > 1e-3

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moecore.core.records import ModelOutput, RoutingRecord
-from moecore.data.loader import to_device
+from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.data.loader import place_split
 from moecore.data.prepared import Split
-from moecore.data.views.views import Affine, ViewSettings
+from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
@@ -73,7 +73,7 @@ def check_record(record: RoutingRecord) -> None:
 
 
 ON_VOLUMES = load_methods("pipelines/all_methods/params.yaml")
-VIEWS = ViewSettings(flip=True, affine=Affine(degrees=10, translate=0.05, scale=(0.9, 1.1)))
+VIEWS = ViewSettings(flip=True, affine=AffineRanges(degrees=10, translate=0.05, scale=(0.9, 1.1)))
 SETTINGS = Training(epochs=1, batch=8, learning_rate=1e-3, log_every=1, views=VIEWS)
 MODEL = Vit3d(patch=4, width=32, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2)
 
@@ -96,8 +96,8 @@ def trained_on_volumes(method: Method):
     model = MODEL.build(VOLUMES, method.moe)
     task = TrainingJob(
         model,
-        to_device(VOLUME_TRAIN, "cpu"),
-        to_device(VOLUME_VALIDATION, "cpu"),
+        place_split(VOLUME_TRAIN, "cpu"),
+        place_split(VOLUME_VALIDATION, "cpu"),
         Objective(method.losses),
         guide,
         method.views,

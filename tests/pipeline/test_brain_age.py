@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moecore.brain import measured_ages
+from moecore.brain import age_measurement
 from moecore.brain import out_of_fold as brain_out_of_fold
 from moecore.measure import cohort_checks, robustness, routing
 from moecore.measure.base import Skipped, read_result
@@ -21,7 +21,7 @@ from stages import robustness as robustness_stage
 from tests.project import ROOT
 
 RESULTS = {
-    "calibrate": measured_ages.AgeResult,
+    "calibrate": age_measurement.AgeResult,
     "robustness": robustness.Result,
     "routing": routing.Result,
     "cohort_checks": cohort_checks.Result,

@@ -260,7 +260,7 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
         "import resource, sys; sys.dont_write_bytecode = True; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
         "sys.argv = ['pretrain', 'vmoe', '0']; from stages.pretrain import pretrain; "
-        "from moecore.run.stage import run_stage; run_stage(pretrain)"
+        "from moecore.run.stage_entry import run_stage; run_stage(pretrain)"
     )
     done = project.attempt([sys.executable, "-c", script])
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -17,29 +17,34 @@ import torch
 from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
-from moecore.core.sources import CODE, FAMILIES, ROOT, list_pipeline_files
-from moecore.nn.backbones.image import ImageSpec
+from moecore.core.source_layout import CODE, FAMILIES, ROOT, list_dvc_files
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.pipeline.code_hashes import code_files
+from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.dvc_file import (
     CONFIG,
     LARGE_STUDY,
-    choose_stages,
     count_stages,
-    pipeline_texts,
+    dvc_yaml_texts,
+    stage_definitions,
+)
+from moecore.pipeline.multi_gpu_estimate import (
+    GpuPeaks,
+    ModelCost,
+    estimate_step,
+    gpu_scaling_table,
 )
 from moecore.pipeline.plan import (
-    Pipeline,
+    DvcStatus,
     PlannedStage,
     plan_stages,
     print_plan,
-    query_dvc,
+    query_pipeline_status,
     stages_changed_by_code,
 )
-from moecore.pipeline.scale import GpuPeaks, ModelCost, estimate_step, scale_table
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.overlay import resolve_overlay
-from moecore.study.reading.params import params_keys, validate_whole
+from moecore.study.reading.stage_params import params_keys, validate_whole
 from moecore.study.reading.study import Study
 from moecore.tasks.classification import Classification
 from tests import project
@@ -168,17 +173,17 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
     resolved = resolve_overlay(study, ROOT)
     config = (study / ".dvc/config").read_text(encoding="utf-8")
     assert config == CONFIG.format(cache="../../../.dvc/cache"), "a DVC project of its own"
-    files = list_pipeline_files(study)
+    files = list_dvc_files(study)
     texts = {file.relative_to(study).as_posix(): file.read_text("utf-8") for file in files}
     run = resolved.document.data["run"]
-    assert texts == pipeline_texts(choose_stages(resolved.stages), run)
+    assert texts == dvc_yaml_texts(stage_definitions(resolved.stages), run)
 
 
 def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
     """After every stage DVC reads and writes the lock file that has it: 1 s per 100 stages."""
     for study in STUDIES:
         run = load_yaml(str(study / "params.yaml")).data["run"]
-        for file in list_pipeline_files(study):
+        for file in list_dvc_files(study):
             stages = load_yaml(str(file)).data["stages"]
             assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
 
@@ -206,7 +211,7 @@ def test_changes_flow_downstream_in_order():
         "train@a": [{"changed deps": {"params.yaml": {"methods.a.k": "modified"}}}],
         "other": [{"changed command": None}, "always changed"],
     }
-    assert plan_stages(Pipeline(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
+    assert plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
         PlannedStage("other", ("changed command", "always changed"), None),
         PlannedStage("train@a", ("methods.a.k modified",), 4.0),
         PlannedStage("compare", ("after train@a",), 1.0),
@@ -217,11 +222,11 @@ EDITED = {"code": [{"changed deps": {"moecore/nn": "modified"}}]}
 
 
 def test_other_code_runs_what_depends_on_it_and_nothing_else():
-    assert [item.stage for item in plan_stages(Pipeline(EDITED, EDGES), {}, {})] == ["code"]
-    planned = plan_stages(Pipeline(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
+    assert [item.stage for item in plan_stages(DvcStatus(EDITED, EDGES), {}, {})] == ["code"]
+    planned = plan_stages(DvcStatus(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
     assert [item.stage for item in planned] == ["code", "train@a", "compare"]
     assert planned[1].reasons == ("x.py edited",)
-    assert len(plan_stages(Pipeline(EDITED, EDGES), {})) == 5, "where it is not known, all of it"
+    assert len(plan_stages(DvcStatus(EDITED, EDGES), {})) == 5, "where it is not known, all of it"
 
 
 PARAMS = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
@@ -230,7 +235,7 @@ PARAMS = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
 def finished(folder: Path) -> dict[str, dict[str, str]]:
     """What the stages ``code`` and ``train`` leave behind."""
     (folder / "params.yaml").write_text(PARAMS)
-    files = code_files(parse_yaml(PARAMS))
+    files = hash_code_files(parse_yaml(PARAMS))
     for name, hashes in files.items():
         write_json(CODE / name, hashes)
     stages = {
@@ -245,15 +250,15 @@ def finished(folder: Path) -> dict[str, dict[str, str]]:
 def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = finished(tmp_path)
-    assert stages_changed_by_code(Pipeline(EDITED, EDGES)) == {}
-    assert stages_changed_by_code(Pipeline({"code": ["always changed"]}, EDGES)) == {}
+    assert stages_changed_by_code(DvcStatus(EDITED, EDGES)) == {}
+    assert stages_changed_by_code(DvcStatus({"code": ["always changed"]}, EDGES)) == {}
     router = "moecore/nn/routers/hash.py"
     write_json(CODE / "methods/a.json", files["methods/a.json"] | {router: "0"})
-    found = stages_changed_by_code(Pipeline(EDITED, EDGES))
+    found = stages_changed_by_code(DvcStatus(EDITED, EDGES))
     assert found == {"train@a": (f"{router} edited",), "transfer": (f"{router} edited",)}
-    assert stages_changed_by_code(Pipeline({}, EDGES)) == {}, "DVC found nothing to hash again"
+    assert stages_changed_by_code(DvcStatus({}, EDGES)) == {}, "DVC found nothing to hash again"
     lost = {"code": [{"changed outs": {"artifacts/code": "deleted"}}]}
-    assert stages_changed_by_code(Pipeline(lost, EDGES)) is None
+    assert stages_changed_by_code(DvcStatus(lost, EDGES)) is None
 
 
 def test_with_dvc(tmp_path, monkeypatch, capsys):
@@ -293,11 +298,11 @@ def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
         with pytest.raises(
             UserError, match="dvc.lock: is not as DVC writes it .*; delete it: what"
         ):
-            query_dvc()
+            query_pipeline_status()
     Path("dvc.lock").unlink()
     Path(".dvc/tmp/rwlock").write_text("")  # DVC's own words name the file
     with pytest.raises(UserError, match="dvc: .*rwlock"):
-        query_dvc()
+        query_pipeline_status()
     Path(".dvc/tmp/rwlock").unlink()
     with Repo() as repo:
         repo.reproduce()
@@ -335,7 +340,7 @@ def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     study = validate_whole(Study, load_yaml("params.yaml"))
-    rows = [line.split(" | ") for line in scale_table(study, GpuPeaks())]
+    rows = [line.split(" | ") for line in gpu_scaling_table(study, GpuPeaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)
     ]

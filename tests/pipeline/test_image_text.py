@@ -16,7 +16,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.data.files.decode import decode_image
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer

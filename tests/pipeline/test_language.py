@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from moecore.core.sources import ROOT
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import parameter_counts
+from moecore.core.source_layout import ROOT
+from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.study import Study

@@ -16,9 +16,9 @@ import pytest
 
 from moecore.core.files import whole_folder, write_json
 from moecore.pipeline.parallel import next_job, run_job, run_stages
-from moecore.pipeline.plan import query_dvc
+from moecore.pipeline.plan import query_pipeline_status
 from moecore.run.history_file import read_dvc_locks
-from stages import server as stages_server
+from stages import fork_server as stages_server
 from tests import forked
 from tests.project import COMMAND, PARAMS, ROOT, Project
 
@@ -200,7 +200,7 @@ def test_nothing_computes_before_a_fork(project):
 def served(process: str, socket: str) -> bool:
     try:
         with open(f"/proc/{process}/cmdline", encoding="utf-8") as file:
-            return f"stages.server\0{socket}\0" in file.read()
+            return f"stages.fork_server\0{socket}\0" in file.read()
     except OSError:
         return False
 
@@ -309,13 +309,13 @@ def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch
     Path("steps/train/dvc.yaml").write_text(APART)
     Path("dvc.yaml").write_text("stages: {all: {cmd: ls out > all, deps: [out], outs: [all]}}\n")
     Project.at(tmp_path).with_dvc()
-    pipeline = query_dvc()
+    pipeline = query_pipeline_status()
     assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
     assert run_job(("train@a", "train@b"), {}, [], Event()) == 0
     assert run_job(("all",), {}, [], Event()) == 0
     assert set(read_dvc_locks()) == {"train@a", "train@b", "all"}
     assert Path("all").read_text() == "a\nb\n"
-    assert not query_dvc().status
+    assert not query_pipeline_status().status
 
 
 STAGE = """\
@@ -358,7 +358,7 @@ def test_a_page_that_finds_no_room_leaves_page_and_numbers_as_they_are(copied):
         "import resource, sys; sys.dont_write_bytecode = True; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
         "sys.argv = ['compare']; from stages.compare import compare; "
-        "from moecore.run.stage import run_stage; run_stage(compare)"
+        "from moecore.run.stage_entry import run_stage; run_stage(compare)"
     )
     done = copied.attempt([sys.executable, "-c", script])
     said = "compare: reports/index.html: could not be written, file too large"

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from moecore.core.sources import ROOT
-from moecore.nn.backbones.image import ImageSpec
+from moecore.core.source_layout import ROOT
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.overlay import load_presets, resolve_overlay

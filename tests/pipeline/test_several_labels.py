@@ -9,9 +9,9 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import read_result
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
-from moecore.study.checking.validate import cross_misfits, list_lines
+from moecore.study.checking.validate import cross_misfits, format_misfits
 from moecore.study.reading.document import parse_yaml
-from moecore.study.reading.params import validate_whole
+from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import Study
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
@@ -129,7 +129,7 @@ def problems(*replacements: tuple[str, str]) -> list[str]:
         assert old in text, old
         text = text.replace(old, new, 1)
     document = parse_yaml(text, "params.yaml")
-    return list_lines(document, cross_misfits(document.data, validate_whole(Study, document)))
+    return format_misfits(document, cross_misfits(document.data, validate_whole(Study, document)))
 
 
 @pytest.mark.parametrize(

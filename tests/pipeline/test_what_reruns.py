@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError, read_json
-from moecore.core.sources import CODE, ROOT
+from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline import closures
 from moecore.pipeline.closures import hash_files, import_closure, part_files
-from moecore.pipeline.code_hashes import code_files
+from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.reading.document import load_yaml, parse_yaml
@@ -59,7 +59,7 @@ def of_method(stage: str, *methods: str) -> bool:
 def changed_stages(project: Project) -> set[str]:
     """The stages whose code an edit changed, by the hashes and dvc.lock: DVC is not asked."""
     forget_files()
-    hashes = code_files(load_yaml(str(project.folder / "params.yaml")), project.folder)
+    hashes = hash_code_files(load_yaml(str(project.folder / "params.yaml")), project.folder)
     files = [CODE / name for name in hashes]
     before = {file: read_json(project.folder / file) for file in files}
     changed = [file for file in files if before[file] != hashes[file.relative_to(CODE).as_posix()]]
@@ -192,8 +192,8 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
 # Runs every stage in a process of its own, and writes which files' functions it called.
 TRACE = """
 import cProfile, json, os, sys, threading
-from moecore.run.stage import run_stage
-from stages.server import STAGES
+from moecore.run.stage_entry import run_stage
+from stages.fork_server import STAGES
 stages = {stage.__name__: stage for stage in STAGES}
 for name, (script, *words) in json.loads(sys.argv[1]).items():
     pid = os.fork()
@@ -437,7 +437,7 @@ questions: []
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, dict[str, str]]:
-    return code_files(parse_yaml(PARAMS))
+    return hash_code_files(parse_yaml(PARAMS))
 
 
 def test_there_is_a_file_for_whatever_a_stage_depends_on(files):

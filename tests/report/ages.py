@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.brain.measured_ages import AgeResult as Ages
+from moecore.brain.age_measurement import AgeResult as Ages
 from moecore.core.files import write_json
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.robustness import Result as Robustness
-from moecore.measure.under_attack.curves import AttackRow, LeftScores
+from moecore.measure.under_attack.curves import AttackRow, ScoresAtEpsilon
 from moecore.tasks.regression import Regression
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_result
@@ -171,7 +171,7 @@ def attacked(number: int) -> Robustness:
     }
     errors = [tuple([4.5 + number + step] * 40) for step in (0, 1, 2)]
     worst = [
-        LeftScores.of(step / 255, TASK, torch.tensor(left, dtype=torch.float64))
+        ScoresAtEpsilon.of(step / 255, TASK, torch.tensor(left, dtype=torch.float64))
         for step, left in enumerate(errors)
     ]
     line = {"name": "deterministic model", "holds": True, "text": "two passes agree"}

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecore.measure import explorer
-from moecore.measure.base import MeasuredSubject, compute_without_cache
+from moecore.measure.base import MeasuredModel, compute_without_cache
 from moecore.measure.explorer import Explorer
-from moecore.measure.exploring.watched import explored_places
+from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import trace_images
+from moecore.nn.routing_traces import build_image_trace
 from moecore.report.measured import Measured, Phase, Results
 from moecore.training.outcome import Outcome, WatchedEpoch
 from tests.measure.subjects import FEW, images, moe, subject
@@ -36,7 +36,7 @@ def results(phases: Mapping[str, Phase]) -> Results:
     return Results(phases)
 
 
-def alone(model: MeasuredSubject, settings: Explorer = FEW) -> Results:
+def alone(model: MeasuredModel, settings: Explorer = FEW) -> Results:
     """A study of one model."""
     return results({"pretrain": phase(model.data, {"vmoe": measured(model, settings)})})
 
@@ -46,7 +46,7 @@ def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase
 
 
 def measured(
-    model: MeasuredSubject, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
+    model: MeasuredModel, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
 ) -> Measured:
     result = explorer.measure(model, settings, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
@@ -58,12 +58,12 @@ def skipped() -> Measured:
     return Measured({Outcome: outcome}, (f"single images: {DENSE}",))
 
 
-def watched(model: MeasuredSubject, epoch: int) -> WatchedEpoch:
+def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
     """As the training keeps it."""
-    places = explored_places(model.data, 32)
+    places = explorer_image_indices(model.data, 32)
     prediction, records = predict_in_batches(
         model.model, np.array(model.data.test.images[places]), 32
     )
     return WatchedEpoch(
-        epoch=epoch, images=places, trace=trace_images(prediction, records, model.data.task)
+        epoch=epoch, images=places, trace=build_image_trace(prediction, records, model.data.task)
     )

@@ -13,7 +13,7 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import write_json
 from moecore.core.plain import to_jsonable
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
     corruptions,
@@ -28,17 +28,22 @@ from moecore.measure import (
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.overlays import (
     Overlays,
+    encode_expert_overlays,
     encode_picture,
-    match_crops,
-    overlay_experts,
+    overlapping_crops,
 )
-from moecore.measure.noise_ramp import Curve, Ramp
-from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, normalised_entropy
-from moecore.measure.routing_metrics.expert_use import routing_confidence as router_confidence
+from moecore.measure.noise_ramp import RampCurve, RampSummary
+from moecore.measure.routing_metrics.layer_metrics import (
+    expert_counts,
+    load_cv2,
+    normalised_entropy,
+)
+from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
 from moecore.report.measured import Measured
 from moecore.statistics.intervals import bootstrap_interval, wilson
-from moecore.tasks.class_scores import (
+from moecore.tasks.classification import Classification
+from moecore.tasks.classification_metrics import (
     brier_scores,
     calibration_error,
     class_confidence,
@@ -48,7 +53,6 @@ from moecore.tasks.class_scores import (
     top1_hits,
     topk_hits,
 )
-from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal")
@@ -194,7 +198,7 @@ def measured(number: int, seed: int, routed: bool) -> Iterator[tuple[str, Config
 
 def few(step: float) -> few_shot.Result:
     """5 shots: 0.5 + step, 0.6 + step by the penalty chosen on test; 25 are too many."""
-    row = few_shot.Shots(
+    row = few_shot.ShotsRow(
         shots=5,
         score=0.5 + step,
         low=0.4 + step,
@@ -203,7 +207,9 @@ def few(step: float) -> few_shot.Result:
         leaky_low=0.5 + step,
         leaky_high=0.7 + step,
     )
-    left_out = few_shot.TooFew(shots=25, why="the smallest class, Coat, has 9 training images")
+    left_out = few_shot.SkippedShots(
+        shots=25, why="the smallest class, Coat, has 9 training images"
+    )
     return few_shot.Result(rows=(row,), skipped=(left_out,))
 
 
@@ -226,9 +232,9 @@ def corrupted(step: float) -> corruptions.Result:
 
 def steep(step: float, routed: bool) -> lipschitz.Result:
     local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
-    lemma = lipschitz.LemmaSummary(reason="dense")
+    lemma = lipschitz.LemmaOverLayers(reason="dense")
     if routed:
-        lemma = lipschitz.LemmaSummary(violations=0, router_share=0.25)
+        lemma = lipschitz.LemmaOverLayers(violations=0, router_share=0.25)
     points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
     return lipschitz.Result(
         images=10,
@@ -283,9 +289,9 @@ def noisy(step: float, routed: bool) -> stability.Result:
                 agreement=1 - sigma if routed else None,
             )
         )
-    shown = Curve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
+    shown = RampCurve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
     jumps = estimate(1.5 + step, 1.0, 2.0)
-    ramp = Ramp(
+    ramp = RampSummary(
         sigmas=(0.0, 0.1, 0.2),
         jumps_mean=jumps,
         shown=(shown,),
@@ -324,7 +330,7 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> calibratio
     )
 
 
-def quality(scaled: torch.Tensor, labels: torch.Tensor) -> calibration.Quality:
+def quality(scaled: torch.Tensor, labels: torch.Tensor) -> calibration.PredictionQuality:
     sure = class_confidence(scaled)
     hits = top1_hits(scaled, labels)
     losses = class_nll(scaled, labels).numpy()
@@ -333,7 +339,7 @@ def quality(scaled: torch.Tensor, labels: torch.Tensor) -> calibration.Quality:
     def resampled(statistic) -> Estimate:
         return Estimate.of(bootstrap_interval(statistic, 400, 50))
 
-    return calibration.Quality(
+    return calibration.PredictionQuality(
         score=Estimate.of(wilson(int(hits.sum()), 400)),
         nll=resampled(lambda chosen: float(losses[chosen].mean())),
         brier=resampled(lambda chosen: float(squares[chosen].mean())),
@@ -438,7 +444,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         )
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
-    shown = overlay_experts(images, four)
+    shown = encode_expert_overlays(images, four)
     names = ("load_cv2", "entropy", *_matched(number, seed))
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names}
     return routing.Result(
@@ -449,7 +455,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
         inner_cells=None,
         layers=layers,
         overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
-        corresponding=match_crops(images, Layout(1, (4, 4), (28, 28)), 0),
+        corresponding=overlapping_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
         augmentations=augmented(seed),
         sweeps=swept(number, seed),
         teacher_agreement=0.9 if number == 2 else None,

@@ -7,19 +7,19 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.claims.evaluation import evaluate_claims, flat_evaluated
+from moecore.report.claims.evaluation import claim_entries, evaluate_claims
+from moecore.report.csv_and_plot_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
-from moecore.report.measures.cohort_checks import tissue_table
-from moecore.report.measures.region_blocks import generalisation_table, mixture_table
+from moecore.report.measures.cohort_checks import tissue_error_table
+from moecore.report.measures.region_experts import generalisation_table, mixture_table
 from moecore.report.measures.robustness import Result as Robustness
-from moecore.report.measures.robustness import rows_of
-from moecore.report.page.html import render_report
+from moecore.report.measures.robustness import attack_rows
+from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.summary import headline_rows
-from moecore.report.texts import robustness_csv, table_s1_csv, training_csv
 from moecore.study.reading.claims_section import Claim
 from moecore.study.reading.run_section import Selection
 from tests.report.ages import STAGES, write_ages
@@ -199,7 +199,7 @@ def test_one_method_beside_a_control_has_no_mark(tmp_path):
 
 def test_tissues_alone(tmp_path):
     phase = results(tmp_path, [0], methods={"dense": False}).phases["pretrain"]
-    grid = tissue_table(phase)
+    grid = tissue_error_table(phase)
     values = [float(item.text) for item in grid.lines[0].items]
     assert dict(zip(grid.columns[1:], values, strict=True)) == {
         "Whole volume": 4.0,
@@ -216,7 +216,7 @@ def test_tissues_alone(tmp_path):
     }
     model = phase.models["dense"][0]
     left = model.of(CohortChecks).model_copy(update={"order": None, "isolated": None})
-    bare = tissue_table(phase._replace(models={"dense": {0: changed(model, left)}}))
+    bare = tissue_error_table(phase._replace(models={"dense": {0: changed(model, left)}}))
     assert "Whole volume, probe" in bare.columns
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
@@ -272,7 +272,7 @@ def test_claims_over_errors(three):
         "holds",
         "differs",
     ) and differs.difference.value == pytest.approx(2)
-    assert json.dumps(flat_evaluated([holds]), allow_nan=False)
+    assert json.dumps(claim_entries([holds]), allow_nan=False)
     with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
         evaluate_claims(
             [
@@ -322,7 +322,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
         assert found_limits == pytest.approx(expected), name
     result = found.phases["pretrain"].models["dense"][0].of(Robustness)
-    last = attack_points([rows_of(result, "pgd-10")], result.task.score)[-1]
+    last = attack_points([attack_rows(result, "pgd-10")], result.task.score)[-1]
     assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))
 
 

@@ -14,21 +14,21 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.report.figures.charts import Look, Point, curves_chart, panels_chart
+from moecore.report.figures.charts import ChartSpec, Point, curves_chart, panels_chart
 from moecore.report.figures.direct_labels import spread_heights
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look, share_axis
-from moecore.report.figures.expert_maps import expert_load, expert_maps
+from moecore.report.figures.expert_figures import class_expert_maps, expert_load
 from moecore.report.figures.training_figures import (
     confusion_matrix,
-    loss_by_epoch,
+    draw_filter_sigma,
+    epoch_mean_losses,
     routing_agreement,
-    sigma_schedule,
-    steps_to,
+    steps_until_baseline,
     training_curves,
 )
 from moecore.report.measured import Measured
 from moecore.report.page import templating as pictures
-from moecore.report.page.explorer import NO_EXPERTS, NOT_MEASURED, explorable, explorer
+from moecore.report.page.explorer import NO_EXPERTS, NOT_MEASURED, explorer, has_explorer_images
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
@@ -51,13 +51,13 @@ def test_expert_load_draws_one_panel_a_layer(experts):
 
 def test_a_method_without_points_keeps_its_colour():
     points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
-    axes = curves_chart({"dense": [], "vmoe": points}, Look("", "", "")).axes[0]
+    axes = curves_chart({"dense": [], "vmoe": points}, ChartSpec("", "", "")).axes[0]
     assert [line.get_color() for line in axes.lines] == [PALETTE[1]]
 
 
 def test_curves_over_whole_numbers_have_whole_ticks():
     points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2, 4)]
-    axes = curves_chart({"dense": [], "vmoe": points}, Look("", "k", "Accuracy", True)).axes[0]
+    axes = curves_chart({"dense": [], "vmoe": points}, ChartSpec("", "k", "Accuracy", True)).axes[0]
     assert list(axes.get_xticks()) == [1, 2, 4]
     assert len(axes.lines) == 1
     assert axes.get_ylim()[0] == 0
@@ -65,7 +65,7 @@ def test_curves_over_whole_numbers_have_whole_ticks():
 
 def test_a_curve_near_the_top_is_not_cut():
     points = [Point(k, 0.83, 0.82, 0.84) for k in (1, 2, 4)]
-    axes = curves_chart({"vmoe": points}, Look("", "k", "Accuracy", True)).axes[0]
+    axes = curves_chart({"vmoe": points}, ChartSpec("", "k", "Accuracy", True)).axes[0]
     assert axes.get_ylim() == pytest.approx((0, 1.05 * 0.84))
 
 
@@ -80,7 +80,7 @@ def test_ticks_between_whole_percents_are_not_rounded():
 def test_curves_have_their_names_at_their_ends(methods):
     points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_{number}": points for number in range(methods)}
-    figure = curves_chart(curves, Look("", "k", "Accuracy"))
+    figure = curves_chart(curves, ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
     names = figure.axes[0].texts
     assert {name.get_text() for name in names} == set(curves)
@@ -108,14 +108,14 @@ def test_one_epoch_has_whole_ticks():
 
 def test_a_curve_below_zero_is_held():
     points = [Point(k, -0.5 * k, -0.6 * k, -0.4 * k) for k in (0, 1)]
-    axes = curves_chart({"vmoe": points}, Look("", "k", "Gain")).axes[0]
+    axes = curves_chart({"vmoe": points}, ChartSpec("", "k", "Gain")).axes[0]
     assert axes.get_ylim()[0] <= -0.6
 
 
 def test_a_legend_of_long_names_lies_within_its_figure():
     points = [Point(k, 0.5, 0.4, 0.6) for k in (1, 2)]
     curves = {f"ermoe_without_orthogonality_{number}": points for number in range(24)}
-    figure = curves_chart(curves, Look("", "k", "Accuracy"))
+    figure = curves_chart(curves, ChartSpec("", "k", "Accuracy"))
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 and box.x1 <= figure.bbox.x1 and 0 <= box.y0
@@ -155,7 +155,7 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
     # two models, three classes, 32 experts on 4 rows of 8
     maps = np.random.default_rng(0).dirichlet(np.ones(32), size=(2, 3))
     maps[1, 2] = np.nan
-    axes = expert_maps({"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"]).axes[0]
+    axes = class_expert_maps({"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"]).axes[0]
     tiles = [np.asarray(image.get_array()) for image in axes.images]
     assert [tile.shape for tile in tiles] == [(4, 8, 4)] * 6
     words = [text.get_text() for text in axes.texts]
@@ -169,7 +169,7 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
 
 
 def test_expert_maps_shows_the_first_classes_of_many():
-    figure = expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)])
+    figure = class_expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)])
     assert len(figure.axes[0].images) == 12
 
 
@@ -184,21 +184,21 @@ def trained_with(losses: list[float], per_epoch: int) -> Outcome:
 
 def test_the_loss_of_the_last_epoch_by_hand():
     # two logged points an epoch
-    found = loss_by_epoch(trained_with([4.0, 2.0, 1.0, 3.0], 20))
+    found = epoch_mean_losses(trained_with([4.0, 2.0, 1.0, 3.0], 20))
     assert found == [(10, 4.0), (20, 3.0), (30, 1.5), (40, 2.0)]
     # a short point counts for as many steps as it is of: 10 · 4 and 5 · 1
     odd = trained_with([4.0], 15)
     last = {"step": 15, "epoch": 1.0, "train_loss": 1.0}
     odd = odd.model_copy(update={"curve": (*odd.curve, last)})
-    assert loss_by_epoch(odd)[-1] == (15, pytest.approx(3.0))
+    assert epoch_mean_losses(odd)[-1] == (15, pytest.approx(3.0))
 
 
 def test_steps_to_the_loss_of_another_training():
     slow, fast = (trained_with(losses, 10) for losses in ([4, 3, 2, 1], [3, 1, 0.5, 0.4]))
-    assert (steps_to(fast, slow), steps_to(slow, slow)) == (20, 40)
-    assert steps_to(slow, fast) == 50  # never: an epoch of ten steps after the end
-    assert steps_to(slow, None) is None
-    assert steps_to(slow, slow.model_copy(update={"curve": ()})) is None
+    assert (steps_until_baseline(fast, slow), steps_until_baseline(slow, slow)) == (20, 40)
+    assert steps_until_baseline(slow, fast) == 50  # never: an epoch of ten steps after the end
+    assert steps_until_baseline(slow, None) is None
+    assert steps_until_baseline(slow, slow.model_copy(update={"curve": ()})) is None
 
 
 def test_of_text_perplexities_are_drawn():
@@ -215,7 +215,7 @@ def test_of_text_perplexities_are_drawn():
 
 def test_the_schedule_of_sigma_is_that_of_the_regularizer():
     settings = GroupSparsity(sigma_start=10, sigma_end=2, exponent=0.3)
-    figure = sigma_schedule(settings, "moge")
+    figure = draw_filter_sigma(settings, "moge")
     assert figure.caption.startswith("σ from 10 to 2 as in moge, whose γ is 0.3; T = 45,000")
     lines = {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
     assert {"γ = 0", "γ = 0.3", "γ = 1", "γ = 3"} <= set(lines)
@@ -233,7 +233,7 @@ def test_the_schedule_of_sigma_is_that_of_the_regularizer():
 def test_panels_have_one_scale_and_one_legend(layers):
     points = [Point(x, 0.5, 0.4, 0.6) for x in (0.0, 0.1)]
     panels = {f"MoE {number}": {"vmoe": points} for number in range(layers)}
-    figure = panels_chart(panels, Look("Change", "ε", "1 − IoU", share=True))
+    figure = panels_chart(panels, ChartSpec("Change", "ε", "1 − IoU", share=True))
     seen = [axes for axes in figure.axes if axes.get_visible()]
     assert len(seen) == layers and len(figure.legends) == 1
     assert {axes.get_ylim() for axes in seen} == {seen[0].get_ylim()}
@@ -308,7 +308,7 @@ def test_epochs_of_other_images_are_left_out():
 def test_a_study_without_the_measurement_says_which_stage_writes_it():
     models = {"vmoe": Measured({Outcome: trained(0, 0, True, "pretrain")})}
     found = results({"pretrain": phase(images(), models)})
-    assert not explorable(found)
+    assert not has_explorer_images(found)
     page = explorer(found)
     assert "the stage measure then writes" in NOT_MEASURED
     assert "run.measurements of params.yaml" in page and "<script" not in page
@@ -316,7 +316,7 @@ def test_a_study_without_the_measurement_says_which_stage_writes_it():
 
 def test_a_study_of_dense_models_has_nothing_to_see():
     found = results({"pretrain": phase(images(), {"dense": skipped()})})
-    assert not explorable(found)
+    assert not has_explorer_images(found)
     page = explorer(found)
     assert NO_EXPERTS in page and "<script" not in page
 
@@ -330,7 +330,7 @@ def test_a_phase_that_was_not_measured_is_left_out():
         }
     )
     assert [found["name"] for found in data_of(explorer(whole))["phases"]] == ["pretrain"]
-    assert explorable(whole)
+    assert has_explorer_images(whole)
 
 
 def test_four_hundred_experts_and_a_thousand_classes_stay_small():

@@ -8,27 +8,27 @@ import re
 import pytest
 
 from moecore.core.files import UserError
-from moecore.data.views import transforms
+from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import Ahead, column_slug
+from moecore.report.column import PlannedPhase, column_slug
+from moecore.report.csv_and_plot_files import robustness_csv
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
-from moecore.report.measures.training import halfway
-from moecore.report.page.html import render_report
+from moecore.report.measures.training_outcome import halfway_agreement
+from moecore.report.page.report_page import render_report
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables.comparison import (
     build_table,
     compare_methods,
     expected_metric_forms,
-    metrics_of,
+    phase_metrics,
     unknown_metrics,
 )
-from moecore.report.tables.paper_numbers import PAPERS, REPORTED, reported
+from moecore.report.tables.paper_numbers import PAPERS, REPORTED, reported_models
 from moecore.report.tables.summary import headline_rows
-from moecore.report.texts import robustness_csv
 from moecore.study.reading.document import load_yaml, parse_yaml
-from moecore.study.reading.params import validate_keys
 from moecore.study.reading.run_section import Selection
+from moecore.study.reading.stage_params import validate_declared_keys
 from moecore.study.reading.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import SHIPPED
@@ -84,7 +84,7 @@ def test_the_values_come_from_where_they_are_stored(whole):
 def test_half_of_training(whole, epochs, half):
     trained = whole.phases["pretrain"].models["vmoe"][0].of(Outcome)
     values = tuple(range(1, epochs + 1))
-    assert halfway(trained.model_copy(update={"agreement_with_final": values})) == half
+    assert halfway_agreement(trained.model_copy(update={"agreement_with_final": values})) == half
 
 
 def test_a_dense_model_has_none_of_it(whole):
@@ -128,7 +128,7 @@ def test_a_dense_model_has_none_of_it(whole):
 
 
 def test_names_are_unique_and_papers_are_known(whole):
-    metrics = metrics_of(whole.phases["pretrain"])
+    metrics = phase_metrics(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
     order = [metric.column.paper for metric in metrics]
@@ -186,7 +186,7 @@ def test_what_the_papers_print():
     ) == pytest.approx(1, abs=1e-3)
     assert [
         found.model
-        for found in reported("tgr", frozenset({"test_accuracy", "agreement_before_after"}))
+        for found in reported_models("tgr", frozenset({"test_accuracy", "agreement_before_after"}))
     ] == ["V-MoE", "TGR-MoE"]
 
 
@@ -197,7 +197,7 @@ def test_names_of_transforms():
         "translation_0_0_1",
     ]
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    assert {f"imed_{column_slug(name)}" for name in transforms.TRANSFORMS} == {
+    assert {f"imed_{column_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
     }
 
@@ -303,7 +303,7 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 def misnamed(metric: str, phase: str = "pretrain") -> list[tuple[tuple, str]]:
     text = f"{SETTINGS}questions: [{{{ASKED}, metric: '{metric}', phase: {phase}}}]\n"
-    return list(unknown_metrics(validate_keys(Study, parse_yaml(text)), STAGES))
+    return list(unknown_metrics(validate_declared_keys(Study, parse_yaml(text)), STAGES))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,9 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     metrics = build_table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
-    study = validate_keys(Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"]))))
+    study = validate_declared_keys(
+        Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"])))
+    )
     known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{column_slug(name)}" for name in TRANSFORMS}
@@ -362,10 +364,10 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
-    study = validate_keys(Study, load_yaml(SHIPPED))
-    assert list(Ahead(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
+    study = validate_declared_keys(Study, load_yaml(SHIPPED))
+    assert list(PlannedPhase(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
     known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     dense = study.run.model_copy(update={"methods": ("dense",)})
-    assert not Ahead(study.model_copy(update={"run": dense}), "accuracy").layers
+    assert not PlannedPhase(study.model_copy(update={"run": dense}), "accuracy").layers

@@ -8,11 +8,11 @@ import pytest
 from playwright.sync_api import Locator
 
 from moecore.predict import page as predicted
-from moecore.predict.page import Failure, PredictedPage, Shown, Spoken, flat_tile
+from moecore.predict.page import Failure, PredictedPage, RoutedText, Shown, picture_tile
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.measured import Models
 from moecore.report.page.explorer import explorer
-from moecore.report.page.html import render_report
+from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.classification import Classification
@@ -277,9 +277,11 @@ def hostile_explorer(folder: Path) -> str:
 
 def hostile_predictions(folder: Path) -> str:
     pixels = np.zeros((1, 8, 8), np.uint8)
-    tile = flat_tile(pixels, [np.zeros((2, 2, 1), np.int16)], EVIL["data"])
+    tile = picture_tile(pixels, [np.zeros((2, 2, 1), np.int16)], EVIL["data"])
     shown = [Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
-    spoken = [Spoken(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])]
+    spoken = [
+        RoutedText(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])
+    ]
     failures = [Failure(EVIL["participant"], EVIL["reason"])]
     about = (EVIL["method"], EVIL["data"], [EVIL["reason"]])
     return predicted.render_predictions(PredictedPage(*about, shown, 2, failures, 2, spoken, 2))

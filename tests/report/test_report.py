@@ -11,8 +11,9 @@ from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims.claims_page import load_studies
-from moecore.report.column import Column, Metric
-from moecore.report.page.html import render_report
+from moecore.report.column import Column, ResultColumn
+from moecore.report.csv_and_plot_files import robustness_csv, training_csv
+from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import summary
@@ -22,8 +23,7 @@ from moecore.report.tables.comparison import (
     build_table,
     compare_methods,
 )
-from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
-from moecore.report.texts import robustness_csv, training_csv
+from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
 from moecore.statistics.intervals import Interval
 from moecore.study.reading.run_section import Selection
 from moecore.training.outcome import Outcome
@@ -110,9 +110,9 @@ def test_columns_without_any_value_are_left_out(one_seed):
     assert "agreement_before_after" not in {metric.name for metric in found}
 
 
-HIGHER = Metric(Column("a", "a", lambda result: None, "higher"), Outcome)
-LOWER = Metric(Column("a", "a", lambda result: None, "lower"), Outcome)
-NEITHER = Metric(Column("a", "a", lambda result: None), Outcome)
+HIGHER = ResultColumn(Column("a", "a", lambda result: None, "higher"), Outcome)
+LOWER = ResultColumn(Column("a", "a", lambda result: None, "lower"), Outcome)
+NEITHER = ResultColumn(Column("a", "a", lambda result: None), Outcome)
 
 
 def cells(**limits):
@@ -304,7 +304,7 @@ def test_epsilons_are_named():
         "0.05",
     ]
     said = "accuracy 3 %, at ε = 0.0313725; a guess has 10 % at ε = 0.5"
-    assert with_named_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
+    assert shorten_epsilons(said) == "accuracy 3 %, at ε = 8/255; a guess has 10 % at ε = 0.5"
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -16,14 +16,14 @@ from moecore.measure.base import Estimate
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, find_leader, possible_test
-from moecore.report.column import Column, Metric
-from moecore.report.figures.overview import limits_with_margin, overview_pictures
+from moecore.report.column import Column, ResultColumn
+from moecore.report.figures.overview import limits_with_margin, overview_charts
+from moecore.report.headline_quantities import phase_quantities
 from moecore.report.measured import Measured, Results
-from moecore.report.page.answer import answer_of_claims, describe_phase
+from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS, find_explaining_word
-from moecore.report.page.html import page_of, render_report
-from moecore.report.quantities import quantities
-from moecore.report.references import find_baseline, references
+from moecore.report.page.report_page import build_page, render_report
+from moecore.report.reference_methods import find_moe_baseline, references
 from moecore.report.tables.comparison import build_table, column_cells, compare_methods, used_tests
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
@@ -68,8 +68,10 @@ def hits_of(model: Measured) -> np.ndarray | None:
     return None if found is None else np.array(found)
 
 
-def metric(read, better, form="number", hits=None) -> Metric:
-    return Metric(Column("share" if hits else "value", "", read, better, form, hits=hits), Found)
+def metric(read, better, form="number", hits=None) -> ResultColumn:
+    return ResultColumn(
+        Column("share" if hits else "value", "", read, better, form, hits=hits), Found
+    )
 
 
 def share(found: Found) -> Estimate:
@@ -97,7 +99,7 @@ def seeds(**values) -> dict[str, dict[int, Measured]]:
     }
 
 
-def marked(metric: Metric, models) -> list[str]:
+def marked(metric: ResultColumn, models) -> list[str]:
     return [
         method for method, found in column_cells(metric, models).items() if found and found.marked
     ]
@@ -206,10 +208,10 @@ def test_leader_needs_a_test():
 def test_what_methods_are_compared_with():
     plain = {0: sized()}
     routed = {0: sized(parameters=20)}
-    assert find_baseline({"dense": plain, "prc": routed, "vmoe": routed}) == "vmoe"
+    assert find_moe_baseline({"dense": plain, "prc": routed, "vmoe": routed}) == "vmoe"
     assert references({"dense": plain, "prc": routed, "tgr": routed}) == ["prc", "dense"]
     assert references({"a": plain}) == []
-    assert find_baseline({"a": plain}) == ""
+    assert find_moe_baseline({"a": plain}) == ""
 
 
 def test_compare_json_has_the_tests(tmp_path):
@@ -282,7 +284,7 @@ DENSE = "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, tgr: {router:
 
 def answered(found: Results) -> str:
     """The sentence, its spaces plain."""
-    return page_of(found, ()).answer.replace("\u00a0", " ")
+    return build_page(found, ()).answer.replace("\u00a0", " ")
 
 
 def with_hits(found: Results, method: str, wrong: int) -> None:
@@ -353,7 +355,7 @@ def test_what_was_not_measured_names_its_stage(tmp_path):
     for seeds in found.phases["pretrain"].models.values():
         left = {kind: one for kind, one in seeds[0].results.items() if kind is Outcome}
         seeds[0] = seeds[0]._replace(results=left)
-    page = page_of(found, ())
+    page = build_page(found, ())
     notes = page.overviews[0].notes
     assert "Not measured: the score under attack (the stage robustness would)." in notes
     assert len(page.overviews[0].pictures) == 1, "no scatter"
@@ -372,18 +374,18 @@ def test_errors_have_their_unit(tmp_path, seeds):
 def test_claims_are_counted():
     shown = claimed(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
     asked = [claim(), claim(better="lower"), claim(metric="test_accuracy")]
-    text = answer_of_claims(evaluate_claims(asked, shown))
+    text = describe_claims(evaluate_claims(asked, shown))
     assert text.startswith("Of 3 claims that were tested here, 1 holds (prc against vmoe: Match")
     assert "1 comes out otherwise here" in text and "1 stays open" in text
-    one = answer_of_claims(evaluate_claims(asked[:1], shown))
+    one = describe_claims(evaluate_claims(asked[:1], shown))
     assert one.startswith("The one claim that was tested here holds (prc against vmoe: ")
 
 
 def test_pictures_hold_their_data(tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     phase = found.phases["pretrain"]
-    known = quantities(phase, build_table(found, phase))
-    scatter, rows = (one.figure for one in overview_pictures(phase, known))
+    known = phase_quantities(phase, build_table(found, phase))
+    scatter, rows = (one.figure for one in overview_charts(phase, known))
     for figure in (scatter, rows):
         for axes in figure.axes:
             (left, right), (low, high) = axes.get_xlim(), sorted(axes.get_ylim())
@@ -428,8 +430,10 @@ def test_a_study_of_a_thousand_classes(tmp_path):
         outcome = seeds[0].of(Outcome).model_copy(update={"task": task, "confusion": counts})
         seeds[0] = changed(seeds[0], outcome)
     found.phases["pretrain"] = phase._replace(task=task)
-    section = page_of(found, ()).sections[0]
+    section = build_page(found, ()).sections[0]
     block = next(one for one in section.blocks if one.title == "Confusion of classes")
     assert block.finding == "class 7 is taken for class 8 most often (25\u00a0%, mean over methods)"
     assert [len(tile.lines) for tile in block.tiles] == [1, 1, 1]
-    assert describe_phase(phase, "x", quantities(phase, build_table(found, phase)), ())
+    assert describe_phase_findings(
+        phase, "x", phase_quantities(phase, build_table(found, phase)), ()
+    )

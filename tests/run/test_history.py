@@ -19,23 +19,23 @@ from hypothesis import strategies as st
 
 from moecore.core.config import Config
 from moecore.core.files import FullDisk, UserError, read_json
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.run import progress
-from moecore.run.history import record_run
 from moecore.run.history_file import (
     HISTORY_FILE,
     GrowingHistory,
     append_line,
     encode_line,
     flatten_keys,
+    keep_numbers,
     lines_before_step,
     logged_points,
-    nested_numbers,
     read_lines,
     spent_seconds,
 )
 from moecore.run.progress import format_duration
 from moecore.run.resume import KeptParts
+from moecore.run.run_record import record_run
 
 
 class Params(Config):
@@ -143,7 +143,7 @@ def test_a_step_cannot_be_logged_twice():
 
 STAGE = """
 import sys, time
-from moecore.run.history import record_run
+from moecore.run.run_record import record_run
 from moecore.run import stage
 stage.in_order = lambda path, root, also: None
 from moecore.core.files import UserError, read_json
@@ -258,7 +258,7 @@ def test_the_time_between_kill_and_resume_does_not_count():
 def test_params_are_flat_and_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
     assert flatten_keys({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {"a.b": [1, 2], "c.0.d": None}
     found = {"a": 1, "b": {"c": [1.0], "d": 0.5}, "e": {"f": "text"}, "g": None, "h": True}
-    assert nested_numbers(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
+    assert keep_numbers(found) == {"a": 1, "b": {"d": 0.5}, "h": True}
 
 
 def never():
@@ -300,7 +300,7 @@ def now(monkeypatch):
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end(now, capsys):
-    with progress.progress_bar("pretrain", 100) as bar:
+    with progress.report_progress("pretrain", 100) as bar:
         bar.update(10)
         now["now"] = 5.0
         bar.update(20, loss=0.5)

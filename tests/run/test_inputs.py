@@ -9,10 +9,10 @@ import pytest
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.pipeline.drivers import hold_project
-from moecore.run.history import record_run
+from moecore.pipeline.project_lock import hold_project
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import refuse_changed_document
+from moecore.run.run_record import record_run
 from moecore.study.reading.document import load_yaml
 from tests.project import PARAMS, Project
 

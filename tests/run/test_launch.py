@@ -24,10 +24,10 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.tensors import read_tensors
-from moecore.pipeline import places
-from moecore.run.launch import (
+from moecore.pipeline import job_resources
+from moecore.run.cluster_launcher import (
     Cluster,
-    StageNeeds,
+    StageResources,
     launch_command,
     launch_environment,
     read_cluster,
@@ -186,15 +186,18 @@ def test_a_job_of_its_own_knows_nothing_of_the_job_around_it(monkeypatch):
     }
     for name, value in (around | {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab"}).items():
         monkeypatch.setenv(name, value)
-    given = launch_environment(Cluster(launch="srun"), StageNeeds(), Path("/m"))
+    given = launch_environment(Cluster(launch="srun"), StageResources(), Path("/m"))
     kept = {name: value for name, value in given.items() if name.startswith("SLURM")}
     assert kept == {"SLURM_CONF": "/c", "SLURM_ACCOUNT": "lab", "SLURM_KILL_BAD_EXIT": "1"}
-    given = launch_environment(Cluster(launch="srun", steps=True), StageNeeds(ranks=2), Path("/m"))
+    given = launch_environment(
+        Cluster(launch="srun", steps=True), StageResources(ranks=2), Path("/m")
+    )
     assert around.items() <= given.items()
     assert (given["MOECORE_LAUNCHED"], given["MOECORE_MEETING"]) == ("2", "/m")
     monkeypatch.delenv("SLURM_JOB_ID")
     assert (
-        launch_environment(Cluster(launch="srun"), StageNeeds(), Path("/m"))["SLURM_NTASKS"] == "4"
+        launch_environment(Cluster(launch="srun"), StageResources(), Path("/m"))["SLURM_NTASKS"]
+        == "4"
     )
 
 
@@ -288,10 +291,13 @@ def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
 def test_jobs_take_the_cards_that_were_given(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    given = [place["CUDA_VISIBLE_DEVICES"] for place in places.job_environments(3)]
+    given = [place["CUDA_VISIBLE_DEVICES"] for place in job_resources.job_environments(3)]
     assert given == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places.job_environments(2)] == ["0", "1"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in job_resources.job_environments(2)] == [
+        "0",
+        "1",
+    ]
 
 
 def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
@@ -300,20 +306,20 @@ def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
     text = "launch: env\ndefault: {gpus: 1}\nstages: {pretrain: {ranks: 2, gpus: 2}}\n"
     monkeypatch.setenv("MOECORE_CLUSTER", written(tmp_path, text))
     training = ("pretrain@vmoe-0", "finetune@vmoe-0")
-    all_places = places.job_environments(3)
-    chosen = places.choose_places(training, all_places)
-    assert places.merge_places(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    all_places = job_resources.job_environments(3)
+    chosen = job_resources.choose_places(training, all_places)
+    assert job_resources.merge_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
-    assert places.choose_places(training, left) is None, "it waits for a second one"
-    assert places.choose_places(("compare",), left) == left
-    assert len(places.job_environments(1)) == 2, "one job at a time has both"
+    assert job_resources.choose_places(training, left) is None, "it waits for a second one"
+    assert job_resources.choose_places(("compare",), left) == left
+    assert len(job_resources.job_environments(1)) == 2, "one job at a time has both"
     path = written(tmp_path, text.replace("gpus: 2", "gpus: 4"))
     with pytest.raises(UserError) as caught:
-        places.job_environments(3)
+        job_resources.job_environments(3)
     said = f"{path}: stages.pretrain.gpus: found 4; this machine may use 3: 2, 5, 7"
     assert str(caught.value) == said
     written(tmp_path, "launch: 'env GPUS={gpus}'\ndefault: {gpus: 4}\n")
-    assert places.job_environments(64) == [{}] * 64, "the launcher gives them"
+    assert job_resources.job_environments(64) == [{}] * 64, "the launcher gives them"
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure import MEASUREMENTS, stability
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.calibrators.linear import Linear
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc_file import study_dvc_text
 from moecore.report.figures.contact_sheet import draw_contact_sheet

@@ -16,9 +16,9 @@ import pytest
 import torch
 from PIL import Image
 
+from moecore.brain.age_calibration import write_calibration_folder
+from moecore.brain.age_measurement import summarize_age_errors
 from moecore.brain.ages import Ages, fit_age_line
-from moecore.brain.calibrated_ages import write_calibration
-from moecore.brain.measured_ages import measure_ages
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_settings
 from moecore.core.files import UserError
@@ -26,18 +26,18 @@ from moecore.core.plain import spreadsheet_cell
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.pipeline.predict_cli import main
-from moecore.predict.ages import calibrator_folder, load_calibration
+from moecore.predict.ages import calibrator_folder, load_age_calibration
 from moecore.predict.ages import predict_ages as predict
-from moecore.predict.predictions import Given, predict_folder
-from moecore.predict.volumes import find_volumes, prepare_volumes
+from moecore.predict.find_volumes import find_volumes, prepare_volumes
+from moecore.predict.folder_predictions import PredictionRequest, predict_folder
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened
@@ -60,11 +60,11 @@ def trained(tmp_path_factory):
         warnings.simplefilter("ignore")
         ages = Ages.of(data, leaning(data), target / "model.safetensors")
         line = fit_age_line(ages, Linear(), None)
-        write_calibration(
+        write_calibration_folder(
             calibrator_folder(target),
             ages,
             line,
-            measure_ages(ages, line, "train", 100),
+            summarize_age_errors(ages, line, "train", 100),
             "pretrain/dense/0",
         )
     return target, data, model
@@ -226,7 +226,7 @@ def random_model(folder: Path) -> Path:
     torch.manual_seed(0)
     task = Classification(classes=("clover", NASTY, "sky"))
     image = ImageSpec(channels=3, size=16, task=task, mean=(0.5,) * 3, std=(0.5,) * 3)
-    moe = MoE(router=NoisyTopK(k=2), experts=Mlp(number=4), blocks=(0, 1))
+    moe = MoESettings(router=NoisyTopK(k=2), experts=Mlp(number=4), blocks=(0, 1))
     target = folder / "artifacts/finetune/vmoe/0"
     save_model(target, Vit(patch=4, width=16, depth=2, heads=2).build(image, moe))
     return target
@@ -316,8 +316,10 @@ def test_bad_files_keep_their_rows_and_are_named(model, pictures, tmp_path, caps
     lines = capsys.readouterr().err.splitlines()
     assert {line.split(": ")[0] for line in lines[:-1] if ": " in line} >= bad
     assert lines[-1].startswith("5 of 29 files have no prediction")
-    main_again = predict_folder(Given(model, pictures, pictures / "out.csv"))
-    assert main_again == predict_folder(Given(model, pictures, pictures / "out.csv")) == 5
+    main_again = predict_folder(PredictionRequest(model, pictures, pictures / "out.csv"))
+    assert (
+        main_again == predict_folder(PredictionRequest(model, pictures, pictures / "out.csv")) == 5
+    )
 
 
 def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, tmp_path, capsys):
@@ -330,7 +332,7 @@ def test_links_out_of_the_folder_and_odd_names_keep_their_rows(model, pictures, 
     (pictures / "in.png").symlink_to(one)
     (pictures / "two\nlines.png").write_bytes(one.read_bytes())
     Path(pictures, os.fsdecode(b"\xff.png")).write_bytes(one.read_bytes())
-    assert predict_folder(Given(model, pictures, tmp_path / "out.csv")) == 3
+    assert predict_folder(PredictionRequest(model, pictures, tmp_path / "out.csv")) == 3
     rows = {row["file"]: row for row in rows_of(tmp_path / "out.csv")}
     assert "found 'out.png', which leads out of this folder" in rows["out.png"]["error"]
     assert "No such file" in rows["dead.png"]["error"]
@@ -348,7 +350,7 @@ def test_volumes_that_lead_out_of_their_folder(trained, tmp_path):
     (tmp_path / "in/out.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
     (tmp_path / "in/b_mask.nii.gz").symlink_to(tmp_path / "away/v.nii.gz")
     found = find_volumes(tmp_path / "in")
-    reference = load_calibration(calibrator_folder(trained[0]), trained[0]).reference
+    reference = load_age_calibration(calibrator_folder(trained[0]), trained[0]).reference
     said = dict(
         zip((one.path.name for one in found), prepare_volumes(found, reference)[1], strict=True)
     )
@@ -401,7 +403,7 @@ def test_what_cannot_be_is_one_message_before_anything_runs(words, message, tmp_
 
 def test_the_page_shows_pictures_and_experts(browser, model, pictures, tmp_path):
     spoil(pictures)
-    predict_folder(Given(model, pictures, tmp_path / "out.csv"))
+    predict_folder(PredictionRequest(model, pictures, tmp_path / "out.csv"))
     with opened(browser, tmp_path / "out.html", 390, "dark") as page:
         assert clipped(page) == []
         assert page.locator("li").count() == 24

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from moecore.core.encoded_arrays import decode_values, encode_values
+from moecore.core.encoded_arrays import decode_float_array, pack_numbers
 from moecore.statistics.crossed import (
     BOTH,
     ITEMS,
     SEEDS,
     crossed_difference,
-    encode_items,
+    encode_item_values,
+    linearize_by_person,
     linearize_ratio,
     paired_seed_difference,
-    values_by_person,
 )
 from moecore.statistics.intervals import (
     Estimate,
@@ -341,11 +341,11 @@ def test_the_smallest_effect_is_seen_four_times_in_five():
 
 def test_a_person_with_several_images_is_one_item():
     values = np.array([1.0, 3, 2, 5])  # mean 2.75, of persons 2 + 1 + 1 images
-    items = values_by_person(values, np.array([7, 7, 3, 9]))
+    items = linearize_by_person(values, np.array([7, 7, 3, 9]))
     # v + (n_p / (4/3))·(mean_p − v): 3: 2.75 − 0.5625, 7: 2.75 − 1.125, 9: 2.75 + 1.6875
     assert items == pytest.approx([2.1875, 1.625, 4.4375]) and items.mean() == pytest.approx(2.75)
-    assert values_by_person(values, np.arange(4)).tolist() == values.tolist()
-    assert values_by_person(values, None).tolist() == values.tolist()
+    assert linearize_by_person(values, np.arange(4)).tolist() == values.tolist()
+    assert linearize_by_person(values, None).tolist() == values.tolist()
 
 
 def test_a_ratio_as_one_value_an_image():
@@ -359,9 +359,9 @@ def test_a_ratio_as_one_value_an_image():
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5])
 def test_items_are_kept_to_three_digits_and_their_mean_exactly(scale):
     values = scale * np.random.default_rng(5).standard_normal(1000) + 3
-    found = decode_values(encode_items(values))
+    found = decode_float_array(encode_item_values(values))
     assert found.mean() == pytest.approx(values.mean(), rel=1e-12)
     assert np.abs(found - values).max() < 1e-3 * np.abs(values - values.mean()).max()
-    assert decode_values(encode_items(np.full(5, 0.25))).tolist() == [0.25] * 5
+    assert decode_float_array(encode_item_values(np.full(5, 0.25))).tolist() == [0.25] * 5
     with pytest.raises(ValueError):
-        encode_values(np.array([1.0, np.inf]))
+        pack_numbers(np.array([1.0, np.inf]))

@@ -6,7 +6,7 @@ from textwrap import indent
 
 import pytest
 
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from tests.project import PARAMS
 
 

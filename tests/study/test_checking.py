@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.data.sources.digits import Digits
 from moecore.study.checking.preflight import check_study, describe_check
 from moecore.study.checking.validate import check_params, collect_problems, params_schema

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT, list_pipeline_files
-from moecore.data.loader import to_device
+from moecore.core.source_layout import ROOT, list_dvc_files
+from moecore.data.loader import place_split
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
 from moecore.report.tables.comparison import unknown_metrics
 from moecore.study.checking.data_rules import load_previews
-from moecore.study.checking.model_rules import image_spec
+from moecore.study.checking.model_build_rules import image_spec
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.study import Study
 from moecore.training.guide import build_guide
@@ -87,7 +87,7 @@ def change(data: dict, draw: random.Random) -> None:
 
 
 def written(folder: Path, data: dict, stages: Path) -> Path:
-    for file in list_pipeline_files(stages):
+    for file in list_dvc_files(stages):
         target = folder / file.relative_to(stages)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
@@ -166,7 +166,7 @@ def step(study: Study, name: str) -> None:
         guide = build_guide(study.teacher.model.build(image), method, backbone.stages)
     pixels = np.random.default_rng(0).integers(0, 256, (8, image.channels, *image.shape))
     split = Split(pixels.astype(np.uint8), np.arange(8) % image.task.outputs)
-    data = to_device(split, "cpu")
+    data = place_split(split, "cpu")
     objective = Objective(method.losses, training.label_smoothing, method.distillation)
     job = TrainingJob(model, data, data, objective, guide, method.views)
     few = training.model_copy(update={"batch": 8})

@@ -18,11 +18,16 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.study.reading.document import load_yaml, parse_yaml
-from moecore.study.reading.messages import spell_keys, truncate_lines
+from moecore.study.reading.message_format import join_first_lines, spell_keys
 from moecore.study.reading.overlay import merge_settings, resolve_overlay
-from moecore.study.reading.params import Key, params_keys, read_params, validate_keys
+from moecore.study.reading.stage_params import (
+    ParamsKeyPath,
+    params_keys,
+    read_params,
+    validate_declared_keys,
+)
 from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
 from tests.project import PARAMS as TEXT
 
@@ -60,7 +65,7 @@ class Method(Config):
 class Params(Config):
     epsilons: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     flag: bool = False
-    method: Annotated[Method, Key("methods.{method}")]
+    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
 
 
 def test_yaml_1_2():
@@ -174,8 +179,8 @@ def test_what_is_no_file_of_text_is_said(tmp_path):
 
 def test_a_line_is_a_line_and_no_longer_than_a_screen():
     assert spell_keys(("a\nb\u2028", 0, "c" * 200)) == rf"a\nb\u2028[0].{'c' * 28}...{'c' * 28}"
-    assert truncate_lines(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
-    lines = truncate_lines(["p:1:1: a"] * 10_000).split("\n")
+    assert join_first_lines(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
+    lines = join_first_lines(["p:1:1: a"] * 10_000).split("\n")
     assert len(lines) == 21 and lines[-1] == "p: and 9,980 more; mend these first"
 
 
@@ -194,7 +199,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
 
 def problems(text: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        validate_keys(Params, parse_yaml(text), method="vmoe")
+        validate_declared_keys(Params, parse_yaml(text), method="vmoe")
     return str(caught.value).split("\n")
 
 
@@ -261,8 +266,9 @@ def test_single_problems(text, place_and_key, word):
 
 def test_imports_are_light():
     code = (
-        "import sys, moecore.study.reading.params, moecore.run.history, moecore.run.progress, "
-        "moecore.run.stage; assert not {'torch', 'mlflow', 'numpy'} & set(sys.modules)"
+        "import sys, moecore.study.reading.stage_params, moecore.run.run_record, "
+        "moecore.run.progress, moecore.run.stage_entry; "
+        "assert not {'torch', 'mlflow', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

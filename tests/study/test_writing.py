@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.study.checking.validate import check_params
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.writing.assignments import apply_assignments, write_assignments

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
-from moecore.tasks.class_scores import (
+from moecore.tasks.classification import Classification
+from moecore.tasks.classification_metrics import (
     brier_scores,
     calibration_error,
     class_confidence,
@@ -26,10 +27,14 @@ from moecore.tasks.class_scores import (
     top1_hits,
     topk_hits,
 )
-from moecore.tasks.classification import Classification
-from moecore.tasks.errors import absolute_error, age_fit, mean_absolute_error, median_mae
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
+from moecore.tasks.regression_metrics import (
+    absolute_error,
+    age_fit,
+    mean_absolute_error,
+    median_mae,
+)
 
 # Four images, two classes. Confidences 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
 LOGITS = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]], dtype=torch.double).log()

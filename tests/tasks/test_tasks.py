@@ -13,12 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.streams import Draws, generator_for
+from moecore.core.streams import BatchDraws, generator_for
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.recall import hit_share, image_to_text_recall, text_to_image_recall
 from moecore.tasks.regression import Regression
+from moecore.tasks.retrieval_recall import (
+    image_to_text_recall,
+    text_to_image_recall,
+    tied_hit_share,
+)
 
 ONE = Classification(classes=("a", "b", "c"))
 SETS = MultiLabel(classes=("a", "b", "c"))
@@ -306,7 +310,7 @@ def test_a_tie_counts_for_the_share_of_its_orders_that_hit(above, others, own, k
     orders = list(permutations([False] * others + [True] * own))
     wanted = sum(any(([False] * above + list(order))[:k]) for order in orders) / len(orders)
     given = (torch.tensor([number]) for number in (above, others, own))
-    assert float(hit_share(*given, (k,))) == pytest.approx(wanted)
+    assert float(tied_hit_share(*given, (k,))) == pytest.approx(wanted)
 
 
 def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():
@@ -351,8 +355,8 @@ def test_a_step_draws_one_caption_of_each_that_is_there():
     labels = torch.full((200, 2, 4), NONE)
     labels[:, 0] = 3
     labels[:100, 1] = 4
-    chosen = TASK.drawn(labels, Draws(generator_for(0, 0), 200))
+    chosen = TASK.drawn(labels, BatchDraws(generator_for(0, 0), 200))
     assert chosen.shape == (200, 4) and (chosen[100:] == 3).all()
     assert 25 < int((chosen[:100, 0] == 4).sum()) < 75
-    again = TASK.drawn(labels[50:60], Draws(generator_for(0, 0), 200, torch.arange(50, 60)))
+    again = TASK.drawn(labels[50:60], BatchDraws(generator_for(0, 0), 200, torch.arange(50, 60)))
     assert torch.equal(again, chosen[50:60])

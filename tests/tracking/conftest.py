@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from moecore.core.config import Config
-from moecore.core.sources import ROOT
-from moecore.measure.calibration import Quality, Result
-from moecore.run.history import record_run
+from moecore.core.source_layout import ROOT
+from moecore.measure.calibration import PredictionQuality, Result
+from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Estimate
-from moecore.tasks.class_scores import reliability_bins
+from moecore.tasks.classification_metrics import reliability_bins
 
 CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
 CARD |= {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}
@@ -115,7 +115,7 @@ def calibrate(ece: float = 0.5) -> None:
     """Write a measurement of the pretrained model, and the data card that its report reads."""
     some = Estimate(value=0.5, low=0.4, high=0.6)
     bins = reliability_bins(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))
-    before = Quality(score=some, nll=some, brier=some, ece=some, bins=bins)
+    before = PredictionQuality(score=some, nll=some, brier=some, ece=some, bins=bins)
     after = before.model_copy(update={"ece": some.model_copy(update={"value": ece})})
     words = {"kind": "temperature", "temperature": 2.0, "at_limit": False, "scores": ""}
     images = {"validation_images": 4, "test_images": 4}
@@ -134,7 +134,7 @@ def hears_interrupts() -> None:
 @pytest.fixture(scope="session")
 def store(tmp_path_factory) -> str:
     """The address of an empty database, made once: creating one takes seconds."""
-    from moecore.tracking.store import connect_store
+    from moecore.tracking.mlflow_connection import connect_store
 
     folder = tmp_path_factory.mktemp("store")
     address = f"sqlite:///{folder / 'mlflow.db'}"

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
-from moecore.run.history import record_run
+from moecore.run.run_record import record_run
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
-from moecore.tasks.recall import similarity_matrix
+from moecore.tasks.retrieval_recall import similarity_matrix
 from moecore.tracking import sync as module
 from moecore.tracking.model import model_folder, model_signature
 from moecore.tracking.sync import Importer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError
-from moecore.run.history import record_run
+from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
 from moecore.tracking.metric_names import stage_numbers
 from moecore.tracking.sync import Importer, sync_runs
@@ -22,7 +22,7 @@ WORK = Path(".state/pretrain/vmoe/0/key")
 LIVE = """
 import sys, time
 from pathlib import Path
-from moecore.run.history import record_run
+from moecore.run.run_record import record_run
 
 first, last = int(sys.argv[1]), int(sys.argv[2])
 with record_run("pretrain", None, method="vmoe", seed=0, work=Path(sys.argv[3])) as run:
@@ -142,12 +142,14 @@ def test_the_first_import_while_a_model_trains_again_shows_nothing_of_the_earlie
 
 
 def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
-    from moecore.report.tables import run_files
+    from moecore.report.tables import headline_metrics
 
     given = []
-    numbers = run_files.headline_numbers
+    numbers = headline_metrics.headline_numbers
     monkeypatch.setattr(
-        run_files, "headline_numbers", lambda *a: (given.append((a[1], a[3])), numbers(*a))[1]
+        headline_metrics,
+        "headline_numbers",
+        lambda *a: (given.append((a[1], a[3])), numbers(*a))[1],
     )
     study.write()
     study.write(method="dense")

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from moecore.core.files import UserError
-from moecore.run.history import record_run
+from moecore.run.run_record import record_run
 from moecore.tracking import ui
 from tests.browser import opened
 from tests.tracking.conftest import calibrate

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moecore.core.records import Batch, Guidance, ModelOutput, RoutingRecord, Step
-from moecore.data.loader import to_device
+from moecore.core.routing_records import Batch, Guidance, ModelOutput, RoutingRecord, StepContext
+from moecore.data.loader import place_split
 from moecore.data.prepared import Split
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint
@@ -45,8 +45,8 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
     model = Vit(patch=4, width=16, depth=4, heads=2).build(image, method.moe)
     return TrainingJob(
         model,
-        to_device(images(50), "cpu"),
-        to_device(images(20, 1), "cpu"),
+        place_split(images(50), "cpu"),
+        place_split(images(20, 1), "cpu"),
         Objective(method.losses, distillation=method.distillation),
         guide,
         method.views,
@@ -98,4 +98,6 @@ def step(*records, guidance=None, progress=0.0):
         if guidance is None
         else Guidance(blank, tuple(torch.as_tensor(probs) for probs in guidance))
     )
-    return Step(Batch(blank, blank, blank), ModelOutput(blank, records), None, teacher, progress)
+    return StepContext(
+        Batch(blank, blank, blank), ModelOutput(blank, records), None, teacher, progress
+    )

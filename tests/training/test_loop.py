@@ -15,9 +15,9 @@ from moecore.core.files import SEAL, FullDisk, UserError, read_json, write_seale
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_card, load_for_images, load_model, save_model
+from moecore.training.artifacts import load_adapted_model, load_card, load_model, save_model
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import BatchPrefetcher, TrainingJob, build_training_job, training_batch
 from moecore.training.loop import total_steps, train_job, validation_metrics
@@ -229,7 +229,7 @@ def test_loading_leaves_the_global_draws_as_they_were(tmp_path, model):
 def test_at_another_resolution_with_other_classes(tmp_path, model):
     save_model(tmp_path, model)
     image = IMAGE.model_copy(update={"size": 16, "task": Classification(classes=("a", "b", "c"))})
-    larger = load_for_images(tmp_path, image, VMOE.moe)
+    larger = load_adapted_model(tmp_path, image, VMOE.moe)
     assert larger(torch.rand(2, 1, 16, 16)).prediction.shape == (2, 3)
     assert larger.pos_embed.shape == (1, 17, 16) and torch.equal(
         larger.pos_embed[:, 0], model.pos_embed[:, 0]
@@ -241,7 +241,7 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
     torch.manual_seed(0)
     dropping = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.3).build(IMAGE, VMOE.moe)
     save_model(tmp_path, dropping)
-    tuned = load_for_images(tmp_path, IMAGE.model_copy(update={"size": 16}), VMOE.moe)
+    tuned = load_adapted_model(tmp_path, IMAGE.model_copy(update={"size": 16}), VMOE.moe)
     assert tuned.config.drop_path == 0.3
     assert [block.drop_path1.rate for block in tuned.blocks[1:]] == pytest.approx([0.1, 0.2, 0.3])
     card = read_json(tmp_path / "model.json")
@@ -256,13 +256,13 @@ def test_fine_tuning_keeps_the_drop_path_and_an_older_card_has_none(tmp_path, mo
 def test_what_does_not_fit_is_refused(tmp_path, model):
     save_model(tmp_path, model)
     with pytest.raises(UserError, match="1 channels, the new images have 3"):
-        load_for_images(
+        load_adapted_model(
             tmp_path,
             IMAGE.model_copy(update={"channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3}),
             VMOE.moe,
         )
     with pytest.raises(UserError, match="do not fit the model"):
-        load_for_images(tmp_path, IMAGE, None)
+        load_adapted_model(tmp_path, IMAGE, None)
 
 
 def test_weights_are_readable_as_other_files_are(tmp_path, model):
@@ -312,7 +312,8 @@ def models(renormalise=True, ratio=2.0, image=IMAGE, experts="mlp", k=2):
         torch.nn.init.normal_(parameter, std=0.2)
     router = {"kind": "noisy_top_k", "k": k, "renormalise": renormalise}
     return dense.eval(), VIT.build(
-        image, MoE(router=router, experts={"kind": experts, "number": 4, "hidden_ratio": ratio})
+        image,
+        MoESettings(router=router, experts={"kind": experts, "number": 4, "hidden_ratio": ratio}),
     ).eval()
 
 

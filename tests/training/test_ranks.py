@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
 from moecore.core.ranks import Ranks, join_ranks, leave_ranks
-from moecore.core.sources import ROOT
-from moecore.core.streams import Draws, generator_for
+from moecore.core.source_layout import ROOT
+from moecore.core.streams import BatchDraws, generator_for
 from moecore.core.tensors import read_tensors
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
@@ -322,8 +322,8 @@ def test_rows_are_equal_parts():
 
 
 def test_the_draws_of_some_images_are_those_of_the_whole_batch():
-    whole = Draws(generator_for(1), 6)
-    part = Draws(generator_for(1), 6, torch.tensor([4, 1]))
+    whole = BatchDraws(generator_for(1), 6)
+    part = BatchDraws(generator_for(1), 6, torch.tensor([4, 1]))
     for one, other in (
         (whole.rand(3), part.rand(3)),
         (whole.integers(-2, 5), part.integers(-2, 5)),

@@ -20,19 +20,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, join_ranks, leave_ranks
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.predict import predict_in_batches
 from moecore.training import loop
-from moecore.training.guide import build_guide
-from moecore.training.job import TrainingJob
-from moecore.training.loop import train_job, train_step
-from moecore.training.method import Method
-from moecore.training.optimizer import build_optimizer
-from moecore.training.speed import (
+from moecore.training.compilation_and_tracing import (
     COMPILE,
     LONG,
     TRACE,
@@ -41,6 +36,11 @@ from moecore.training.speed import (
     requested_compile,
     trace_file,
 )
+from moecore.training.guide import build_guide
+from moecore.training.job import TrainingJob
+from moecore.training.loop import train_job, train_step
+from moecore.training.method import Method
+from moecore.training.optimizer import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, step_batch, task
 

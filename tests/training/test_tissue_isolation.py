@@ -9,15 +9,15 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.core.records import Batch, Layout, Step
+from moecore.core.routing_records import Batch, StepContext, TokenLayout
 from moecore.core.tensors import read_tensors
-from moecore.data.loader import to_device
+from moecore.data.loader import place_split
 from moecore.data.prepared import Split
-from moecore.data.text.stream import Stream
+from moecore.data.text.reading_order import Stream
 from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_rows
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
@@ -29,7 +29,12 @@ from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from moecore.training.tissue_isolation import WHOLE, Isolation, build_isolation, region_channels
+from moecore.training.single_tissue_volumes import (
+    WHOLE,
+    TissueIsolation,
+    build_tissue_isolation,
+    region_channels,
+)
 from tests.training.small import CPU, assert_same_weights, stop_training
 from tests.volumes import VOLUMES, balls
 
@@ -67,9 +72,14 @@ def task(data, method=METHOD):
     model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(
         VOLUMES, method.moe
     )
-    splits = to_device(data.train, "cpu"), to_device(data.validation, "cpu")
+    splits = place_split(data.train, "cpu"), place_split(data.validation, "cpu")
     return TrainingJob(
-        model, *splits, Objective(method.losses), None, method.views, build_isolation(method, data)
+        model,
+        *splits,
+        Objective(method.losses),
+        None,
+        method.views,
+        build_tissue_isolation(method, data),
     )
 
 
@@ -83,7 +93,7 @@ def assert_kept(data, kept, volumes, indices, region) -> None:
 
 
 def test_each_volume_keeps_one_tissue_in_turn(data):
-    made, indices = build_isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
+    made, indices = build_tissue_isolation(METHOD, data), torch.tensor([3, 5, 7, 9])
     volumes = torch.tensor(data.train.images[indices.numpy()])
     for step in range(3):
         kept, region = made.isolated(volumes, indices, step, 1, torch.Generator())
@@ -97,12 +107,15 @@ def test_each_volume_keeps_one_tissue_in_turn(data):
 
 def test_the_order_of_the_experts_names_the_maps(data):
     method = of_regions(experts=("csf", "wm"))
-    assert build_isolation(method, data).channels == (2, 0)
+    assert build_tissue_isolation(method, data).channels == (2, 0)
     assert method.expert_names == ("csf", "wm", "free_2", "free_3", "free_4")
 
 
 def test_tokens_with_any_voxel_of_the_tissue_belong_to_its_expert():
-    made, layout = Isolation(None, (0, 1), range(1), 0.0), Layout(1, (2, 1, 1), (4, 2, 2))
+    made, layout = (
+        TissueIsolation(None, (0, 1), range(1), 0.0),
+        TokenLayout(1, (2, 1, 1), (4, 2, 2)),
+    )
     views = torch.zeros(3, 1, 4, 2, 2)
     views[0, 0, 3, 1, 1] = 0.2  # the second cube of the first view
     views[1:] = 0.5
@@ -131,7 +144,7 @@ def test_it_ends_with_its_epochs(data):
 
 def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
     method = of_regions(isolated=0.25)
-    made, indices, counts = build_isolation(method, data), torch.arange(12), torch.zeros(4)
+    made, indices, counts = build_tissue_isolation(method, data), torch.arange(12), torch.zeros(4)
     volumes = torch.tensor(data.train.images[:12])
     for step in range(200):
         kept, region = made.isolated(volumes, indices, step, 2, torch.Generator().manual_seed(step))
@@ -148,10 +161,13 @@ def test_afterwards_a_share_of_the_volumes_keeps_one_tissue(data):
 
 def test_a_subset_has_its_own_maps(data):
     subset, whole = torch.tensor([4, 9, 2]), torch.tensor(data.train.images[[4, 9, 2]])
-    made = build_isolation(METHOD, data, subset.numpy())
+    made = build_tissue_isolation(METHOD, data, subset.numpy())
     found, same = (
         one.isolated(whole, indices, 0, 0, torch.Generator())
-        for one, indices in ((made, torch.arange(3)), (build_isolation(METHOD, data), subset))
+        for one, indices in (
+            (made, torch.arange(3)),
+            (build_tissue_isolation(METHOD, data), subset),
+        )
     )
     assert torch.equal(found[0], same[0])
 
@@ -171,7 +187,7 @@ def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
     changed = batch._replace(labels=batch.labels.clone())
     changed.labels[(batch.belongs >= 0).any(dim=1)] += 100  # the ages of isolated volumes
     terms = [
-        made.objective.terms(Step(one, made.model(one.images), made.model))
+        made.objective.terms(StepContext(one, made.model(one.images), made.model))
         for one in (batch, changed)
     ]
     assert terms[0]["task"] == terms[1]["task"] and terms[0]["region_routing"] > 0
@@ -182,7 +198,7 @@ def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
 
 
 def test_every_batch_keeps_a_whole_volume_after_the_warm_start(data):
-    made = build_isolation(of_regions(isolated=0.99), data)
+    made = build_tissue_isolation(of_regions(isolated=0.99), data)
     volumes, indices = torch.zeros(2, 1, 16, 16, 16), torch.tensor([0, 1])
     for step in range(50):
         draws = torch.Generator().manual_seed(step)
@@ -251,7 +267,7 @@ def test_tissues_that_the_data_lack_are_named():
 
 def test_without_a_warm_start_there_is_no_term(data):
     plain = of_regions(warm_start_epochs=0)
-    assert build_isolation(plain, data) is None
+    assert build_tissue_isolation(plain, data) is None
     assert [loss.kind for loss in plain.losses] == ["orthogonality"]
     assert METHOD.model_copy(update={"regions": None}).expert_names[1] == "expert_1"
 
@@ -304,7 +320,7 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
     train = Stream(counting(300, 0), BLOCK)
-    return TrainingJob(made, train, to_device(split, "cpu"), Objective(method.losses))
+    return TrainingJob(made, train, place_split(split, "cpu"), Objective(method.losses))
 
 
 def test_it_learns_what_follows():

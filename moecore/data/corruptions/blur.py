@@ -8,7 +8,11 @@ import math
 import numpy as np
 from scipy.ndimage import correlate, gaussian_filter
 
-from moecore.data.corruptions.scale import sample_bilinear, severity_length, severity_share
+from moecore.data.corruptions.severity_scaling import (
+    sample_bilinear,
+    severity_length,
+    severity_parameter,
+)
 
 ZOOMS = 11  # enlargements that are averaged
 
@@ -45,7 +49,7 @@ def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -
 
 def zoom_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Mean of the image and of enlargements about its centre; the parameter is the largest."""
-    largest = severity_share(
+    largest = severity_parameter(
         image, severity, (1.05, 1.1, 1.15, 1.2, 1.25), (1.1, 1.15, 1.2, 1.25, 1.3)
     )
     middles = [(number - 1) / 2 for number in image.shape[-2:]]

@@ -6,12 +6,14 @@ import numpy as np
 from PIL import Image
 from scipy.ndimage import gaussian_filter, map_coordinates
 
-from moecore.data.corruptions.scale import severity_length, severity_share
+from moecore.data.corruptions.severity_scaling import severity_length, severity_parameter
 
 
 def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Every channel is drawn towards its mean; the parameter is what stays of the difference."""
-    kept = severity_share(image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05))
+    kept = severity_parameter(
+        image, severity, (0.75, 0.5, 0.4, 0.3, 0.15), (0.4, 0.3, 0.2, 0.1, 0.05)
+    )
     mean = image.mean(axis=(1, 2), keepdims=True)
     return mean + kept * (image - mean)
 
@@ -43,7 +45,7 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
     At 32 pixels a step stronger than CIFAR-10-C, whose first two (0.95, 0.9) differ by one pixel of
     28 and not in their effect.
     """
-    kept = severity_share(
+    kept = severity_parameter(
         image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
     )
     height, width = image.shape[-2:]
@@ -60,7 +62,7 @@ def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generat
 
     Three channels make one colour file, any other number one greyscale file each.
     """
-    quality = round(severity_share(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
+    quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
         return np.asarray(_compress_jpeg(colour, quality)).transpose(2, 0, 1) / 255

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from moecore.data.corruptions.scale import severity_share
+from moecore.data.corruptions.severity_scaling import severity_parameter
 
 
 def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Normal noise in every value; the parameter is its standard deviation."""
-    sigma = severity_share(
+    sigma = severity_parameter(
         image, severity, (0.04, 0.06, 0.08, 0.09, 0.10), (0.08, 0.12, 0.18, 0.26, 0.38)
     )
     return image + sigma * random.standard_normal(image.shape)
@@ -15,13 +15,13 @@ def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator
 
 def shot_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Poisson counts of the light; the parameter is the expected count of a white pixel."""
-    photons = severity_share(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
+    photons = severity_parameter(image, severity, (500, 250, 100, 75, 50), (60, 25, 12, 5, 3))
     return random.poisson(image * photons) / photons
 
 
 def impulse_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
     """Salt and pepper: the parameter is the share of values that become 0 or 1."""
-    amount = severity_share(
+    amount = severity_parameter(
         image, severity, (0.01, 0.02, 0.03, 0.05, 0.07), (0.03, 0.06, 0.09, 0.17, 0.27)
     )
     drawn = random.random(image.shape)

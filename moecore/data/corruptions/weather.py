@@ -6,11 +6,11 @@ Image fp64 (C, H, W) in [0, 1], severity 1 to 5.
 import numpy as np
 
 from moecore.data.corruptions.blur import apply_kernel, trail_kernel
-from moecore.data.corruptions.scale import (
+from moecore.data.corruptions.severity_scaling import (
     cloud_field,
     sample_bilinear,
     severity_length,
-    severity_share,
+    severity_parameter,
 )
 from moecore.data.views.colour import LUMA
 
@@ -23,10 +23,10 @@ def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nd
     flakes), their size and trail in pixels, and how much of the image stays as it is.
     """
     flake = severity_length(image, severity, (1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
-    mean = severity_share(
+    mean = severity_parameter(
         image, severity, (0.1, 0.15, 0.2, 0.25, 0.3), (0.15, 0.25, 0.35, 0.45, 0.55)
     )
-    kept = severity_share(
+    kept = severity_parameter(
         image, severity, (0.95, 0.92, 0.88, 0.84, 0.8), (0.8, 0.75, 0.7, 0.65, 0.55)
     )
     layer = _flakes(image.shape[-2:], mean, flake, random)
@@ -44,8 +44,8 @@ def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.n
 
     Our ice is a random field of bright ridges; the benchmark lays photographs of ice over it.
     """
-    kept = severity_share(image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6))
-    laid = severity_share(
+    kept = severity_parameter(image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6))
+    laid = severity_parameter(
         image, severity, (0.2, 0.28, 0.36, 0.42, 0.5), (0.4, 0.55, 0.65, 0.72, 0.8)
     )
     return kept * image + laid * ice_texture(image.shape[-2:], random)
@@ -58,8 +58,8 @@ def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nda
     Parameters: the thickness, and how smooth the cloud is. Our cloud is a sum of smooth noises, the
     benchmark's a diamond-square fractal.
     """
-    thick = severity_share(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
-    roughness = severity_share(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
+    thick = severity_parameter(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
+    roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
     largest = image.max()
     return (image + thick * cloud_field(image.shape[-2:], roughness, random)) * (
         largest / (largest + thick)
@@ -72,7 +72,9 @@ def brightness(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
     One rule for any number of channels: every channel is multiplied by new value / old value.
     """
-    added = severity_share(image, severity, (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5))
+    added = severity_parameter(
+        image, severity, (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5)
+    )
     value = image.max(axis=0, keepdims=True)
     brighter = np.minimum(value + added, 1)
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)

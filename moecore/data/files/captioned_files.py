@@ -16,11 +16,11 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
-from moecore.core.roots import candidate_folders
-from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
+from moecore.core.raw_data_lookup import candidate_folders
+from moecore.data.expected_data import PlannedData
+from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
 from moecore.data.prepared import SPLITS
-from moecore.data.preview import Preview
-from moecore.data.text.captions import caption_task, tokenize_captions, write_captioned
+from moecore.data.text.captioned_layout import caption_task, tokenize_captions, write_captioned
 from moecore.data.text.tokenizers import AnyTokenizer, WordSettings, WordTokenizer
 from moecore.data.writer import DatasetInfo
 from moecore.tasks.image_text import ImageText
@@ -41,7 +41,7 @@ class ImageCaptions(NamedTuple):
     captions: tuple[str, ...]
 
 
-class CaptionedFiles(Config):
+class CaptionedSource(Config):
     """Fields of the sources of image files with captions."""
 
     task: ClassVar[type[ImageText]] = ImageText
@@ -96,10 +96,10 @@ class CaptionedFiles(Config):
         shutil.rmtree(scratch)
         return card
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; the annotations are read, and no word counted."""
         unseen = caption_task(self, WordTokenizer([]))  # its words are not known before
-        known = Preview(self.facts()[0], self.channels, self.size, unseen)
+        known = PlannedData(self.facts()[0], self.channels, self.size, unseen)
         return known.complete_with(self._count_images)
 
     def _count_images(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class CaptionedFiles(Config):
 
 
 def split_by_seed(
-    images: list[ImageCaptions], settings: CaptionedFiles
+    images: list[ImageCaptions], settings: CaptionedSource
 ) -> dict[str, list[ImageCaptions]]:
     """Images whose split no file names, by the seed."""
     random = np.random.default_rng([settings.seed, SPLIT_STREAM])
@@ -159,7 +159,7 @@ def read_text_file(path: Path, what: str) -> str:
         raise UserError(f"{path}: not UTF-8: {error}") from None
 
 
-def read_annotations(path: Path) -> Any:
+def read_annotation_json(path: Path) -> Any:
     """The JSON of a user's file. Raises UserError that names it."""
     try:
         return json.loads(read_text_file(path, "annotations"))
@@ -171,7 +171,7 @@ def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
     """The images of each split in a file of Karpathy & Fei-Fei's (dataset_coco.json,
     dataset_flickr30k.json). Raises UserError for files that are none.
     """
-    content = read_annotations(path)
+    content = read_annotation_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")
     splits: dict[str, list[ImageCaptions]] = {split: [] for split in SPLITS}

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
-from moecore.core.roots import candidate_folders
+from moecore.core.raw_data_lookup import candidate_folders
+from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import SUFFIXES
-from moecore.data.files.decode_cache import DecodeCache, SplitFiles, decode_splits
-from moecore.data.preview import Preview, class_counts
+from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
 from moecore.data.splits import SplitSettings
 from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification
@@ -22,7 +22,7 @@ from moecore.tasks.classification import Classification
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
-class ClassFolders(SplitSettings):
+class ImageFilesSource(SplitSettings):
     """Fields of the sources whose images are files of different shapes."""
 
     root: str
@@ -70,9 +70,9 @@ class ClassFolders(SplitSettings):
         shutil.rmtree(scratch)
         return card
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; files are counted."""
-        known = Preview(self.facts()[0], self.channels, self.size, None)
+        known = PlannedData(self.facts()[0], self.channels, self.size, None)
         return known.complete_with(self._count_files)
 
     def _count_files(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def list_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFiles:
+def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFiles:
     """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
     ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
 
@@ -150,7 +150,7 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
             yield path
 
 
-def select_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
+def files_at_rows(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
     """The files at ``rows``, in that order."""
     return SplitFiles([files.paths[row] for row in rows], files.labels[rows])
 

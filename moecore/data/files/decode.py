@@ -60,17 +60,17 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     Raises Unreadable on damaged and truncated files and on 32 bits per channel.
     """
     with _raise_unreadable():
-        return centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
+        return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 
 
-class PackedImage(NamedTuple):
+class JpegImage(NamedTuple):
     """A JPEG file, and its pixels' histogram before compression, int64 (C, 256)."""
 
     content: bytes
     histogram: np.ndarray
 
 
-def pack_image(path: str | Path, short_side: int, channels: int) -> PackedImage:
+def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegImage:
     """Decode an image file as ``decode_image`` does, whole, and encode it as JPEG.
 
     Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises
@@ -84,11 +84,11 @@ def pack_image(path: str | Path, short_side: int, channels: int) -> PackedImage:
         file = io.BytesIO()
         small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
-    return PackedImage(file.getvalue(), histogram)
+    return JpegImage(file.getvalue(), histogram)
 
 
 def unpack_image(content: bytes, channels: int) -> Image.Image:
-    """The pixels of a JPEG file that ``pack_image`` made. Raises Unreadable where it is damaged."""
+    """The pixels of a JPEG of ``recompress_image``. Raises Unreadable where it is damaged."""
     with _raise_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
@@ -152,7 +152,7 @@ def _to_plain_mode(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", clear.size, BACKGROUND), clear)
 
 
-def centre_square(image: Image.Image, size: int) -> np.ndarray:
+def resize_centre_square(image: Image.Image, size: int) -> np.ndarray:
     """The largest centred square of the image, resized to uint8 (size, size, C)."""
     width, height = image.size
     side = min(width, height)

@@ -11,7 +11,7 @@ from moecore.data.phantom import numbers
 from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
 from moecore.data.phantom.numbers import Preset
 from moecore.data.phantom.template import (
-    Placement,
+    PlacedTemplate,
     Pose,
     Template,
     draw_pose,
@@ -24,7 +24,7 @@ ROUNDS = 4  # of sharing out what capped voxels could not give
 ENOUGH = 0.5  # voxels: 0.0135 mL; what is left over is smaller than that
 
 
-class TargetVolumes(NamedTuple):
+class TissueShares(NamedTuple):
     """The volumes that a brain is made to have: shares of the head."""
 
     grey: float
@@ -85,9 +85,9 @@ class Anatomy(NamedTuple):
         targets = self.targets(base, age, sex)
         placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
         thinning = base.thinning * np.exp(numbers.CORTEX_LOG_SD * self.thinning)
-        return fit_tissue(placement, targets, thinning, self.spots)
+        return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
-    def targets(self, base: Template, age: float, sex: str) -> TargetVolumes:
+    def targets(self, base: Template, age: float, sex: str) -> TissueShares:
         """The volumes of this person at an age, as shares of the head."""
         brain_age = float(np.clip(age + self.gap, numbers.YOUNGEST, numbers.OLDEST))
         varies = numbers.PRESETS[self.preset]
@@ -97,16 +97,16 @@ class Anatomy(NamedTuple):
         men = numbers.VENTRICLES_OF_MEN if sex == "M" else 1.0
         growth = float(np.exp(varies.ventricles * self.ventricles))
         lesions = numbers.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
-        return TargetVolumes(
-            grey * numbers.grey_share(brain_age) * lost - moved,
+        return TissueShares(
+            grey * numbers.grey_matter_at_age(brain_age) * lost - moved,
             white * numbers.white_share(brain_age) * lost + moved,
-            ventricles * numbers.ventricle_share(brain_age) * growth * men,
+            ventricles * numbers.ventricles_relative_to_25(brain_age) * growth * men,
             lesions / numbers.LESION_HEAD_ML,
         )
 
 
-def fit_tissue(
-    placement: Placement, targets: TargetVolumes, thinning: np.ndarray, spots: np.ndarray
+def shift_tissue_boundaries(
+    placement: PlacedTemplate, targets: TissueShares, thinning: np.ndarray, spots: np.ndarray
 ) -> Brain:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 
@@ -115,12 +115,12 @@ def fit_tissue(
     """
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
-    to_grey = move_tissue(
+    to_grey = tissue_flow(
         white, grey, _total(white) - targets.white * head, _blur_volume(grey), _blur_volume(white)
     )
     white = white - to_grey
     grey = grey + to_grey
-    to_fluid = move_tissue(
+    to_fluid = tissue_flow(
         grey,
         fluid,
         _total(grey) - targets.grey * head,
@@ -128,7 +128,7 @@ def fit_tissue(
         _blur_volume(grey),
     )
     spotted = caps + numbers.LESION_SPOT_WEIGHT * np.clip(spots - numbers.LESION_SPOT, 0, 1)
-    lesions = take_tissue(white, spotted**2, targets.lesions * head)
+    lesions = tissue_removal_map(white, spotted**2, targets.lesions * head)
     brightness = (
         placement.brightness
         - np.float32(numbers.WHITE) * to_grey
@@ -139,7 +139,7 @@ def fit_tissue(
     return Brain(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
 
 
-def move_tissue(
+def tissue_flow(
     source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
 ) -> np.ndarray:
     """Return what goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in
@@ -147,11 +147,11 @@ def move_tissue(
     ``back``, and the result is negative.
     """
     if amount > 0:
-        return take_tissue(source, where, amount)
-    return -take_tissue(sink, back, -amount)
+        return tissue_removal_map(source, where, amount)
+    return -tissue_removal_map(sink, back, -amount)
 
 
-def take_tissue(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
+def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:
     """Take ``amount`` voxels from ``source``, at most 90 % of a voxel, by ``weight``."""
     wanted = weight * source
     most = MOST * source

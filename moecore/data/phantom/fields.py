@@ -42,7 +42,7 @@ def grid_points() -> np.ndarray:
     return np.indices((SIDE, SIDE, SIDE), np.float32).reshape(3, -1)
 
 
-def sample_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
+def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,)."""
     return ndimage.map_coordinates(
         volume, points, order=1, mode="nearest", prefilter=False, output=np.float32

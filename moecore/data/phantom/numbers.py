@@ -81,7 +81,7 @@ PRESETS: dict[str, Variation] = {
 }
 
 
-def grey_share(age: float) -> float:
+def grey_matter_at_age(age: float) -> float:
     """Grey matter at an age, relative to age 25; linear between the medians."""
     return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
 
@@ -91,7 +91,7 @@ def white_share(age: float) -> float:
     return float(np.interp(age, AGES, WHITE_ML / WHITE_ML[REFERENCE]))
 
 
-def ventricle_share(age: float) -> float:
+def ventricles_relative_to_25(age: float) -> float:
     """Lateral ventricles at an age, relative to age 25; their logarithm is linear in between."""
     return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
 

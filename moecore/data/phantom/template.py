@@ -20,7 +20,7 @@ from moecore.data.phantom.fields import (
     VOXEL_ML,
     VOXEL_MM,
     grid_points,
-    sample_volume,
+    interpolate_volume,
     smooth_fields,
 )
 
@@ -63,7 +63,7 @@ class Pose(NamedTuple):
     warp: np.ndarray
 
 
-class Placement(NamedTuple):
+class PlacedTemplate(NamedTuple):
     """The template in a head: maps float32 (64, 64, 64)."""
 
     brightness: np.ndarray
@@ -90,10 +90,10 @@ def load_template() -> Template:
         distance = stored["distance"].astype(np.float32)
         origin = stored["origin_mm"]
     full = np.maximum(grey + white + fluid, 1)  # rounded to bytes they may add up to 1.006
-    return complete_template(brightness, grey / full, white / full, fluid / full, distance, origin)
+    return template_from_maps(brightness, grey / full, white / full, fluid / full, distance, origin)
 
 
-def complete_template(
+def template_from_maps(
     brightness: np.ndarray,
     grey: np.ndarray,
     white: np.ndarray,
@@ -114,7 +114,7 @@ def complete_template(
     steepness = np.maximum(np.linalg.norm(slope, axis=0), SMALLEST_SLOPE)
     away = (give * slope / steepness).astype(np.float32).reshape(3, -1)
     region = np.flatnonzero(ndimage.binary_dilation(head > 0.02, iterations=3))
-    ventricles = level_set(0.0, distance)
+    ventricles = ventricle_shares(0.0, distance)
     parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
     return Template(
         *(brightness, grey, white, fluid, distance, away, region),
@@ -124,7 +124,7 @@ def complete_template(
     )
 
 
-def level_set(offset: float, distance: np.ndarray) -> np.ndarray:
+def ventricle_shares(offset: float, distance: np.ndarray) -> np.ndarray:
     """Share of each voxel inside the ventricles when their wall moves outwards ``offset`` mm."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
@@ -159,40 +159,42 @@ def rotation_matrix(angles: np.ndarray) -> np.ndarray:
     return about_x @ about_y @ np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
 
 
-def place_template(base: Template, pose: Pose, scale: float, ventricle_voxels: float) -> Placement:
+def place_template(
+    base: Template, pose: Pose, scale: float, ventricle_voxels: float
+) -> PlacedTemplate:
     """The template, ``scale`` times as large, in a pose, with these lateral ventricles."""
     region = base.region
     centre = (SIDE - 1) / 2
     back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
     points = back @ (grid_points()[:, region] - np.float32(centre)) + np.float32(centre)
     points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
-    distance = sample_volume(base.distance, points)
-    wall = find_ventricle_wall(distance[distance < NEAR_MM], ventricle_voxels)
-    inside = level_set(wall, distance)
+    distance = interpolate_volume(base.distance, points)
+    wall = ventricle_wall_offset(distance[distance < NEAR_MM], ventricle_voxels)
+    inside = ventricle_shares(wall, distance)
     # a voxel shows the tissue that lay nearer to the ventricles before they grew
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
     away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
     push = wall * np.exp(-np.abs(distance) / numbers.PUSH_DECAY_MM) / VOXEL_MM
     points -= push.astype(np.float32) * away
     brightness, grey, white, fluid = (
-        _full(region, sample_volume(values, points) * (1 - inside))
+        _full(region, interpolate_volume(values, points) * (1 - inside))
         for values in (base.brightness, base.grey, base.white, base.fluid)
     )
     ventricles = _full(region, inside)
     caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / numbers.LESION_RIM_MM))
     ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
     brightness = brightness + np.float32(numbers.FLUID) * ventricles
-    return Placement(brightness, grey, white, fluid, ventricles, caps)
+    return PlacedTemplate(brightness, grey, white, fluid, ventricles, caps)
 
 
-def find_ventricle_wall(distance: np.ndarray, voxels: float) -> float:
+def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
     """Return how far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``;
     found by bisection. distance: (n,) mm.
     """
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if level_set(middle, distance).sum(dtype=np.float64) < voxels:
+        if ventricle_shares(middle, distance).sum(dtype=np.float64) < voxels:
             low = middle
         else:
             high = middle

@@ -9,23 +9,23 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.roots import candidate_folders
-from moecore.data.preview import Preview
+from moecore.core.raw_data_lookup import candidate_folders
+from moecore.data.expected_data import PlannedData
+from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.bids_table import SubjectProblem, read_table
-from moecore.data.volumes.cohort_splits import CohortSplits, age_preview, split_cohort
+from moecore.data.volumes.cohort_splits import CohortSettings, preview_age_cohort, split_cohort
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.nifti import UnusableVolume
+from moecore.data.volumes.stored_volumes import REGIONS, read_subject_volumes
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
 from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import REGIONS, read_subject
-from moecore.data.workers import map_in_threads
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
 
 PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
 sub-01 or sub-01_ses-1, * for anything"""
 
 
-class Maps(Config):
+class TissueMapPatterns(Config):
     """Where the probability maps of the three tissues lie."""
 
     wm: str = Field(
@@ -55,7 +55,7 @@ class CachedSubject(NamedTuple):
     digest: str
 
 
-class Bids(CohortSplits, Grid):
+class Bids(CohortSettings, Grid):
     """One T1-weighted volume a row of participants.tsv (or of sessions.tsv), skull-stripped or with
     a brain mask, in one common space.
 
@@ -71,7 +71,9 @@ class Bids(CohortSplits, Grid):
     mask: str | None = Field(
         None, description="A brain mask, as t1; null: where tissue is more than half"
     )
-    maps: Maps | None = Field(Maps(), description="Tissue as probability maps; null: none")
+    maps: TissueMapPatterns | None = Field(
+        TissueMapPatterns(), description="Tissue as probability maps; null: none"
+    )
     dseg: Dseg | None = Field(
         None, description="Tissue as one label map, in the place of maps (set maps: null)"
     )
@@ -123,7 +125,7 @@ class Bids(CohortSplits, Grid):
             part = [ready[place] for place in places]
             # a generator: the volumes of a split are loaded one by one, when written
             volumes = (load_stored(one.path) for one in part)
-            parts[split] = VolumePart([one.subject for one in part], volumes)
+            parts[split] = VolumeSplit([one.subject for one in part], volumes)
         facts = VolumeDatasetInfo(
             self.name,
             self.size,
@@ -136,9 +138,9 @@ class Bids(CohortSplits, Grid):
         )
         return write_volumes(folder, facts, parts)
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = age_preview(self.name, self.size, self._regions())
+        known = preview_age_cohort(self.name, self.size, self._regions())
         return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
@@ -175,7 +177,7 @@ class Bids(CohortSplits, Grid):
             files = self.find_files(root, subject)
             path = cache.subject_path(files)
             if not path.is_file():
-                save_stored(path, read_subject(files, self, labels))
+                save_stored(path, read_subject_volumes(files, self, labels))
         except UnusableVolume as error:
             return error
         return CachedSubject(subject, path, sha256(load_stored(path).image.tobytes()).hexdigest())

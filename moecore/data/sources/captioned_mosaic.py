@@ -13,15 +13,15 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
+from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.mosaic import compose_mosaics
-from moecore.data.text.captions import caption_task, tokenize_captions, write_captioned
+from moecore.data.text.captioned_layout import caption_task, tokenize_captions, write_captioned
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
-from moecore.data.writer import DatasetInfo, SplitPart
+from moecore.data.writer import DatasetInfo, SplitToWrite
 from moecore.tasks.image_text import ImageText
 
 STREAM = 8  # those below are the splits', few_shot's and the mosaics'
@@ -84,7 +84,7 @@ class CaptionedMosaic(Config):
             captions = [layout_captions([names[one] for one in row]) for row in rows]
             labels, counts[split] = tokenize_captions(captions, tokenizer, task)
             images = self._images(getattr(source, split), rows, SPLITS.index(split))
-            parts[split] = SplitPart(labels, images)
+            parts[split] = SplitToWrite(labels, images)
         info = DatasetInfo(
             f"{card['name']}, captioned mosaics",
             task,
@@ -98,7 +98,7 @@ class CaptionedMosaic(Config):
         shutil.rmtree(scratch)
         return written
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
         return source._replace(

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
-from moecore.data.files.published_sets import LabelledImages, PublishedFacts, PublishedSet
+from moecore.data.files.presplit_sets import LabelledImages, PublishedFacts, PublishedSource
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # files of the version that is refused
@@ -20,7 +20,7 @@ PYTHON = (
 )
 
 
-class Cifar(PublishedSet):
+class Cifar(PublishedSource):
     """The binary files or the authors' archive; the python version is refused: it is pickle."""
 
     kind: Literal["cifar"] = "cifar"

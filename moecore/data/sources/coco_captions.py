@@ -7,18 +7,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import find_raw_file
+from moecore.core.raw_data_lookup import find_raw_file
 from moecore.data.files.captioned_files import (
-    CaptionedFiles,
+    CaptionedSource,
     ImageCaptions,
     group_captions,
-    read_annotations,
+    read_annotation_json,
     read_karpathy_split,
     split_by_seed,
 )
 
 
-class CocoCaptions(CaptionedFiles):
+class CocoCaptions(CaptionedSource):
     """Images with five captions; Karpathy's split by its file, or one drawn by the seed."""
 
     kind: Literal["coco_captions"] = "coco_captions"
@@ -53,7 +53,7 @@ class CocoCaptions(CaptionedFiles):
 
 def read_coco(path: Path, folder: str) -> list[ImageCaptions]:
     """The images of one annotation file, in its order; their files lie in ``folder``."""
-    content = read_annotations(path)
+    content = read_annotation_json(path)
     try:
         numbers = [image["id"] for image in content["images"]]
         files = {

@@ -6,10 +6,10 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import resize_images
-from moecore.data.preview import Preview, class_counts
 from moecore.data.splits import SplitSettings, split_train, stratified_limit, stratified_split
-from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
+from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 
 TASK = Classification(classes=tuple("0123456789"))
@@ -47,14 +47,14 @@ class Digits(SplitSettings):
             folder,
             facts,
             {
-                name: SplitPart(labels[part], resize_images(images[part], self.size))
+                name: SplitToWrite(labels[part], resize_images(images[part], self.size))
                 for name, part in parts.items()
             },
         )
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; the numbers of each class are known."""
-        return Preview("Digits", 1, self.size, TASK).complete_with(self._known)
+        return PlannedData("Digits", 1, self.size, TASK).complete_with(self._known)
 
     def _known(self) -> dict[str, Any]:
         labels = np.repeat(np.arange(10), IMAGES)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.preview import Preview
+from moecore.data.expected_data import PlannedData
 from moecore.data.text.words import (
     SPLITS,
     ReadingStyle,
@@ -72,10 +72,10 @@ class Docstrings(TextSettings):
         }
         return write_text(folder, self, tokens, vocabulary, about)
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; how many words there are is not known before."""
         task = NextToken(words=2)
-        known = Preview("Docstrings", self.context + 1, self.size, task)
+        known = PlannedData("Docstrings", self.context + 1, self.size, task)
         return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moecore.data.files.download import download_file
 from moecore.data.files.idx import read_idx
-from moecore.data.files.published_sets import LabelledImages, PublishedFacts, PublishedSet
+from moecore.data.files.presplit_sets import LabelledImages, PublishedFacts, PublishedSource
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
 CLASSES = (
@@ -32,7 +32,7 @@ SHA256 = {  # of the decompressed content
 }
 
 
-class FashionMnist(PublishedSet):
+class FashionMnist(PublishedSource):
     """The four IDX files (plain or .gz), checked by content; the test set is the authors' own."""
 
     kind: Literal["fashion_mnist"] = "fashion_mnist"

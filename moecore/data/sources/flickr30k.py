@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import find_raw_file
+from moecore.core.raw_data_lookup import find_raw_file
 from moecore.data.files.captioned_files import (
-    CaptionedFiles,
+    CaptionedSource,
     ImageCaptions,
     group_captions,
     read_karpathy_split,
@@ -18,7 +18,7 @@ from moecore.data.files.captioned_files import (
 )
 
 
-class Flickr30k(CaptionedFiles):
+class Flickr30k(CaptionedSource):
     """31,783 images, five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
@@ -39,13 +39,13 @@ class Flickr30k(CaptionedFiles):
         if self.karpathy is not None:
             return read_karpathy_split(find_raw_file(self.karpathy))
         path = find_raw_file(str(self.captions_file))
-        lines = list(read_token_file(path))
+        lines = list(read_flickr_captions(path))
         return split_by_seed(
             group_captions(path, {name: name for name, _ in lines}, iter(lines)), self
         )
 
 
-def read_token_file(path: Path) -> Iterator[tuple[str, str]]:
+def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
     """(image, caption) of lines ``name.jpg#0<TAB>caption``. Raises UserError with the line."""
     text = read_text_file(path, "captions")
     seen: set[str] = set()

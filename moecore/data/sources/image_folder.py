@@ -4,13 +4,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.roots import candidate_folders
-from moecore.data.files.class_folders import ClassFolders, class_names, list_images, select_files
-from moecore.data.files.decode_cache import SplitFiles
+from moecore.core.raw_data_lookup import candidate_folders
+from moecore.data.files.class_folders import (
+    ImageFilesSource,
+    class_names,
+    files_at_rows,
+    list_labelled_images,
+)
+from moecore.data.files.resumable_decoding import SplitFiles
 from moecore.data.splits import split_train, stratified_limit, stratified_split
 
 
-class ImageFolder(ClassFolders):
+class ImageFolder(ImageFilesSource):
     """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` split by the
     seed.
 
@@ -47,21 +52,21 @@ class ImageFolder(ClassFolders):
         else:
             train = root
         classes = class_names(train)
-        rest = list_images(root, train, classes)
+        rest = list_labelled_images(root, train, classes)
         splits = {
-            split: list_images(root, folder, classes)
+            split: list_labelled_images(root, folder, classes)
             for split, folder in fixed.items()
             if folder.is_dir()
         }
         if "test" not in splits:
             kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
-            splits["test"] = select_files(rest, carved)
-            rest = select_files(rest, kept)
+            splits["test"] = files_at_rows(rest, carved)
+            rest = files_at_rows(rest, kept)
         chosen = stratified_limit(splits["test"].labels, self.test_limit, self.seed)
-        splits["test"] = select_files(splits["test"], chosen)
+        splits["test"] = files_at_rows(splits["test"], chosen)
         if "validation" in splits:
             kept = stratified_limit(rest.labels, self.train_limit, self.seed)
         else:
             kept, carved = split_train(rest.labels, self)
-            splits["validation"] = select_files(rest, carved)
-        return classes, splits | {"train": select_files(rest, kept)}
+            splits["validation"] = files_at_rows(rest, carved)
+        return classes, splits | {"train": files_at_rows(rest, kept)}

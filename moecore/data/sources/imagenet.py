@@ -7,15 +7,20 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.roots import candidate_folders
-from moecore.data.files.class_folders import ClassFolders, class_names, list_images, select_files
-from moecore.data.files.decode_cache import SplitFiles
+from moecore.core.raw_data_lookup import candidate_folders
+from moecore.data.files.class_folders import (
+    ImageFilesSource,
+    class_names,
+    files_at_rows,
+    list_labelled_images,
+)
+from moecore.data.files.resumable_decoding import SplitFiles
 from moecore.data.splits import split_train, stratified_limit
 
 WNID = re.compile(r"n\d{8}")
 
 
-class Imagenet(ClassFolders):
+class Imagenet(ImageFilesSource):
     """``root/train/<wnid>/`` and ``root/val/<wnid>/``; the authors' validation set is the test
     split here.
 
@@ -47,13 +52,13 @@ class Imagenet(ClassFolders):
         """The classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         classes = class_names(root / "train")
-        train = list_images(root, root / "train", classes)
-        test = list_images(root, root / "val", classes)
+        train = list_labelled_images(root, root / "train", classes)
+        test = list_labelled_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)
-        test = select_files(test, stratified_limit(test.labels, self.test_limit, self.seed))
+        test = files_at_rows(test, stratified_limit(test.labels, self.test_limit, self.seed))
         return classes, {
-            "train": select_files(train, kept),
-            "validation": select_files(train, carved),
+            "train": files_at_rows(train, kept),
+            "validation": files_at_rows(train, carved),
             "test": test,
         }
 

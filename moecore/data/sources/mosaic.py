@@ -10,11 +10,11 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.preview import Preview
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.writer import DatasetInfo, SplitPart, write_prepared
+from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.multi_label import MultiLabel
 
 # the random streams below 4 are those of the splits and of few_shot
@@ -65,7 +65,7 @@ class Mosaic(Config):
         shutil.rmtree(scratch)
         return written
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write, from what the source says of itself."""
         source = self.source.preview()
         known = source._replace(
@@ -83,21 +83,21 @@ class Mosaic(Config):
             _check_cells(images[split], self.grid**2, split)
         return {}
 
-    def _part(self, split: Split, name: str, classes: int) -> SplitPart:
-        cells = draw_cells(
+    def _part(self, split: Split, name: str, classes: int) -> SplitToWrite:
+        cells = draw_mosaic_members(
             len(split.labels),
             getattr(self, name),
             self.grid**2,
             [self.seed, STREAM + SPLITS.index(name)],
             name,
         )
-        return SplitPart(
+        return SplitToWrite(
             multi_hot_labels(split.labels[cells], classes),
             _chunks(np.asarray(split.images), cells, self.grid),
         )
 
 
-def draw_cells(
+def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
     """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all

@@ -7,17 +7,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from moecore.data.expected_data import PlannedData
 from moecore.data.phantom.anatomy import Anatomy
 from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
 from moecore.data.phantom.numbers import Preset
 from moecore.data.prepared import SPLITS
-from moecore.data.preview import Preview
-from moecore.data.volumes.cohort_splits import CohortSplits, age_preview, split_cohort
+from moecore.data.thread_map import map_in_threads, one_blas_thread
+from moecore.data.volumes.cohort_splits import CohortSettings, preview_age_cohort, split_cohort
 from moecore.data.volumes.grids import BRAIN
+from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithRegions, to_stored
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import REGIONS, StoredVolume, to_stored
-from moecore.data.workers import map_in_threads, one_blas_thread
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
 AGES = (20.0, 90.0)  # drawn evenly between the two
@@ -64,7 +64,7 @@ def simulate_scan(
         return SimulatedScan(volume, brain.regions, mask)
 
 
-class Phantom(CohortSplits):
+class Phantom(CohortSettings):
     """Simulated people, not patients: what a model finds here says that the software works, nothing
     about real brains.
 
@@ -85,15 +85,15 @@ class Phantom(CohortSplits):
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
             own = [visits[row] for row in rows]
             volumes = map_in_threads(partial(_draw_visit, self), own)
-            parts[split] = VolumePart([visit.subject for visit in own], volumes)
+            parts[split] = VolumeSplit([visit.subject for visit in own], volumes)
         facts = VolumeDatasetInfo(
             self._name(), (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, SOURCE, self, simulated=True
         )
         return write_volumes(folder, facts, parts)
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; nothing is simulated."""
-        return age_preview(self._name(), (SIDE,) * 3, REGIONS).complete_with(self._known)
+        return preview_age_cohort(self._name(), (SIDE,) * 3, REGIONS).complete_with(self._known)
 
     def _name(self) -> str:
         return f"Simulated ageing cohort (phantom, {self.preset})"
@@ -102,7 +102,9 @@ class Phantom(CohortSplits):
         rows = split_cohort([visit.subject for visit in self.visits()], self)
         return {"counts": {split: (len(rows[split]),) for split in SPLITS}}
 
-    def draw(self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0) -> StoredVolume:
+    def draw(
+        self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
+    ) -> VolumeWithRegions:
         """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
         return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
@@ -124,5 +126,5 @@ class Phantom(CohortSplits):
         return Visit(row, seed, site)
 
 
-def _draw_visit(phantom: Phantom, visit: Visit) -> StoredVolume:
+def _draw_visit(phantom: Phantom, visit: Visit) -> VolumeWithRegions:
     return phantom.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)

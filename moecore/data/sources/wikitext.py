@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, file_checksum
-from moecore.core.roots import candidate_folders
-from moecore.data.preview import Preview
+from moecore.core.raw_data_lookup import candidate_folders
+from moecore.data.expected_data import PlannedData
 from moecore.data.text.words import END, SPLITS, UNKNOWN, ReadingStyle, TextSettings, write_text
 from moecore.tasks.next_token import NextToken
 
@@ -54,11 +54,11 @@ class Wikitext(TextSettings):
         about = {"name": self.name, "licence": self.licence, "source": self.root, "read": sources}
         return write_text(folder, self, tokens, vocabulary, about)
 
-    def preview(self) -> Preview:
+    def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; words are counted only then."""
         words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
         task = NextToken(words=words)
-        known = Preview(self.name, self.context + 1, self.size, task)
+        known = PlannedData(self.name, self.context + 1, self.size, task)
         return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:

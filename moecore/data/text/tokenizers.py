@@ -14,7 +14,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_whole
-from moecore.core.roots import find_raw_file
+from moecore.core.raw_data_lookup import find_raw_file
 from moecore.data.text.words import frequent_words, lower_words
 from moecore.tasks.image_text import ImageText
 
@@ -130,7 +130,7 @@ class WordSettings(Config):
         return WordTokenizer([word for word in words if word not in SPECIAL])
 
 
-class BpeSettings(Config):
+class BpeFileSettings(Config):
     """Byte pairs of a file."""
 
     kind: Literal["bpe"] = "bpe"
@@ -142,7 +142,7 @@ class BpeSettings(Config):
         return BpeTokenizer(find_raw_file(self.file), self.words)
 
 
-AnyTokenizer = Annotated[WordSettings | BpeSettings, Field(discriminator="kind")]
+AnyTokenizer = Annotated[WordSettings | BpeFileSettings, Field(discriminator="kind")]
 
 
 def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:

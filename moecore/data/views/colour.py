@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.streams import Draws
-from moecore.data.sampling import to_device_async
+from moecore.core.streams import BatchDraws
+from moecore.data.image_warping import to_device_async
 from moecore.data.views import geometry
 
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
@@ -120,7 +120,7 @@ class DrawnJitter(NamedTuple):
     factors: Tensor
 
 
-def draw_jitter(settings: ColourJitter, draws: Draws) -> DrawnJitter:
+def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
     """The draws of each image, on the CPU."""
     order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
@@ -148,7 +148,7 @@ def jitter_colours(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
     return pixels
 
 
-def erase_rectangles(pixels: Tensor, probability: float, draws: Draws) -> Tensor:
+def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
     """Black out a rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area."""
     height, width = pixels.shape[-2:]
     top, left, tall, wide = geometry.draw_crop_windows(

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moecore.core.streams import Draws
+from moecore.core.streams import BatchDraws
 
 
-def uniform_draws(draws: Draws, low: float, high: float) -> Tensor:
+def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
     """(B,) fp64, uniform in [low, high)."""
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
-def affine_matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
+def affines_from_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
     """(count, 3, 3) with first row ``rows``, second row ``columns`` and third row 0 0 1."""
     full = torch.zeros(count, 3, 3, dtype=torch.float64)
     for line, entries in enumerate((rows, columns, (0, 0, 1))):
@@ -29,30 +29,32 @@ def affine_matrices(rows: tuple, columns: tuple, count: int) -> Tensor:
 
 def scaling_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """Scale about the corner (0, 0)."""
-    return affine_matrices((rows, 0, 0), (0, columns, 0), count)
+    return affines_from_rows((rows, 0, 0), (0, columns, 0), count)
 
 
 def translation_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """Move by ``rows`` down and ``columns`` to the right, in pixels."""
-    return affine_matrices((1, 0, rows), (0, 1, columns), count)
+    return affines_from_rows((1, 0, rows), (0, 1, columns), count)
 
 
 def rotation_affines(radians: Tensor) -> Tensor:
     """Turn about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
     cosine = radians.cos()
     sine = radians.sin()
-    return affine_matrices((cosine, -sine, 0), (sine, cosine, 0), len(radians))
+    return affines_from_rows((cosine, -sine, 0), (sine, cosine, 0), len(radians))
 
 
 def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """row += rows · column; column += columns · row."""
-    return affine_matrices((1, rows, 0), (columns, 1, 0), count)
+    return affines_from_rows((1, rows, 0), (columns, 1, 0), count)
 
 
 def flip_affines(mirrored: Tensor, width: float) -> Tensor:
     """Mirror left and right where ``mirrored`` (B,) is true."""
     sign = 1.0 - 2.0 * mirrored.to(torch.float64)
-    return affine_matrices((1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored))
+    return affines_from_rows(
+        (1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored)
+    )
 
 
 def centred_affines(affines: Tensor, height: float, width: float) -> Tensor:
@@ -66,7 +68,7 @@ def centred_affines(affines: Tensor, height: float, width: float) -> Tensor:
 
 
 def draw_crop_windows(
-    draws: Draws,
+    draws: BatchDraws,
     size: Sequence[int] | tuple[Tensor, Tensor],
     scale: tuple[float, float],
     ratio: tuple[float, float],
@@ -92,7 +94,7 @@ def invert_affines(affines: Tensor) -> Tensor:
     """Inverse of affines (B, 3, 3), in closed form."""
     (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
     scale = 1 / (a * d - b * c)
-    return affine_matrices(
+    return affines_from_rows(
         (d * scale, -b * scale, (b * u - d * t) * scale),
         (-c * scale, a * scale, (c * t - a * u) * scale),
         len(affines),

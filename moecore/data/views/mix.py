@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.streams import Draws
-from moecore.data.sampling import to_device_async
+from moecore.core.streams import BatchDraws
+from moecore.data.image_warping import to_device_async
 from moecore.tasks import AnyTask
 
 
@@ -38,7 +38,7 @@ def mix_images(
     labels: Tensor,
     task: AnyTask,
     settings: Mix,
-    source: Generator | Draws,
+    source: Generator | BatchDraws,
     others: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mix each image with a random partner of the batch: images (B, C, H, W), soft labels (B, K).
@@ -55,7 +55,7 @@ def mix_images(
     hard = F.one_hot(labels, task.outputs).to(torch.float32)
     if not settings.active:
         return images, hard
-    draws = Draws.of(source, len(images))
+    draws = BatchDraws.of(source, len(images))
     height, width = images.shape[-2:]
     partner = draws.select_rows(torch.randperm(draws.whole, generator=draws.generator))
     shares, cut = _draw_shares(settings, draws)
@@ -81,7 +81,7 @@ def mix_images(
     return torch.lerp(other, images, weights), torch.lerp(known, hard, shares)
 
 
-def _draw_shares(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
+def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     """λ (B,) fp64, 1 where an image is left alone, and whether it is cut (B,)."""
     # torch draws no Beta from a generator, numpy does.
     random = np.random.default_rng(int(torch.randint(2**62, (), generator=draws.generator)))
@@ -95,7 +95,7 @@ def _draw_shares(settings: Mix, draws: Draws) -> tuple[Tensor, Tensor]:
 
 
 def _boxes(
-    shares: Tensor, cut: Tensor, height: int, width: int, draws: Draws
+    shares: Tensor, cut: Tensor, height: int, width: int, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
     """Rows (B, H) and columns (B, W) that come from the partner: a box of area 1 − λ around a
     random centre.

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.streams import Draws
-from moecore.data.sampling import to_device_async
+from moecore.core.streams import BatchDraws
+from moecore.data.image_warping import to_device_async
 from moecore.data.views import colour, geometry
 
 Geometric = Literal["shear_x", "shear_y", "translate_x", "translate_y", "rotate"]
@@ -61,7 +61,7 @@ class DrawnOperations(NamedTuple):
     levels: Tensor
 
 
-def draw_operations(settings: RandAugment, draws: Draws) -> DrawnOperations:
+def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations:
     """Draw the operations of each image, on the CPU."""
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
@@ -89,7 +89,7 @@ def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Te
     return total
 
 
-def apply_colours(pixels: Tensor, drawn: DrawnOperations) -> Tensor:
+def apply_colour_operations(pixels: Tensor, drawn: DrawnOperations) -> Tensor:
     """Apply colour operations in their order to fp32 (B, C, H, W) in 0..255, in place."""
     for place in range(drawn.choices.shape[1]):
         for name in (name for name in dict.fromkeys(drawn.names) if name in OPERATIONS):

@@ -15,14 +15,14 @@ from torch import Generator, Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.streams import Draws
-from moecore.data.sampling import (
-    UnevenImages,
+from moecore.core.streams import BatchDraws
+from moecore.data.image_warping import (
+    VariableSizeImages,
     image_and_view_sizes,
     shift_and_flip,
     to_device_async,
     warp_images,
-    warp_uneven,
+    warp_uneven_images,
 )
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.colour import ColourJitter
@@ -33,7 +33,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
 
 
-class Crop(Config):
+class CropRanges(Config):
     """Random resized crop."""
 
     scale: tuple[float, float] = Field(
@@ -48,7 +48,7 @@ class Crop(Config):
         return _ranges(self, {"scale": 1.0, "ratio": math.inf})
 
 
-class Affine(Config):
+class AffineRanges(Config):
     """Random affine about the centre: scale and shear, rotation, translation."""
 
     degrees: float = Field(
@@ -81,9 +81,9 @@ class ViewSettings(Config):
     shift: int = Field(
         0, ge=0, description="Move by up to this many whole pixels along each axis (pad and crop)"
     )
-    crop: Crop | None = Field(None, description="Random resized crop")
+    crop: CropRanges | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
-    affine: Affine | None = Field(None, description="Random affine")
+    affine: AffineRanges | None = Field(None, description="Random affine")
     randaugment: RandAugment | None = Field(
         None, description="RandAugment: number of operations and magnitude"
     )
@@ -119,8 +119,8 @@ class Views(NamedTuple):
     affines: Tensor
 
 
-def make_views(
-    images: Tensor | UnevenImages, settings: ViewSettings, source: Generator | Draws
+def draw_views(
+    images: Tensor | VariableSizeImages, settings: ViewSettings, source: Generator | BatchDraws
 ) -> Views:
     """One random view of each image.
 
@@ -129,11 +129,11 @@ def make_views(
     source: a generator on the CPU, or the draws of these images. Raises UserError for settings
     that have no meaning for volumes or for uneven images.
     """
-    draws = Draws.of(source, len(images))
+    draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
         return Views(*make_volume_views(images, settings, draws))
     count = len(images)
-    if isinstance(images, UnevenImages) and settings.crop is None:
+    if isinstance(images, VariableSizeImages) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
     original, size = image_and_view_sizes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
@@ -149,14 +149,14 @@ def make_views(
         drawn = randaugment.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = randaugment.operation_affines(drawn, *size) @ affines
-    if isinstance(images, UnevenImages):
-        pixels = warp_uneven(images, affines, size, settings.fill)
+    if isinstance(images, VariableSizeImages):
+        pixels = warp_uneven_images(images, affines, size, settings.fill)
     elif settings.on_grid:
         pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
         pixels = warp_images(images, affines, size, settings.fill)
     if drawn:
-        pixels = randaugment.apply_colours(pixels, drawn)
+        pixels = randaugment.apply_colour_operations(pixels, drawn)
     if settings.jitter:
         pixels = colour.jitter_colours(pixels, colour.draw_jitter(settings.jitter, draws))
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
@@ -165,11 +165,11 @@ def make_views(
     return Views(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
-def identity_view(images: Tensor | UnevenImages) -> Tensor:
+def identity_view(images: Tensor | VariableSizeImages) -> Tensor:
     """The images as they are, for evaluation: uint8 (B, C, H, W), or floating point in [0, 1], to
     fp32 in [0, 1]; the centre squares of images of different shapes.
     """
-    if isinstance(images, UnevenImages):
+    if isinstance(images, VariableSizeImages):
         images = images.squares()
     if images.is_floating_point():
         return images.to(torch.float32)
@@ -180,7 +180,7 @@ def _frame_affines(
     settings: ViewSettings,
     original: Sequence[int] | tuple[Tensor, Tensor],
     size: tuple[int, int],
-    draws: Draws,
+    draws: BatchDraws,
 ) -> Tensor:
     """From the original to the (cropped) view of ``size``."""
     count = draws.images
@@ -193,7 +193,7 @@ def _frame_affines(
     return enlarged @ geometry.translation_affines(-top, -left, count)
 
 
-def _affine(settings: Affine, size: tuple[int, int], draws: Draws) -> Tensor:
+def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
     count = draws.images
     factor = geometry.uniform_draws(draws, *settings.scale)
     shear = geometry.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.streams import Draws
-from moecore.data.sampling import fold_indices, is_inside, to_device_async
+from moecore.core.streams import BatchDraws
+from moecore.data.image_warping import in_range_mask, to_device_async, wrap_indices
 from moecore.data.views.geometry import uniform_draws
 
 
-def make_volume_views(volumes: Tensor, settings: Any, draws: Draws) -> tuple[Tensor, Tensor]:
+def make_volume_views(volumes: Tensor, settings: Any, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     """One random view of each volume, fp32 of the same shape, and their affines fp32 (B, 4, 4), on
     the volumes' device.
 
@@ -33,7 +33,7 @@ def make_volume_views(volumes: Tensor, settings: Any, draws: Draws) -> tuple[Ten
     size = list(volumes.shape[2:])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 3)
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
-    affines = volume_flips(mirrored, size[0]) @ volume_translations(shifts)
+    affines = volume_flip_affines(mirrored, size[0]) @ volume_translations(shifts)
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
         views = warp_volumes(volumes, affines, settings.fill)
@@ -89,7 +89,7 @@ def _refuse(settings: Any) -> None:
         )
 
 
-def _affine(settings: Any, size: list[int], draws: Draws) -> Tensor:
+def _affine(settings: Any, size: list[int], draws: BatchDraws) -> Tensor:
     """Scale, then turn about the three axes, then move; about the centre."""
     low, high = settings.scale
     factors = uniform_draws(draws, low, high)
@@ -101,7 +101,7 @@ def _affine(settings: Any, size: list[int], draws: Draws) -> Tensor:
         dim=1,
     )
     return centred_volume_affines(
-        volume_translations(moves) @ volume_rotations(turns) @ volume_scalings(factors), size
+        volume_translations(moves) @ volume_rotations(turns) @ volume_scale_affines(factors), size
     )
 
 
@@ -115,7 +115,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
     turned = torch.arange(depth).flip(0) - shifts[:, :1]
     places[0] = torch.where(mirrored[:, None], turned, places[0])
     first, second, third = (
-        to_device_async(fold_indices(where, length, fill), volumes.device)
+        to_device_async(wrap_indices(where, length, fill), volumes.device)
         for where, length in zip(places, size, strict=True)
     )
     # Whole lines of the last axis are copied; the lines' numbers are made on the device.
@@ -126,7 +126,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
         views = views.gather(4, third[:, None, None, None].expand(views.shape))
     if fill == "zeros" and shifts.any():
         for axis, (where, length) in enumerate(zip(places, size, strict=True)):
-            seen = to_device_async(is_inside(where, length), volumes.device)
+            seen = to_device_async(in_range_mask(where, length), volumes.device)
             views.mul_(seen.view(count, *[1] * (axis + 1), length, *[1] * (2 - axis)))
     return views.to(torch.float32)
 
@@ -143,7 +143,7 @@ def volume_translations(moves: Tensor) -> Tensor:
     return affines
 
 
-def volume_scalings(factors: Tensor) -> Tensor:
+def volume_scale_affines(factors: Tensor) -> Tensor:
     """Scale all axes by ``factors`` (B,) about the corner (0, 0, 0)."""
     return torch.diag_embed(
         torch.stack(
@@ -160,7 +160,7 @@ def volume_rotations(radians: Tensor) -> Tensor:
     return affines
 
 
-def volume_flips(mirrored: Tensor, length: float) -> Tensor:
+def volume_flip_affines(mirrored: Tensor, length: float) -> Tensor:
     """Mirror the first axis (left and right) where ``mirrored`` (B,) is true."""
     affines = volume_identities(len(mirrored))
     affines[:, 0, 0] = 1 - 2 * mirrored.to(torch.float64)

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS
-from moecore.data.preview import Preview
 from moecore.data.splits import class_quotas
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.tasks.regression import Regression
@@ -18,7 +18,7 @@ from moecore.tasks.regression import Regression
 PURPOSE = {"test": 5, "validation": 6}
 
 
-class CohortSplits(Config):
+class CohortSettings(Config):
     """Fields of every cohort: volumes, each with an age."""
 
     task: ClassVar[type[Regression]] = Regression  # of the labels that ``prepare`` writes
@@ -38,7 +38,7 @@ class CohortSplits(Config):
 
 def split_cohort(
     subjects: Sequence[VolumeSubject],
-    settings: CohortSplits,
+    settings: CohortSettings,
     given: Mapping[str, str] | None = None,
 ) -> dict[str, list[int]]:
     """Rows of ``subjects`` in each split, all volumes of a participant in one; a function of the
@@ -64,7 +64,7 @@ def split_cohort(
     return splits
 
 
-def draw_splits(people: Sequence[VolumeSubject], settings: CohortSplits) -> dict[str, str]:
+def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> dict[str, str]:
     """Participant → split: test and validation take their share of each age and sex."""
     if settings.validation + settings.test >= 1:
         raise UserError(
@@ -107,7 +107,9 @@ def _draw_from_groups(
     )
 
 
-def age_preview(name: str, size: tuple[int, int, int], regions: tuple[str, ...]) -> Preview:
+def preview_age_cohort(
+    name: str, size: tuple[int, int, int], regions: tuple[str, ...]
+) -> PlannedData:
     """The preview of a cohort whose volumes have ages, before anything is counted."""
     task = Regression(target="age", unit="years")
-    return Preview(name, 1, size, task, regions=regions)
+    return PlannedData(name, 1, size, task, regions=regions)

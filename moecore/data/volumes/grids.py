@@ -61,7 +61,7 @@ def resample_inside(
     return np.where(inside, values / np.maximum(weight, BRAIN), 0).astype(np.float32), inside
 
 
-def brain_window(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
+def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
     """First index, along each axis, of the ``size`` voxels around the middle of the mask's bounds
     (may be negative: padding).
 

@@ -7,7 +7,7 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError, whole_text
+from moecore.core.files import UserError, atomic_text_file
 from moecore.core.inside import path_inside
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
@@ -26,9 +26,9 @@ class VolumeSubject(NamedTuple):
     diagnosis: str = ""  # in the cohort's own words; "" where it is not known
 
 
-def write_subjects(path: Path, subjects: Sequence[VolumeSubject]) -> None:
+def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
     """Write one row a subject, with a head line; ages as short as they can be read back exactly."""
-    with whole_text(path) as handle:
+    with atomic_text_file(path) as handle:
         rows = csv.writer(handle, lineterminator="\n")
         rows.writerow(VolumeSubject._fields)
         rows.writerows(subjects)

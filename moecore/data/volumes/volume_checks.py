@@ -44,7 +44,7 @@ def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     return texts
 
 
-def range_problem(region: np.ndarray) -> str | None:
+def share_range_problem(region: np.ndarray) -> str | None:
     """Return why a map (D, H, W) is not one of tissue shares, or None."""
     low = float(region.min())
     high = float(region.max())

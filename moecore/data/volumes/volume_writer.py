@@ -10,9 +10,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
 from moecore.data.npy import new_array, save_array
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.subjects import VolumeSubject, sex_counts, write_subjects
+from moecore.data.volumes.stored_volumes import REGIONS
+from moecore.data.volumes.subjects import VolumeSubject, sex_counts, write_subject_table
 from moecore.data.volumes.volume_checks import volume_flags
-from moecore.data.volumes.volumes import REGIONS
 from moecore.tasks.regression import Regression
 
 
@@ -30,7 +30,7 @@ class VolumeDatasetInfo(NamedTuple):
     skipped: Sequence[Mapping[str, str]] = ()
 
 
-class VolumePart(NamedTuple):
+class VolumeSplit(NamedTuple):
     """One split to write: the subjects, and in the same order their volumes float16 (1, D, H, W) in
     [0, 1] with regions uint8 (R, D, H, W).
 
@@ -42,7 +42,7 @@ class VolumePart(NamedTuple):
 
 
 def write_volumes(
-    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, VolumePart]
+    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, VolumeSplit]
 ) -> dict[str, Any]:
     """Write the three splits and ``card.json`` to ``folder`` (made where missing) and return the
     card.
@@ -100,7 +100,7 @@ def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
 
 
 def _write_split(
-    folder: Path, split: str, facts: VolumeDatasetInfo, part: VolumePart
+    folder: Path, split: str, facts: VolumeDatasetInfo, part: VolumeSplit
 ) -> np.ndarray:
     """Write one split; number, sum and sum of squares of its values inside the brain, fp64 (3,)."""
     shape = (len(part.subjects), 1, *facts.size)
@@ -121,5 +121,5 @@ def _write_split(
         sums += [inside.size, inside.sum(), (inside**2).sum()]
         subjects.append(subject._replace(qc_flags="; ".join(volume_flags(volume, shares))))
     save_array(folder / f"{split}_labels.npy", _ages(subjects))
-    write_subjects(folder / f"{split}_subjects.csv", subjects)
+    write_subject_table(folder / f"{split}_subjects.csv", subjects)
     return sums

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split
 from moecore.measure.exploring.overlays import CROP, EncodedPicture, encode_picture, patch_crop
-from moecore.measure.routing_metrics.expert_use import expert_counts
-from moecore.nn.backbones.model import Model
+from moecore.measure.routing_metrics.layer_metrics import expert_counts
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import image_batches, predict_in_batches
-from moecore.nn.traces import covering_patches, finest_layout
+from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.tasks.base import Task
 
 CHUNK = 50  # images whose records are in memory at once
@@ -25,7 +25,7 @@ CLASSES = 5  # of an expert
 CROPS = 800  # of a layer: with many experts each has fewer
 
 
-class Favourite(Config):
+class FavouritePatch(Config):
     """A patch of a test image."""
 
     image: int  # its place in the split
@@ -38,7 +38,7 @@ class ExpertUse(Config):
 
     load: float  # share of all choices, of all tokens
     classes: tuple[tuple[int, float], ...]  # class, its share of these choices; the largest first
-    favourites: tuple[Favourite, ...]  # of the highest probability; one an image at most
+    favourites: tuple[FavouritePatch, ...]  # of the highest probability; one an image at most
 
 
 class LayerExperts(Config):
@@ -56,7 +56,7 @@ class LayerPreferences(NamedTuple):
     patch: Tensor  # (N, E) int64, that patch
 
 
-class Gallery(NamedTuple):
+class GalleryImages(NamedTuple):
     """Test images, and where they lie in the split."""
 
     places: np.ndarray  # (N,)
@@ -64,7 +64,7 @@ class Gallery(NamedTuple):
     task: Task
 
 
-def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExperts]:
+def expert_use_by_layer(model: Model, gallery: GalleryImages, most: int) -> list[LayerExperts]:
     """Return the experts of every MoE layer, with at most ``most`` favourites each."""
     chunks = list(zip(*iterate_preferences(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
@@ -77,7 +77,7 @@ def layer_experts(model: Model, gallery: Gallery, most: int) -> list[LayerExpert
     return uses
 
 
-def iterate_preferences(model: Model, gallery: Gallery) -> Iterator[list[LayerPreferences]]:
+def iterate_preferences(model: Model, gallery: GalleryImages) -> Iterator[list[LayerPreferences]]:
     """Every layer on the images, CHUNK at a time."""
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
@@ -111,7 +111,7 @@ def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
 
 
 def _expert_uses(
-    seen: LayerPreferences, labels: Tensor, gallery: Gallery, layout: Layout, most: int
+    seen: LayerPreferences, labels: Tensor, gallery: GalleryImages, layout: TokenLayout, most: int
 ) -> LayerExperts:
     counts = seen.chosen.sum(dim=0)
     shares = class_shares(seen.chosen, labels, gallery.task)
@@ -124,7 +124,7 @@ def _expert_uses(
         liked = [row for row in order.tolist() if seen.highest[row, expert] >= 0]
         patches = [int(seen.patch[row, expert]) for row in liked]
         favourites = [
-            Favourite(
+            FavouritePatch(
                 image=int(gallery.places[row]),
                 patch=patch,
                 probability=round(float(seen.highest[row, expert]), 4),
@@ -139,11 +139,11 @@ def _expert_uses(
     return LayerExperts(experts=experts, crops=shown)
 
 
-def _on_grid(use: LayerExperts, layout: Layout, fine: Layout) -> LayerExperts:
+def _on_grid(use: LayerExperts, layout: TokenLayout, fine: TokenLayout) -> LayerExperts:
     """Favourites of a coarser layer, at the first patch of the finest grid that each covers."""
-    covers = covering_patches(layout, fine)
+    covers = coarse_patch_indices(layout, fine)
 
-    def moved(one: Favourite) -> Favourite:
+    def moved(one: FavouritePatch) -> FavouritePatch:
         first = int((covers == one.patch).nonzero()[0])
         return one.model_copy(update={"patch": first})
 
@@ -159,6 +159,8 @@ def _largest_shares(shares: Tensor) -> tuple[tuple[int, float], ...]:
     return tuple((place, round(float(shares[place]), 4)) for place in order if shares[place] > 0)
 
 
-def _crop_favourite(gallery: Gallery, favourite: Favourite, layout: Layout) -> Tensor:
+def _crop_favourite(
+    gallery: GalleryImages, favourite: FavouritePatch, layout: TokenLayout
+) -> Tensor:
     (image,) = image_batches(gallery.split.images[favourite.image][None], 1)
     return patch_crop(image[0], favourite.patch, layout)

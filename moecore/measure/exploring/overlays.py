@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_arrays, encode_arrays
+from moecore.core.encoded_arrays import decode_bytes, encode_arrays
 from moecore.core.files import UserError
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import Crop, ViewSettings
-from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
+from moecore.data.views.views import CropRanges, ViewSettings
+from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
 from moecore.nn.correspondence import match_patches
 
 SIDE = 96  # pixels: larger images are shown smaller
@@ -34,7 +34,7 @@ class EncodedPicture(Config):
 
     def array(self) -> np.ndarray:
         """The pixels, uint8 of this shape."""
-        return np.frombuffer(decode_arrays(self.pixels), np.uint8).reshape(self.shape)
+        return np.frombuffer(decode_bytes(self.pixels), np.uint8).reshape(self.shape)
 
 
 def encode_picture(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
@@ -53,7 +53,7 @@ def shrink_pixels(pixels: Tensor, side: int) -> Tensor:
     return interpolate(pixels, wanted, mode=MODES[len(size)])
 
 
-def patch_crop(image: Tensor, patch: int, layout: Layout) -> Tensor:
+def patch_crop(image: Tensor, patch: int, layout: TokenLayout) -> Tensor:
     """A patch in the middle of half a patch on each side, black outside of the image; (C, h, w).
 
     image: fp32 (C, H, W), or a volume (C, D, H, W) with axes right, anterior, superior, of which
@@ -74,7 +74,7 @@ def patch_crop(image: Tensor, patch: int, layout: Layout) -> Tensor:
 
 
 # Stronger than in our trainings, so that the picture has patches without a partner.
-CROPS = Augmentation(name="crops", views=ViewSettings(crop=Crop(scale=(0.3, 0.8))))
+CROPS = TwoViewAugmentation(name="crops", views=ViewSettings(crop=CropRanges(scale=(0.3, 0.8))))
 PREFIX = 2  # at most a class token and a distillation token stand before the patches
 
 
@@ -101,7 +101,7 @@ class MatchedCrops(Config):
     """
 
 
-def match_crops(images: np.ndarray, layout: Layout, seed: int) -> MatchedCrops | None:
+def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> MatchedCrops | None:
     """The crops of the first image whose views share half of their patches, or the most of all.
 
     images: uint8 (N, C, H, W), N ≥ 1.  None for volumes, and where the image is a single patch.
@@ -109,7 +109,7 @@ def match_crops(images: np.ndarray, layout: Layout, seed: int) -> MatchedCrops |
     if images.ndim != 4 or math.prod(layout.grid) == 1:
         return None
     number = len(images)
-    views = two_views(images, CROPS, seed)
+    views = draw_two_views(images, CROPS, seed)
     pairs = match_patches(views.affines[:number], views.affines[number:], layout)
     enough = math.prod(layout.grid) // 2
     chosen = int(pairs.found.sum(dim=1).clamp(max=enough).numpy().argmax())
@@ -125,7 +125,7 @@ def match_crops(images: np.ndarray, layout: Layout, seed: int) -> MatchedCrops |
     )
 
 
-def overlay_experts(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
+def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> Overlays:
     """The images with the experts of their patches.
 
     images: (N, C, H, W) uint8; records: fields (N, T, E), T a square number of patches after at
@@ -136,8 +136,10 @@ def overlay_experts(images: np.ndarray, records: tuple[RoutingRecord, ...]) -> O
     )
 
 
-def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: Layout) -> Overlays:
-    """``overlay_experts`` of volumes: the middle axial slice of each, and the experts of its
+def overlay_middle_slices(
+    volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: TokenLayout
+) -> Overlays:
+    """``encode_expert_overlays`` of volumes: the middle axial slice of each, and the experts of its
     patches.
 
     volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E) of
@@ -159,8 +161,8 @@ def mid_slices(volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: 
     )
 
 
-def spread_overlays(
-    images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: Layout
+def evenly_spaced_overlays(
+    images: np.ndarray, records: tuple[RoutingRecord, ...], number: int, layout: TokenLayout
 ) -> Overlays:
     """Images with their patches' experts, evenly spread over all; of volumes the middle slices, and
     of text, of which there are no pictures (``number`` 0), an empty set.
@@ -171,10 +173,10 @@ def spread_overlays(
         where = np.array([], int)
     few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
     if images.ndim == 5:
-        return mid_slices(images[where], few, layout)
+        return overlay_middle_slices(images[where], few, layout)
     if images.ndim == 3:
         images = images[:, :, None]  # (N, C, 1, M)
-    return overlay_experts(images[where], few)
+    return encode_expert_overlays(images[where], few)
 
 
 def _upright_planes(planes: np.ndarray) -> np.ndarray:

@@ -10,9 +10,9 @@ import numpy as np
 
 from moecore.core.files import read_json, write_json
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import Trace, trace_images
+from moecore.nn.routing_traces import Trace, build_image_trace
 from moecore.training.outcome import WatchedEpoch
 
 IMAGES = 32  # the most that the explorer shows
@@ -35,7 +35,7 @@ def spread_places(total: int, number: int) -> list[int]:
     return list(places)
 
 
-def explored_places(data: Prepared, number: int) -> list[int]:
+def explorer_image_indices(data: Prepared, number: int) -> list[int]:
     """The places in the test split of the first images that the explorer shows."""
     images = data.test.images
     most = VOLUMES if images.ndim == 5 else IMAGES
@@ -50,15 +50,15 @@ def watched_epochs(epochs: int) -> tuple[int, ...]:
 
 def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) -> None:
     """Write into ``folder`` what the model does with the images after ``epoch``."""
-    images = np.array(data.test.images[explored_places(data, IMAGES)])
+    images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
     prediction, records = predict_in_batches(model, images, batch=IMAGES)
-    seen = trace_images(prediction, records, data.task, model.layouts)
+    seen = build_image_trace(prediction, records, data.task, model.layouts)
     write_json(_trace_path(folder, epoch), seen.model_dump(mode="json"))
 
 
 def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[WatchedEpoch, ...]:
     """Return what was kept in ``folder``; raises UserError where an epoch is missing."""
-    places = explored_places(data, IMAGES)
+    places = explorer_image_indices(data, IMAGES)
     return tuple(
         WatchedEpoch(
             epoch=epoch,

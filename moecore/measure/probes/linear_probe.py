@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; beside features of deviation 1
 
 
-def read_by_head(
+def predict_with_features(
     model: Model, images: np.ndarray | Tensor, batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Predictions (N,) of one number per image, and what ``model.head`` reads, (N, F); both fp64.
@@ -41,7 +41,7 @@ def read_by_head(
     return predicted[:, 0].double().numpy(), torch.cat(read).double().numpy()
 
 
-def linear_probe(
+def fit_ridge_probe(
     train: tuple[np.ndarray, np.ndarray], validation: tuple[np.ndarray, np.ndarray]
 ) -> tuple[Pipeline, float]:
     """Ridge regression fitted on ``train``, features (N, F) and targets (N,), and its penalty.

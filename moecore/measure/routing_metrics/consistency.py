@@ -23,7 +23,7 @@ class Matches(NamedTuple):
     top2_sets: float  # two best as a set
 
 
-def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
+def agreeing_pair_counts(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Return how many pairs of each image agree, (B, 3) int64.
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
@@ -44,7 +44,7 @@ def matched_pairs(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
 
 def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Matches:
     """Match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
-    counts = matched_pairs(probs_1, probs_2, is_pair).sum(dim=0)
+    counts = agreeing_pair_counts(probs_1, probs_2, is_pair).sum(dim=0)
     pairs = int(is_pair.sum())
     return Matches(*(count / pairs for count in counts.tolist()))
 

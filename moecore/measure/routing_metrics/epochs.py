@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.core.tensors import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
 from moecore.measure.routing_metrics.consistency import epoch_agreement
-from moecore.measure.routing_metrics.expert_use import agreement_by_image, expert_agreement
-from moecore.measure.routing_metrics.imed import mean_class_maps
+from moecore.measure.routing_metrics.imed import class_expert_probs
+from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, expert_agreement
 from moecore.measure.routing_metrics.regions import (
     probed_epochs,
-    read_epoch_regions,
-    write_epoch_regions,
+    read_epoch_tissue_routing,
+    write_epoch_tissue_routing,
 )
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import spread_to_one_grid
-from moecore.statistics.crossed import encode_items
+from moecore.nn.routing_traces import spread_to_one_grid
+from moecore.statistics.crossed import encode_item_values
 from moecore.training.outcome import Settling
 
 IMAGES = 500  # of the validation split
@@ -61,7 +61,9 @@ class EpochWatch(NamedTuple):
             kept["maps"] = maps.float()
         write_tensors(_epoch_path(self.folder, epoch), kept)
         if epoch in probed_epochs(self.epochs):
-            write_epoch_regions(self.folder, epoch, self.model, self.data, self.experts, self.seed)
+            write_epoch_tissue_routing(
+                self.folder, epoch, self.model, self.data, self.experts, self.seed
+            )
         if epoch in watched_epochs(self.epochs) and not self.data.task.long:
             write_epoch_trace(self.folder, epoch, self.model, self.data)
 
@@ -83,7 +85,7 @@ class EpochWatch(NamedTuple):
                 [tensors["first"].numpy() for tensors in kept], self.data.validation.people
             ),
             class_maps={str(epoch): _round_maps(kept[epoch - 1]["maps"]) for epoch in mapped},
-            region_routing=read_epoch_regions(self.folder, self.data, self.epochs),
+            region_routing=read_epoch_tissue_routing(self.folder, self.data, self.epochs),
             watched=()
             if self.data.task.long
             else read_epoch_traces(self.folder, self.data, self.epochs),
@@ -101,7 +103,7 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
 
     def kept(one: int, other: int) -> str:
         same = first[one] == first[other]
-        return encode_items(same.mean(axis=(1, 2)), people)
+        return encode_item_values(same.mean(axis=(1, 2)), people)
 
     packed = {}
     for name, place in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
@@ -116,7 +118,7 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
     return packed
 
 
-def routing_survival(
+def finetuning_agreement(
     before: Sequence[RoutingRecord],
     after: Sequence[RoutingRecord],
     people: np.ndarray | None = None,
@@ -127,7 +129,7 @@ def routing_survival(
         return Settling(routing_agreement_before_after=())
     kept = [expert_agreement(one.probs, other.probs) for one, other in layers]
     by_image = torch.stack([agreement_by_image(one.probs, other.probs) for one, other in layers])
-    items = {"before_after": encode_items(by_image.mean(dim=0).numpy(), people)}
+    items = {"before_after": encode_item_values(by_image.mean(dim=0).numpy(), people)}
     return Settling(routing_agreement_before_after=kept, agreement_items=items)
 
 
@@ -148,7 +150,7 @@ def epoch_class_maps(
         return None
     rows, classes = members
     chosen = [record._replace(probs=record.probs[rows]) for record in records]
-    return mean_class_maps(chosen, classes, data.task.outputs)
+    return class_expert_probs(chosen, classes, data.task.outputs)
 
 
 def _round_maps(maps: Tensor) -> list:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord
 from moecore.nn.experts.base import map_shape
 
 SIGMA = 1.0  # of Wang, Zhang & Feng (2005), which MoGE's table 1 uses
@@ -43,7 +43,7 @@ def squared_imed(before: Tensor, after: Tensor, sigma: float = SIGMA) -> Tensor:
     return ((change @ weights) * change).sum(dim=-1).clamp_min(0)  # rounding may fall below 0
 
 
-def mean_imed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
+def imed_by_image(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
     """Each image's d, averaged over its tokens and over layers, (N,) fp64.
 
     before, after: one (N, T, E) of probs per MoE layer. The mean is taken over the tokens' own
@@ -53,7 +53,7 @@ def mean_imed(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([d2.sqrt().mean(dim=1) for d2 in layers]).mean(dim=0)
 
 
-def imed_partners(images: int, seed: int) -> Tensor:
+def partner_images(images: int, seed: int) -> Tensor:
     """For each of N images another one, (N,) int64: the next on a circle drawn from ``seed``.
 
     No image is its own partner and each is one once, so all methods compare the same N pairs.
@@ -68,17 +68,17 @@ def imed_partners(images: int, seed: int) -> Tensor:
 
 
 def imed_between(probs: tuple[Tensor, ...], seed: int) -> Tensor:
-    """Each image's distance from its partner of ``imed_partners``, both unmoved; (N,) fp64.
+    """Each image's distance from its partner of ``partner_images``, both unmoved; (N,) fp64.
 
-    probs: one (N, T, E) per MoE layer. Averaged over tokens and layers as ``mean_imed``, token by
-    token at the same place. Its mean is what IMED under a transform is held against: a router that
-    tells no images apart has small distances of both kinds.
+    probs: one (N, T, E) per MoE layer. Averaged over tokens and layers as ``imed_by_image``, token
+    by token at the same place. IMED under a transform is held against its mean: a router that tells
+    no images apart has small distances of both kinds.
     """
-    others = imed_partners(len(probs[0]), seed)
-    return mean_imed(probs, tuple(layer[others] for layer in probs))
+    others = partner_images(len(probs[0]), seed)
+    return imed_by_image(probs, tuple(layer[others] for layer in probs))
 
 
-def mean_class_maps(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
+def class_expert_probs(records: Sequence[RoutingRecord], labels: Tensor, classes: int) -> Tensor:
     """Mean clean probability of each expert over the images and tokens of each class.
 
     (K, layers, E) fp64, NaN for a class without images; each other map sums to 1 over E.  records:

@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingRecord
-from moecore.measure.routing_metrics.eligibility import (
-    below_k_flags,
-    below_k_rate,
-    fallback_rate,
-    tail_by_token,
-    tail_mass,
-    tail_of_probs,
-    tail_sums,
-)
-from moecore.measure.routing_metrics.expert_use import (
+from moecore.core.routing_records import RoutingRecord
+from moecore.measure.routing_metrics.layer_metrics import (
     Confidence,
     expert_counts,
     linearize_mean,
     load_cv2,
+    mean_token_entropy,
     normalised_entropy,
     routing_confidence,
-    token_entropy,
+)
+from moecore.measure.routing_metrics.unchosen_weight import (
+    below_k_eligible_flags,
+    below_k_eligible_rate,
+    fallback_rate,
+    tail_by_token,
+    tail_mass,
+    tail_mass_by_image,
+    tail_of_probs,
 )
 from moecore.nn.experts.base import map_shape
 from moecore.statistics.crossed import linearize_ratio
 
 
-class MapShares(Config):
+class BorderShares(Config):
     """Shares of a layer's choices (load), of its probability (mass) and of its experts (cells).
 
     On the border of the map of experts, in its corners, which belong to the border, and inside it.
@@ -51,7 +51,7 @@ class MapShares(Config):
     inner_cells: float | None
 
 
-class Use(MapShares):
+class Use(BorderShares):
     """One MoE layer's values, or the means over layers of those that all of them have."""
 
     load_cv2: float
@@ -70,7 +70,7 @@ class LayerUse(Use):
     confidence: Confidence
 
 
-def map_shares(load: Tensor, mass: Tensor) -> MapShares:
+def map_border_shares(load: Tensor, mass: Tensor) -> BorderShares:
     """Return where on ``map_shape`` load and mass, both (E,) of sum 1, lie."""
     rows, columns = map_shape(len(load))
     row = torch.arange(rows)[:, None]
@@ -87,10 +87,10 @@ def map_shares(load: Tensor, mass: Tensor) -> MapShares:
     ):
         for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
             values[f"{place}_{name}"] = float(shares[where].sum()) if where.any() else None
-    return MapShares.model_validate(values)
+    return BorderShares.model_validate(values)
 
 
-def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
+def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
     """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
     counts = expert_counts(layer.chosen)
     fallback = None
@@ -99,17 +99,17 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
     if threshold is not None:
         fallback = fallback_rate(layer.logits, threshold)
         if k is not None:
-            below_k = below_k_rate(layer.logits, threshold, k)
+            below_k = below_k_eligible_rate(layer.logits, threshold, k)
             tail = tail_mass(layer.logits, threshold, k)
     load = counts.double() / counts.sum()
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     return LayerUse(
-        **map_shares(load, mass / mass.sum()).model_dump(),
+        **map_border_shares(load, mass / mass.sum()).model_dump(),
         load=load.tolist(),
         load_cv2=load_cv2(counts),
         entropy=normalised_entropy(counts),
         confidence=routing_confidence(layer.probs),
-        token_entropy=token_entropy(layer.probs),
+        token_entropy=mean_token_entropy(layer.probs),
         tail_of_probs=None if k is None else tail_of_probs(layer.probs, k),
         fallback=fallback,
         below_k=below_k,
@@ -117,8 +117,10 @@ def layer_use(layer: RoutingRecord, threshold: float | None, k: int | None) -> L
     )
 
 
-def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -> dict[str, Tensor]:
-    """The metrics of ``layer_use`` as one value per image, (B,) fp64, whose mean each is.
+def layer_use_by_image(
+    layer: RoutingRecord, threshold: float | None, k: int | None
+) -> dict[str, Tensor]:
+    """The metrics of ``layer_use_metrics`` as one value per image, (B,) fp64, whose mean each is.
 
     And the probabilities of ``Confidence``, as ``confidence_highest`` and so on.
     """
@@ -146,10 +148,10 @@ def use_by_image(layer: RoutingRecord, threshold: float | None, k: int | None) -
     if k is not None:
         metrics["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
     if threshold is not None:
-        metrics["fallback"] = below_k_flags(layer.logits, threshold, 1).mean(dim=1)
+        metrics["fallback"] = below_k_eligible_flags(layer.logits, threshold, 1).mean(dim=1)
     if threshold is not None and k is not None:
-        metrics["below_k"] = below_k_flags(layer.logits, threshold, k).mean(dim=1)
-        tail, some = tail_sums(layer.logits, threshold, k)
+        metrics["below_k"] = below_k_eligible_flags(layer.logits, threshold, k).mean(dim=1)
+        tail, some = tail_mass_by_image(layer.logits, threshold, k)
         if some.any():
             ratio = linearize_ratio(tail.numpy(), some.numpy())
             metrics["tail_mass"] = torch.from_numpy(ratio)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.views.views import Views
-from moecore.measure.routing_metrics.consistency import match_ratios, matched_pairs
-from moecore.measure.routing_metrics.expert_use import average_layers
-from moecore.nn.backbones.model import Model
-from moecore.nn.correspondence import TokenPairs, layer_pairs, paired_values
+from moecore.measure.routing_metrics.consistency import agreeing_pair_counts, match_ratios
+from moecore.measure.routing_metrics.layer_metrics import average_layers
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.correspondence import TokenPairs, token_pair_values, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_items, linearize_ratio
+from moecore.statistics.crossed import encode_item_values, linearize_ratio
 from moecore.statistics.intervals import bootstrap_interval
 
 NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
@@ -35,7 +35,7 @@ class Matching(Config):
 class AugmentedRow(Matching):
     """Means over the MoE layers under one augmentation, with 95 % limits.
 
-    items: of each match ratio one number an item, as ``encode_items`` packs them.
+    items: of each match ratio one number an item, as ``encode_item_values`` packs them.
     """
 
     name: str
@@ -53,33 +53,39 @@ def augmented_row(
 ) -> AugmentedRow:
     """Return what partners in both ``views`` share, as means over the MoE layers."""
     _, records = predict_in_batches(model, views.images, batch)
-    paired = layer_pairs(views.affines, model.layouts, special=False)
-    layers = [layer_matching(record, *pairs) for record, pairs in zip(records, paired, strict=True)]
+    paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
+    layers = [
+        layer_match_ratios(record, *pairs) for record, pairs in zip(records, paired, strict=True)
+    ]
     by_image = [
         matches_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
     ]
     return AugmentedRow(
         name=name,
         **average_layers(layers, NAMES),
-        **match_limits(records, paired, people),
-        items=packed_means(by_image, people),
+        **match_intervals(records, paired, people),
+        items=encoded_layer_means(by_image, people),
     )
 
 
-def layer_matching(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> Matching:
+def layer_match_ratios(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
     """Return what partners of one MoE layer share; record: fields (2N, T, E), first all first
     views.
 
     Experts are ranked by their logits: the order of the probs, but without the ties of those that
     an eigenbasis router clamps.
     """
-    ratios = match_ratios(*paired_values(record.logits, pairs, layout), pairs.found)
+    ratios = match_ratios(*token_pair_values(record.logits, pairs, layout), pairs.found)
     return Matching(**dict(zip(NAMES, ratios, strict=True)))
 
 
-def matches_by_image(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -> dict[str, Tensor]:
+def matches_by_image(
+    record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
+) -> dict[str, Tensor]:
     """The match ratios of one MoE layer as one value per image, (N,), whose mean each is."""
-    counts = matched_pairs(*paired_values(record.logits, pairs, layout), pairs.found).double()
+    counts = agreeing_pair_counts(
+        *token_pair_values(record.logits, pairs, layout), pairs.found
+    ).double()
     number = pairs.found.sum(dim=1).double().numpy()
     return {
         name: torch.from_numpy(linearize_ratio(counts[:, place].numpy(), number))
@@ -87,22 +93,22 @@ def matches_by_image(record: RoutingRecord, pairs: TokenPairs, layout: Layout) -
     }
 
 
-def packed_means(
+def encoded_layer_means(
     layers: Sequence[Mapping[str, Tensor]], people: np.ndarray | None
 ) -> dict[str, str]:
     """The means over the layers of what all of them have, packed; layers: name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {
-        name: encode_items(
+        name: encode_item_values(
             torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy(), people
         )
         for name in names
     }
 
 
-def match_limits(
+def match_intervals(
     records: tuple[RoutingRecord, ...],
-    paired: Sequence[tuple[TokenPairs, Layout]],
+    paired: Sequence[tuple[TokenPairs, TokenLayout]],
     people: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Intervals by the bootstrap over images, as an image's pairs are not independent.
@@ -113,7 +119,7 @@ def match_limits(
     number = paired[-1][0].found.sum(dim=1)
     by_layer = []
     for record, (pairs, layout) in zip(records, paired, strict=True):
-        hits = matched_pairs(*paired_values(record.logits, pairs, layout), pairs.found)
+        hits = agreeing_pair_counts(*token_pair_values(record.logits, pairs, layout), pairs.found)
         share = number / pairs.found.sum(dim=1).clamp(min=1)
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()

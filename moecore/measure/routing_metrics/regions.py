@@ -16,10 +16,10 @@ from torch.nn.functional import adaptive_max_pool3d
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared, evenly_spaced_indices
-from moecore.nn.backbones.model import Model
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.training.outcome import ProbedEpoch, RegionRow
-from moecore.training.tissue_isolation import isolate_tissue
+from moecore.training.outcome import EpochTissueRouting, TissueRoutingRow
+from moecore.training.single_tissue_volumes import keep_only_tissue
 
 BEST = 2  # experts named per tissue, as in figure S1
 
@@ -31,7 +31,7 @@ def region_rows(
     tissues: Sequence[str],
     experts: Sequence[str],
     seed: int = 0,
-) -> list[RegionRow]:
+) -> list[TissueRoutingRow]:
     """One row per tissue, then one per control ``random_<tissue>``.
 
     A row names the two experts of the highest mean score, and says what share of tokens chose each.
@@ -50,15 +50,15 @@ def region_rows(
     controls = []
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
-        random = shuffle_shares(share, images[:, 0] > 0, seed + channel)
-        rows.append(_region_row(tissue, model, isolate_tissue(images, share), experts))
+        random = shuffle_tissue_voxels(share, images[:, 0] > 0, seed + channel)
+        rows.append(_region_row(tissue, model, keep_only_tissue(images, share), experts))
         controls.append(
-            _region_row(f"random_{tissue}", model, isolate_tissue(images, random), experts)
+            _region_row(f"random_{tissue}", model, keep_only_tissue(images, random), experts)
         )
     return [*rows, *controls]
 
 
-def shuffle_shares(share: Tensor, brain: Tensor, seed: int) -> Tensor:
+def shuffle_tissue_voxels(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     """Return the same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool
     mask.
 
@@ -74,7 +74,9 @@ def shuffle_shares(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     return mixed_shares
 
 
-def _region_row(name: str, model: Model, volumes: Tensor, experts: Sequence[str]) -> RegionRow:
+def _region_row(
+    name: str, model: Model, volumes: Tensor, experts: Sequence[str]
+) -> TissueRoutingRow:
     _, records = predict_in_batches(model, volumes, batch=32)
     if not records:
         raise UserError("region routing: the model has no MoE layers")
@@ -89,7 +91,7 @@ def _region_row(name: str, model: Model, volumes: Tensor, experts: Sequence[str]
     scores = record.logits[:, layout.special :][held].double().mean(dim=0)
     share = record.chosen[:, layout.special :][held].double().mean(dim=0)
     best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
-    return RegionRow(
+    return TissueRoutingRow(
         region=name,
         experts=[(experts[index], float(scores[index])) for index in best],
         share=dict(zip(experts, share.tolist(), strict=True)),
@@ -104,7 +106,7 @@ def probed_epochs(epochs: int) -> tuple[int, ...]:
     return tuple(sorted({1, (epochs + 1) // 2, epochs}))
 
 
-def write_epoch_regions(
+def write_epoch_tissue_routing(
     folder: Path, epoch: int, model: Model, data: Prepared, experts: tuple[str, ...], seed: int
 ) -> None:
     """Write into ``folder`` what the experts do on single tissues after ``epoch``.
@@ -119,11 +121,13 @@ def write_epoch_regions(
     volumes = np.array(data.validation.images[chosen])
     maps = np.array(data.regions("validation")[chosen])
     rows = region_rows(model, volumes, maps, regions, experts, seed)
-    probed = ProbedEpoch(epoch=epoch, rows=rows)
+    probed = EpochTissueRouting(epoch=epoch, rows=rows)
     write_json(_regions_path(folder, epoch), probed.model_dump(mode="json"))
 
 
-def read_epoch_regions(folder: Path, data: Prepared, epochs: int) -> tuple[ProbedEpoch, ...]:
+def read_epoch_tissue_routing(
+    folder: Path, data: Prepared, epochs: int
+) -> tuple[EpochTissueRouting, ...]:
     """Return what was kept in ``folder``; () for data without tissue maps.
 
     Raises UserError, naming the file, where an epoch is missing.
@@ -131,7 +135,7 @@ def read_epoch_regions(folder: Path, data: Prepared, epochs: int) -> tuple[Probe
     if not data.card.get("regions"):
         return ()
     kept = [read_json(_regions_path(folder, epoch)) for epoch in probed_epochs(epochs)]
-    return tuple(ProbedEpoch.model_validate(probed) for probed in kept)
+    return tuple(EpochTissueRouting.model_validate(probed) for probed in kept)
 
 
 def _regions_path(folder: Path, epoch: int) -> Path:

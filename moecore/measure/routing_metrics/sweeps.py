@@ -12,26 +12,26 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.attacks import Attack
-from moecore.attacks.target import Target
+from moecore.attacks.attack_setup import Target
 from moecore.core.config import Config
-from moecore.core.records import Layout, RoutingRecord
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.corruptions.draws import noise_directions
-from moecore.measure.routing_metrics.augmentations import Augmentation, two_views
-from moecore.measure.routing_metrics.eligibility import fallback_rate, tail_mass, tail_of_probs
-from moecore.measure.routing_metrics.expert_use import expert_counts, load_cv2, mean_over_layers
-from moecore.nn.backbones.model import BackboneModel, Model
-from moecore.nn.correspondence import patch_origins
+from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
+from moecore.measure.routing_metrics.unchosen_weight import fallback_rate, tail_mass, tail_of_probs
+from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
+from moecore.nn.backbones.base_model import BackboneModel, Model
+from moecore.nn.correspondence import source_patches
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.soft_slots import SoftSlots
 from moecore.tasks import AnyTask
-from moecore.training.guide import Guided
+from moecore.training.guide import GuidedModel
 
 Kind = Literal["clean", "noise", "attack", "augmentation"]
 
 
-class ChangedImages(NamedTuple):
+class ImageVariant(NamedTuple):
     """N images that were changed."""
 
     kind: Kind
@@ -43,7 +43,7 @@ class ChangedImages(NamedTuple):
 
 def noise_variants(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int
-) -> Iterator[ChangedImages]:
+) -> Iterator[ImageVariant]:
     """Gaussian noise along one direction an image, as the measurement ``stability`` draws it.
 
     The background of a volume, which is 0, stays as it is.
@@ -52,39 +52,39 @@ def noise_variants(
     if clean.ndim == 5:
         drawn = drawn * (clean != 0)
     for sigma in sigmas:
-        yield ChangedImages("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
+        yield ImageVariant("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
 
 
 def attack_variants(
     target: Target, attack: Attack, epsilons: Sequence[float]
-) -> Iterator[ChangedImages]:
+) -> Iterator[ImageVariant]:
     """Every radius by itself, from the clean image."""
     for epsilon in epsilons:
         label = f"ε = {255 * epsilon:.3g}/255"
-        yield ChangedImages("attack", label, target.attacked(attack, epsilon))
+        yield ImageVariant("attack", label, target.attacked(attack, epsilon))
 
 
 def augmentation_variants(
-    images: np.ndarray, augmentations: Sequence[Augmentation], layout: Layout, seed: int
-) -> Iterator[ChangedImages]:
+    images: np.ndarray, augmentations: Sequence[TwoViewAugmentation], layout: TokenLayout, seed: int
+) -> Iterator[ImageVariant]:
     """One random view of each image, kind by kind; images: uint8, volumes float16.
 
     Drawn from (seed, name), so every method sees the same.
     """
     number = len(images)
     for asked in augmentations:
-        views = two_views(images, asked, seed, *asked.name.encode())
-        index, has_origin = patch_origins(views.affines[:number], layout)
+        views = draw_two_views(images, asked, seed, *asked.name.encode())
+        index, has_origin = source_patches(views.affines[:number], layout)
         shown = torch.where(has_origin, index, -1)
         patches = torch.arange(shown.shape[1])
         moved = None if bool((shown == patches).all()) else shown
-        yield ChangedImages("augmentation", asked.name, views.images[:number], moved)
+        yield ImageVariant("augmentation", asked.name, views.images[:number], moved)
 
 
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
 
 
-class Sweeps(Config):
+class SweepSettings(Config):
     """Which settings of the router are tried on the trained weights.
 
     Nothing is chosen by them: they only show what was at stake.
@@ -117,20 +117,20 @@ class KRow(SettingValues):
     k: int
 
 
-class ThresholdRow(SettingValues):
+class RouterThresholdRow(SettingValues):
     """With another threshold of the router."""
 
     threshold: float
 
 
-class Sweep(Config):
+class RoutingSweeps(Config):
     """Rows of both sweeps; none for a router without k or without a threshold."""
 
     k: tuple[KRow, ...]
-    threshold: tuple[ThresholdRow, ...]
+    threshold: tuple[RouterThresholdRow, ...]
 
 
-class SweepSample(NamedTuple):
+class SweepImages(NamedTuple):
     """What a setting is tried on."""
 
     images: np.ndarray  # as ``predict_in_batches`` takes them
@@ -144,8 +144,8 @@ def copy_with_router(model: Model, router: Router) -> Model:
     The given model and the global RNG stay as they are.  model: of a backbone, with MoE layers, or
     Guided: the new one then shares its guide.  router: of the model's own kind.
     """
-    if isinstance(model, Guided):
-        guided = Guided(_replace_routers(model.model, router), model.guide)
+    if isinstance(model, GuidedModel):
+        guided = GuidedModel(_replace_routers(model.model, router), model.guide)
         guided.training = model.training  # not train(): that would reach the guide
         return guided
     return _replace_routers(model, router)
@@ -171,7 +171,7 @@ def copy_with_k(model: Model, k: int) -> Model | None:
     return copy_with_router(model, moe.router.with_k(k))
 
 
-def sweep_k(model: Model, sample: SweepSample, numbers: Experts, batch: int) -> list[KRow]:
+def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> list[KRow]:
     """One row for each k ≤ E of ``numbers``; [] for a router without k (soft slots)."""
     rows = []
     for k in numbers:
@@ -182,8 +182,8 @@ def sweep_k(model: Model, sample: SweepSample, numbers: Experts, batch: int) -> 
 
 
 def sweep_threshold(
-    model: Model, sample: SweepSample, thresholds: tuple[float, ...], batch: int
-) -> list[ThresholdRow]:
+    model: Model, sample: SweepImages, thresholds: tuple[float, ...], batch: int
+) -> list[RouterThresholdRow]:
     """Return one row per threshold, as ``sweep_k`` does; [] for a router without a threshold."""
     router = model.experts_and_router.router
     if not isinstance(router, Eigenbasis):
@@ -192,26 +192,31 @@ def sweep_threshold(
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
         values = _values(copy_with_router(model, changed), router.k, sample, batch)
-        rows.append(ThresholdRow(threshold=threshold, **values))
+        rows.append(RouterThresholdRow(threshold=threshold, **values))
     return rows
 
 
-def run_sweeps(model: Model, sample: SweepSample, settings: Sweeps, batch: int) -> Sweep:
+def run_sweeps(
+    model: Model, sample: SweepImages, settings: SweepSettings, batch: int
+) -> RoutingSweeps:
     """Both sweeps of a model with MoE layers."""
-    return Sweep(
+    return RoutingSweeps(
         k=sweep_k(model, sample, settings.k, batch),
         threshold=sweep_threshold(model, sample, settings.threshold, batch),
     )
 
 
-def _values(model: Model, k: int, sample: SweepSample, batch: int) -> dict[str, Any]:
+def _values(model: Model, k: int, sample: SweepImages, batch: int) -> dict[str, Any]:
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = getattr(model.experts_and_router.router, "threshold", None)
     scores = sample.task.scores(prediction, sample.labels)
-    return {"score": float(scores.double().numpy().mean()), **routing_means(records, k, threshold)}
+    return {
+        "score": float(scores.double().numpy().mean()),
+        **mean_setting_values(records, k, threshold),
+    }
 
 
-def routing_means(
+def mean_setting_values(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> dict[str, Any]:
     """Means over the MoE layers of what ``SettingValues`` has."""

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.measure.theory.drawn_parts import ExpertData
+from moecore.measure.theory.subspace_data import ExpertPoints
 
 _TIES = 1e-9  # relative gap below which two singular values, or two overlaps, are the same number
 
 
-class LeastSquares(NamedTuple):
+class LeastSquaresFit(NamedTuple):
     """Least squares of one part."""
 
     weights: np.ndarray  # (D,), the shortest minimiser
@@ -23,7 +23,7 @@ class LeastSquares(NamedTuple):
     span: np.ndarray  # (D, rank), orthonormal, of Xᵀ
 
 
-class Theorem1(NamedTuple):
+class Theorem1Sides(NamedTuple):
     """The two sides of Theorem 1, ‖w*‖² ≥ Σ_i [‖w_i*‖ − ε1‖Xᵀy‖ − ε2 Σ_{j≠i} ‖X_jᵀy_j‖]₊².
 
     The paper's theorem prints the plus sign at the last norm, where it does nothing; its proof
@@ -80,7 +80,7 @@ class Theorem2(NamedTuple):
         )
 
 
-def least_squares(part: ExpertData) -> LeastSquares:
+def least_squares(part: ExpertPoints) -> LeastSquaresFit:
     """The shortest minimiser of ‖Xw − y‖², by the singular values of X."""
     left, values, right = np.linalg.svd(part.points, full_matrices=False)
     rank = int(
@@ -88,20 +88,20 @@ def least_squares(part: ExpertData) -> LeastSquares:
     )
     values = values[:rank]
     span = right[:rank].T
-    return LeastSquares(
+    return LeastSquaresFit(
         span @ (left[:, :rank].T @ part.targets / values), (span / values**2) @ span.T, span
     )
 
 
-def stack_parts(parts: Sequence[ExpertData]) -> ExpertData:
+def stack_expert_data(parts: Sequence[ExpertPoints]) -> ExpertPoints:
     """All parts as the one problem of the dense model."""
-    return ExpertData(
+    return ExpertPoints(
         np.concatenate([part.points for part in parts]),
         np.concatenate([part.targets for part in parts]),
     )
 
 
-def expert_projections(parts: Sequence[ExpertData]) -> list[np.ndarray]:
+def expert_subspace_bases(parts: Sequence[ExpertPoints]) -> list[np.ndarray]:
     """The paper's U_i, (D, r_i) with orthonormal columns.
 
     Each singular vector of XᵀX goes to the expert whose span it overlaps most; among equal overlaps
@@ -110,7 +110,7 @@ def expert_projections(parts: Sequence[ExpertData]) -> list[np.ndarray]:
     where these are orthogonal: an arbitrary one would mix the experts and make ε1 large for
     orthogonal data, where the paper has 0.
     """
-    _, values, right = np.linalg.svd(stack_parts(parts).points, full_matrices=False)
+    _, values, right = np.linalg.svd(stack_expert_data(parts).points, full_matrices=False)
     rank = int(
         (
             values > max(len(right), right.shape[1]) * np.finfo(float).eps * values.max(initial=0)
@@ -144,17 +144,19 @@ def _align_basis(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
     )
 
 
-def theorem_1(parts: Sequence[ExpertData], bases: Sequence[np.ndarray] | None = None) -> Theorem1:
+def theorem_1_sides(
+    parts: Sequence[ExpertPoints], bases: Sequence[np.ndarray] | None = None
+) -> Theorem1Sides:
     """Both sides of Theorem 1 with the smallest ε1 and ε2 that definitions 1 and 2 allow.
 
     bases: U_i (D, r_i), mutually orthogonal and together a basis of the span of Xᵀ; None takes the
-    paper's (``expert_projections``).
+    paper's (``expert_subspace_bases``).
     """
-    whole = stack_parts(parts)
+    whole = stack_expert_data(parts)
     experts = [least_squares(part) for part in parts]
     dense = least_squares(whole)
     if bases is None:
-        bases = expert_projections(parts)
+        bases = expert_subspace_bases(parts)
     norms = np.array([np.linalg.norm(expert.weights) for expert in experts])
     epsilon_1 = max(
         _spectral_norm(basis @ (basis.T @ dense.inverse) - expert.inverse)
@@ -169,7 +171,7 @@ def theorem_1(parts: Sequence[ExpertData], bases: Sequence[np.ndarray] | None = 
         - epsilon_2 * (pulls.sum() - pulls)
     )
     right = float((np.maximum(brackets, 0) ** 2).sum())
-    return Theorem1(
+    return Theorem1Sides(
         float(np.linalg.norm(dense.weights)),
         norms,
         epsilon_1,
@@ -179,7 +181,7 @@ def theorem_1(parts: Sequence[ExpertData], bases: Sequence[np.ndarray] | None = 
     )
 
 
-def theorem_2(parts: Sequence[ExpertData], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
+def theorem_2(parts: Sequence[ExpertPoints], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
     """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E vectors
     (D,).
 

@@ -13,11 +13,11 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.attacks import Attack
+from moecore.attacks.attack_setup import Target
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Target
 from moecore.core.config import Config
-from moecore.measure.under_attack.compared_curves import (
+from moecore.measure.under_attack.attack_curve_checks import (
     check_apgd_beats_pgd,
     check_larger_epsilon,
     check_pgd_beats_fgsm,
@@ -28,18 +28,18 @@ from moecore.measure.under_attack.curves import (
     format_score,
     format_score_interval,
     interval_limits,
-    is_no_better,
+    is_equal_or_worse,
     is_share,
-    unevaluated_line,
+    unevaluated_audit_line,
     worse_limit,
 )
-from moecore.nn.layers.smooth import soften_model
+from moecore.nn.layers.smooth_moe import soften_model
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks.base import Task
 
 
-class Audit(Config):
+class AuditSettings(Config):
     """The extra attacks of the audit, all PGD from the clean image on the task's loss."""
 
     images: int = Field(
@@ -52,7 +52,11 @@ class Audit(Config):
 
 
 def run_audit(
-    target: Target, settings: Audit, epsilon: float, curves: Curves, attacks: Sequence[Attack]
+    target: Target,
+    settings: AuditSettings,
+    epsilon: float,
+    curves: Curves,
+    attacks: Sequence[Attack],
 ) -> tuple[AuditLine, ...]:
     """All lines of a target, at the largest epsilon, with the attacks' settings."""
     images = settings.images
@@ -67,7 +71,7 @@ def run_audit(
         check_zero_gradients(part),
         check_pgd_beats_fgsm(task, curves, attacks),
         check_apgd_beats_pgd(task, curves, attacks),
-        check_chance(part, direct, settings.large_epsilon),
+        check_huge_radius(part, direct, settings.large_epsilon),
         check_more_steps(task, left, left_longer, settings.steps, epsilon, part.people),
         check_surrogate(part, direct, epsilon, left),
     ]
@@ -117,7 +121,7 @@ def check_zero_gradients(target: Target) -> AuditLine:
     return AuditLine(name="zero_gradients", holds=blind == 0, text=text)
 
 
-def check_chance(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
+def check_huge_radius(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     """Check that in a ball that holds nearly every image the score is no better than a guess."""
     task = target.task
     left = target.worse_scores(target.attacked(attack, epsilon))
@@ -125,7 +129,7 @@ def check_chance(target: Target, attack: Pgd, epsilon: float) -> AuditLine:
     guess = task.baseline_score(target.labels)
     shown = format_score_interval(task, interval)
     text = f"{shown} at ε = {epsilon:g}; a guess has {format_score(task, guess)}"
-    holds = is_no_better(task, worse_limit(task, interval), guess)
+    holds = is_equal_or_worse(task, worse_limit(task, interval), guess)
     return AuditLine(name="chance", holds=holds, text=text)
 
 
@@ -145,7 +149,9 @@ def check_more_steps(
         f"{format_score(task, then)} of {2 * steps}, at ε = {epsilon:g}"
     )
     return AuditLine(
-        name="more_steps", holds=is_no_better(task, worse_limit(task, interval), then), text=text
+        name="more_steps",
+        holds=is_equal_or_worse(task, worse_limit(task, interval), then),
+        text=text,
     )
 
 
@@ -155,7 +161,7 @@ def check_surrogate(target: Target, attack: Pgd, epsilon: float, direct: Tensor)
     direct: (N,), the scores that the direct attack left.
     """
     if getattr(target.model, "moe", None) is None:
-        return unevaluated_line("surrogate", "the model has no MoE layer")
+        return unevaluated_audit_line("surrogate", "the model has no MoE layer")
     soft = target._replace(model=soften_model(target.model))
     theirs = target.worse_scores(soft.attacked(attack, epsilon))
     task = target.task

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.attacks import Attack
-from moecore.attacks.target import Target
+from moecore.attacks.attack_setup import Target
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped
@@ -22,7 +22,7 @@ from moecore.statistics.intervals import Interval, indices_by_person
 from moecore.tasks.base import Task
 
 
-class LeftScores(Config):
+class ScoresAtEpsilon(Config):
     """The scores left at one epsilon: their mean with its 95 % interval, and each image's."""
 
     epsilon: float = Field(description="radius of the L∞ ball, in pixel units")
@@ -47,7 +47,7 @@ class LeftScores(Config):
         )
 
 
-class AttackRow(LeftScores):
+class AttackRow(ScoresAtEpsilon):
     """One attack at one epsilon."""
 
     loss: float = Field(description="the task's mean loss over the attacked images alone")
@@ -55,7 +55,8 @@ class AttackRow(LeftScores):
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     items: dict[str, str] = Field(
-        {}, description="of both changes, mean over layers, one number an item (``encode_items``)"
+        {},
+        description="of both changes, mean over layers, by item (``encode_item_values``)",
     )
 
 
@@ -70,7 +71,7 @@ def measured_curves(curves: Curves) -> dict[str, Curve]:
 
 def worst_case(
     curves: Curves, task: Task, images: int, people: np.ndarray | None = None
-) -> tuple[LeftScores, ...]:
+) -> tuple[ScoresAtEpsilon, ...]:
     """One row an epsilon over all attacks: of each image the worst score that any of them left.
 
     () where no attack was run. Raises ValueError where attacks were run at different epsilons.
@@ -79,12 +80,12 @@ def worst_case(
     if len({tuple(row.epsilon for row in rows) for rows in every}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     return tuple(
-        LeftScores.of(rows[0].epsilon, task, worst_scores(task, rows, images), people)
+        ScoresAtEpsilon.of(rows[0].epsilon, task, worst_scores(task, rows, images), people)
         for rows in zip(*every, strict=True)
     )
 
 
-def worst_scores(task: Task, rows: Sequence[LeftScores], images: int) -> Tensor:
+def worst_scores(task: Task, rows: Sequence[ScoresAtEpsilon], images: int) -> Tensor:
     """Return each image's worst score of these rows; (N,)."""
     return reduce(task.worse_scores, [task.decode_scores(row.scores, images) for row in rows])
 
@@ -128,7 +129,7 @@ def attack_gallery(
     return AttackedGallery(attack=strongest, rows=rows)
 
 
-def repeated_people(people: np.ndarray | None) -> tuple[int, ...] | None:
+def people_if_repeated(people: np.ndarray | None) -> tuple[int, ...] | None:
     """Whose image each is, where anybody has several."""
     if people is None or indices_by_person(people) is None:
         return None
@@ -143,7 +144,7 @@ class AuditLine(Config):
     text: str
 
 
-def unevaluated_line(name: str, reason: str) -> AuditLine:
+def unevaluated_audit_line(name: str, reason: str) -> AuditLine:
     """A line that could not be told; ``reason`` in words."""
     return AuditLine(name=name, holds=None, text=f"not judged: {reason}")
 
@@ -153,7 +154,7 @@ def is_share(task: Task) -> bool:
     return task.needs_classes("share") is None
 
 
-def is_no_better(task: Task, one: float, other: float) -> bool:
+def is_equal_or_worse(task: Task, one: float, other: float) -> bool:
     """Return whether the score ``one`` is as bad as ``other``, or worse."""
     if task.score.better == "higher":
         return one <= other
@@ -189,7 +190,7 @@ def interval_limits(interval: Interval) -> tuple[float, float]:
     return low, high
 
 
-class AuditLines(Config):
+class AttackAudit(Config):
     """The audit."""
 
     lines: tuple[AuditLine, ...]

@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout, RoutingContext, RoutingRecord
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
+from moecore.nn.backbones.base_model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import FeedForward, HiddenRatio
 from moecore.nn.layers.language_block import (
     AdamBlock,
@@ -22,9 +22,9 @@ from moecore.nn.layers.language_block import (
     LanguageBlock,
     MomentumBlock,
     ReluMlp,
-    StreamCache,
+    SegmentMemory,
 )
-from moecore.nn.layers.moe import MoE, build_feed_forwards
+from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
@@ -55,7 +55,7 @@ class LanguageModel(BackboneConfig):
         """Tokens of a block."""
         return tuple(image.shape)
 
-    def build(self, image: ImageSpec, moe: MoE | None = None) -> "LanguageTransformer":
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "LanguageTransformer":
         """The model for such text; UserError for images and routers that look ahead."""
         if len(image.shape) != 1:
             problem = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
@@ -77,7 +77,9 @@ class LanguageTransformer(BackboneModel):
     step and every stream is one block.
     """
 
-    def __init__(self, config: LanguageModel, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(
+        self, config: LanguageModel, image: ImageSpec, moe: MoESettings | None = None
+    ) -> None:
         super().__init__(config, image, moe)
         width = config.width
         self.embedding = nn.Embedding(image.outputs, width)
@@ -90,12 +92,12 @@ class LanguageTransformer(BackboneModel):
             for kind, mlp in zip(kinds, self._feed_forwards(), strict=True)
         )
         self.head = nn.Linear(width, image.outputs)
-        self.memory: StreamCache | None = None
+        self.memory: SegmentMemory | None = None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TokenLayout:
         """The tokens of a block, in their order."""
-        return Layout(0, self.config.grid(self.image), self.image.shape)
+        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     @property
     def depth(self) -> int:
@@ -111,7 +113,7 @@ class LanguageTransformer(BackboneModel):
         self.memory = None
         if streams:
             with self.positions.device:
-                self.memory = StreamCache(config.depth, streams, config.span, config.width)
+                self.memory = SegmentMemory(config.depth, streams, config.span, config.width)
 
     def begin_streams(self) -> None:
         """All streams begin anew."""

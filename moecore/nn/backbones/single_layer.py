@@ -11,11 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout, RoutingContext
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.core.routing_records import RoutingContext, TokenLayout
+from moecore.nn.backbones.base_model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import DenseMlp, timm_linear
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 
 
 class SingleLayer(BackboneConfig):
@@ -33,7 +33,7 @@ class SingleLayer(BackboneConfig):
         """One patch along each axis: the whole image."""
         return (1,) * len(image.shape)
 
-    def build(self, image: ImageSpec, moe: MoE | None = None) -> "SingleLayerModel":
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "SingleLayerModel":
         """The model for such images; UserError for a router that reads attention."""
         if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
             reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
@@ -49,7 +49,9 @@ class SingleLayer(BackboneConfig):
 class SingleLayerModel(BackboneModel):
     """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput, T = 1."""
 
-    def __init__(self, config: SingleLayer, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(
+        self, config: SingleLayer, image: ImageSpec, moe: MoESettings | None = None
+    ) -> None:
         super().__init__(config, image, moe)
         self.width = image.channels * math.prod(image.shape)
         if moe is None:
@@ -59,9 +61,9 @@ class SingleLayerModel(BackboneModel):
         self.head = timm_linear(self.width, image.outputs)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TokenLayout:
         """One patch that is the whole image."""
-        return Layout(0, self.config.grid(self.image), self.image.shape)
+        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     @property
     def depth(self) -> int:

@@ -5,11 +5,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig
+from moecore.nn.backbones.base_model import BackboneConfig
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin_transformer import SwinTransformer
 from moecore.nn.layers.block import HiddenRatio
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.window_attention import SwinKind
 from moecore.nn.layers.windows import Grid, merged_grid, window_and_shift
 
@@ -95,7 +95,7 @@ class SwinSettings(BackboneConfig):
             stage_grids.append(merged_grid(stage_grids[-1]))
         return tuple(stage_grids)
 
-    def build(self, image: ImageSpec, moe: MoE | None = None) -> SwinTransformer:
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> SwinTransformer:
         """The model for such images; UserError where sizes do not fit, for volumes, for text."""
         if len(image.shape) != 2:
             problem = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"

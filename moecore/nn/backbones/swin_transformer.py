@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from moecore.core.records import Layout, RoutingContext, RoutingRecord
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel, Encoded, EncodeOptions
+from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
+from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import Block, DenseMlp, FeedForward, drop_rates, timm_linear
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
 from moecore.nn.layers.window_attention import EPS, PostNormBlock, SwinKind, WindowAttention
 from moecore.nn.layers.windows import Grid, PatchMerging, Windows
@@ -77,7 +77,9 @@ class SwinTransformer(BackboneModel):
 
     moves = True
 
-    def __init__(self, config: SwinSettingsLike, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(
+        self, config: SwinSettingsLike, image: ImageSpec, moe: MoESettings | None = None
+    ) -> None:
         super().__init__(config, image, moe)
         self.places = tuple(self._places())
         self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
@@ -96,7 +98,7 @@ class SwinTransformer(BackboneModel):
         self.head = timm_linear(last, image.outputs)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TokenLayout:
         """Return where the last stage's tokens lie."""
         return self.layout_of(self.depth - 1)
 
@@ -105,11 +107,11 @@ class SwinTransformer(BackboneModel):
         """Number of blocks."""
         return len(self.places)
 
-    def layout_of(self, block: int) -> Layout:
+    def layout_of(self, block: int) -> TokenLayout:
         """Return where a block's tokens lie; those at an odd grid's end reach beyond the image."""
         place = self.places[block]
         side = self.config.patch * 2**place.stage
-        return Layout(0, place.grid, tuple(length * side for length in place.grid))
+        return TokenLayout(0, place.grid, tuple(length * side for length in place.grid))
 
     def width_of(self, block: int) -> int:
         """Width of a block's tokens."""

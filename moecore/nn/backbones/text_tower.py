@@ -11,16 +11,16 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.core.config import Config
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, HiddenRatio
-from moecore.nn.layers.moe import MoE, build_feed_forwards
+from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.tasks.image_text import ImageText
 
 PRIMES = (2_654_435_761, 40_503_001)  # mix the numbers of a caption's tokens
 MARK = 2**23  # marks are below: fp32 holds them exactly
 
 
-class TextTower(Config):
+class TextTowerSettings(Config):
     """Settings of a transformer over captions."""
 
     width: int = Field(64, ge=8, le=2**16, description="width of a token")
@@ -41,7 +41,9 @@ class TextTower(Config):
     frozen: Literal["never", "finetune", "always"] = Field(
         "never", description="it neither learns nor drops anything (LiT)"
     )
-    moe: MoE | None = Field(None, description="experts of this tower; a method gives them (`text`)")
+    moe: MoESettings | None = Field(
+        None, description="experts of this tower; a method gives them (`text`)"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -54,7 +56,7 @@ class TextTower(Config):
 class TextAttention(Attention):
     """Attention over (B, M, d) tokens, each to those before it or to all; CLIP's first weights."""
 
-    def __init__(self, config: TextTower) -> None:
+    def __init__(self, config: TextTowerSettings) -> None:
         width = config.width
         super().__init__(width, config.heads, causal=config.mask == "causal", linear=nn.Linear)
         nn.init.normal_(self.qkv.weight, std=width**-0.5)
@@ -68,7 +70,7 @@ class TextTransformer(nn.Module):
     routing record of fields (1, n, E) per MoE layer, n all tokens but what pads.
     """
 
-    def __init__(self, config: TextTower, task: ImageText) -> None:
+    def __init__(self, config: TextTowerSettings, task: ImageText) -> None:
         """Raises UserError for routers that a caption, or a causal mask, does not serve."""
         super().__init__()
         moe, width = config.moe, config.width
@@ -136,7 +138,7 @@ def _select_tokens(record: Any, there: Tensor) -> RoutingRecord:
     return RoutingRecord(*(field[:, :length][there][None] for field in record))
 
 
-def caption_marks(captions: Tensor) -> Tensor:
+def caption_fingerprints(captions: Tensor) -> Tensor:
     """Two numbers that are the same of equal captions (B, M) and differ else, (B, 2) fp32: 46 bits
     of a sum over tokens, so that of a batch of 32,768 captions none meet by chance (p 1e-5).
     """

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig
+from moecore.nn.backbones.base_model import BackboneConfig
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import Activation, HiddenRatio
 
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
-from moecore.core.records import Guidance, Layout, ModelOutput, RoutingRecord
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
+from moecore.nn.backbones.base_model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
-from moecore.nn.backbones.text_tower import TextTower, TextTransformer, caption_marks
+from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
 
@@ -35,7 +35,7 @@ class TwoTowers(BackboneConfig):
 
     kind: Literal["two_towers"] = "two_towers"
     image: ImageTower = Field(description="the image tower; its head is the projection")
-    text: TextTower = TextTower()
+    text: TextTowerSettings = TextTowerSettings()
     joint: int = Field(64, ge=1, le=2**16, description="numbers of an embedding")
     pairs: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="the loss: CLIP's cross-entropy, or SigLIP's sigmoid of pairs"
@@ -64,7 +64,7 @@ class TwoTowers(BackboneConfig):
         """Patches of the image tower along each axis."""
         return self.image.grid(image)
 
-    def build(self, image: ImageSpec, moe: MoE | None = None) -> "TwoTowerModel":
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "TwoTowerModel":
         """The model for images with captions; UserError for other data or sizes."""
         if not isinstance(image.task, ImageText):
             allowed = "data with captions (captioned_mosaic), or another model"
@@ -82,7 +82,7 @@ class TwoTowerModel(BackboneModel):
 
     moves = True
 
-    def __init__(self, config: TwoTowers, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(self, config: TwoTowers, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, moe)
         assert isinstance(image.task, ImageText)
         self.visual = config.image.build(image, moe)
@@ -100,16 +100,16 @@ class TwoTowerModel(BackboneModel):
         return self.visual.head
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TokenLayout:
         """The image tower's."""
         return self.visual.layout
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[TokenLayout, ...]:
         """The image tower's."""
         return self.visual.layouts
 
-    def layout_of(self, block: int) -> Layout:
+    def layout_of(self, block: int) -> TokenLayout:
         """The image tower's."""
         return self.visual.layout_of(block)
 
@@ -210,7 +210,7 @@ class TwoTowerModel(BackboneModel):
         embedding, records = self.text(captions.clamp_min(0), progress)
         with torch.autocast(embedding.device.type, enabled=False):
             unit = normalize(embedding.float(), dim=1) * there
-        return torch.cat([unit, there, caption_marks(captions)], dim=1), records
+        return torch.cat([unit, there, caption_fingerprints(captions)], dim=1), records
 
     @torch.no_grad()
     def targets(self, labels: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ the dense form.
 from typing import Literal
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec, check_patches_and_heads
-from moecore.nn.backbones.transformer import Transformer
+from moecore.nn.backbones.input_spec import ImageSpec, check_patches_and_heads
+from moecore.nn.backbones.patch_transformer import PatchTransformer
 from moecore.nn.backbones.transformer_settings import TransformerSettings
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import PatchEmbed
 
 
@@ -19,7 +19,7 @@ class Vit(TransformerSettings):
 
     kind: Literal["vit"] = "vit"
 
-    def build(self, image: ImageSpec, moe: MoE | None = None) -> "VisionTransformer":
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VisionTransformer":
         """The model for such images; raises UserError where sizes do not fit, and for volumes."""
         if len(image.shape) != 2:
             raise UserError(
@@ -30,8 +30,8 @@ class Vit(TransformerSettings):
         return VisionTransformer(self, image, moe)
 
 
-class VisionTransformer(Transformer):
+class VisionTransformer(PatchTransformer):
     """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput."""
 
-    def __init__(self, config: Vit, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(self, config: Vit, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, PatchEmbed(image.channels, config.patch, config.width), moe)

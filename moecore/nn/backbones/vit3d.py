@@ -11,10 +11,10 @@ from pydantic import Field
 from torch import nn
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec, check_patches_and_heads
-from moecore.nn.backbones.transformer import Transformer
+from moecore.nn.backbones.input_spec import ImageSpec, check_patches_and_heads
+from moecore.nn.backbones.patch_transformer import PatchTransformer
 from moecore.nn.backbones.transformer_settings import TransformerSettings
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import ConvStem, PatchEmbed, PooledStem, sinusoidal_positions
 
 
@@ -33,7 +33,7 @@ class Vit3d(TransformerSettings):
         "learned", description="learned, or fixed waves along the three axes"
     )
 
-    def build(self, image: ImageSpec, moe: MoE | None = None) -> "VolumeTransformer":
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VolumeTransformer":
         """The model for such volumes; raises UserError where sizes do not fit, and for images."""
         if len(image.shape) != 3:
             raise UserError(
@@ -58,10 +58,10 @@ class Vit3d(TransformerSettings):
         return VolumeTransformer(self, image, moe)
 
 
-class VolumeTransformer(Transformer):
+class VolumeTransformer(PatchTransformer):
     """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives a ModelOutput."""
 
-    def __init__(self, config: Vit3d, image: ImageSpec, moe: MoE | None = None) -> None:
+    def __init__(self, config: Vit3d, image: ImageSpec, moe: MoESettings | None = None) -> None:
         super().__init__(config, image, _build_stem(config, image.channels), moe)
         if config.positions == "sinusoidal":
             fixed = sinusoidal_positions(config.grid(image), config.width)

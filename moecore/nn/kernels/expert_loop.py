@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.nn.functional import gelu
 
 from moecore.core.torch_internals import multiply_gelu_slope
-from moecore.nn.kernels.expert_groups import Group, GroupPlan
+from moecore.nn.kernels.cpu_expert_groups import ExpertGroup, ExpertGroups
 
 
 class ExpertLoop(Function):
@@ -27,7 +27,7 @@ class ExpertLoop(Function):
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        plan = GroupPlan(offsets, weight)
+        plan = ExpertGroups(offsets, weight)
         maps = _LinearMaps(weight, bias, _CastBuffer(rows.dtype))
         outputs = rows.new_empty(len(rows), weight.shape[2])
         with _no_autocast(rows):
@@ -47,7 +47,7 @@ class ExpertLoop(Function):
         rows, weight, bias, offsets = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_rows, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        plan = GroupPlan(offsets, weight)
+        plan = ExpertGroups(offsets, weight)
         maps = _LinearMaps(weight, bias, _CastBuffer(rows.dtype))
         to_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
         gradients = _Gradients(maps, plan, wants_weight, wants_bias)
@@ -62,7 +62,7 @@ class ExpertLoop(Function):
         return to_rows if wants_rows else None, gradients.weight, gradients.bias, None
 
 
-class ExpertMlp(Function):
+class ExpertMlpLoop(Function):
     """Both maps of MLP experts with GELU (erf form) between them: all steps of a group while its
     rows are in the CPU's cache, where two calls of grouped_linear would take all rows through each
     step.
@@ -75,7 +75,7 @@ class ExpertMlp(Function):
     def forward(
         rows: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, offsets: Tensor
     ) -> tuple[Tensor, ...]:
-        plan = GroupPlan(offsets, up)
+        plan = ExpertGroups(offsets, up)
         buffer = _CastBuffer(rows.dtype)
         first = _LinearMaps(up, up_bias, buffer)
         second = _LinearMaps(down, down_bias, buffer)
@@ -107,7 +107,7 @@ class ExpertMlp(Function):
         rows, up, up_bias, down, down_bias, offsets, *kept = ctx.saved_tensors
         grad = grads[0].contiguous()
         wants_rows, wants_up, wants_up_bias, wants_down, wants_down_bias, _ = ctx.needs_input_grad
-        plan = GroupPlan(offsets, up)
+        plan = ExpertGroups(offsets, up)
         buffer = _CastBuffer(rows.dtype)
         first = _LinearMaps(up, up_bias, buffer)
         second = _LinearMaps(down, down_bias, buffer)
@@ -154,7 +154,7 @@ class _LinearMaps:
         if bias is not None:
             self.rounded = bias.to(buffer.dtype)
 
-    def __call__(self, rows: Tensor, group: Group, into: Tensor | None) -> Tensor:
+    def __call__(self, rows: Tensor, group: ExpertGroup, into: Tensor | None) -> Tensor:
         """The rows' outputs: (S, o) of one expert, or (experts, S, o)."""
         weight = self._in(rows.dtype, group)
         if self.bias is None:
@@ -164,11 +164,11 @@ class _LinearMaps:
             return torch.addmm(bias[group.experts], rows, weight, out=into)
         return torch.bmm(rows, weight).add_(bias[group.experts].unsqueeze(1))
 
-    def backward(self, grad: Tensor, group: Group, into: Tensor | None) -> Tensor:
+    def backward(self, grad: Tensor, group: ExpertGroup, into: Tensor | None) -> Tensor:
         """The rows' gradient from that of their outputs, in the same way."""
         return _product(grad, self._in(grad.dtype, group).mT, into)
 
-    def _in(self, dtype: torch.dtype, group: Group) -> Tensor:
+    def _in(self, dtype: torch.dtype, group: ExpertGroup) -> Tensor:
         weight = self.weight[group.experts]
         if weight.dtype == dtype:
             return weight
@@ -178,7 +178,7 @@ class _LinearMaps:
 class _Gradients:
     """The gradients of the weights and biases of all experts, None where nobody wants them."""
 
-    def __init__(self, maps: _LinearMaps, plan: GroupPlan, weight: bool, bias: bool) -> None:
+    def __init__(self, maps: _LinearMaps, plan: ExpertGroups, weight: bool, bias: bool) -> None:
         self.maps = maps
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
@@ -189,7 +189,7 @@ class _Gradients:
         if bias and maps.bias is not None:
             self.bias = torch.zeros_like(maps.bias)
 
-    def add(self, rows: Tensor, grad: Tensor, group: Group) -> None:
+    def add(self, rows: Tensor, grad: Tensor, group: ExpertGroup) -> None:
         """Add what the group's rows and the gradient of their outputs give."""
         if self.weight is not None:
             into = self.weight[group.experts]

@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.nn.functional import gelu, grouped_mm
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from moecore.core.torch_internals import grouped_operator
-from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlp
+from moecore.core.torch_internals import grouped_mm_operator
+from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlpLoop
 from moecore.nn.kernels.tiles import TiledProduct
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
@@ -65,7 +65,7 @@ def grouped_mlp(
     rows = to_autocast(rows)
     if can_loop(rows):
         if rows.dtype != torch.float32 or len(rows) <= _FUSED_ROWS * len(up):
-            return ExpertMlp.apply(rows, up, up_bias, down, down_bias, offsets)[0]
+            return ExpertMlpLoop.apply(rows, up, up_bias, down, down_bias, offsets)[0]
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
     return grouped_linear(hidden, down, down_bias, offsets)
 
@@ -136,7 +136,7 @@ def full_precision(tensor: Tensor) -> AbstractContextManager:
 
 def register_flop_formulas() -> None:
     """Let torch.utils.flop_counter see grouped_mm; twice does no harm."""
-    operator = grouped_operator()
+    operator = grouped_mm_operator()
     if operator not in flop_registry:
         register_flop_formula(operator)(_grouped_flops)
 

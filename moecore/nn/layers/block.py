@@ -8,7 +8,7 @@ from pydantic import AfterValidator, ValidationInfo
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.core.streams import bernoulli_like
 
 

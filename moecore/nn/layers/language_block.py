@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
 from moecore.core.ranks import all_gather_rows, current_ranks
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.core.streams import bernoulli_like
 from moecore.nn.layers.block import FeedForward
 
@@ -35,7 +35,7 @@ class Dropout(nn.Module):
         return values * (kept / (1 - self.rate))
 
 
-class SpanAttention(nn.Module):
+class SlidingWindowAttention(nn.Module):
     """Token t attends to the L tokens before it, and not to itself:
 
     logit(t, j) = (q_t · k_{t−L+j} + q_t · p_j) / √e for j = 0 … L−1, softmax over j.
@@ -127,7 +127,7 @@ class LanguageBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, mlp: FeedForward, dropout: float) -> None:
         super().__init__()
-        self.attn = SpanAttention(width, heads, dropout)
+        self.attn = SlidingWindowAttention(width, heads, dropout)
         self.norm1 = nn.LayerNorm(width)
         self.mlp = mlp
         self.dropout = Dropout(dropout)
@@ -182,7 +182,7 @@ class AdamBlock(MomentumBlock):
         return -GAMMA_1 * first / torch.sqrt(second + EPS), momentum
 
 
-class StreamCache(nn.Module):
+class SegmentMemory(nn.Module):
     """What all blocks got as input at the last L tokens of every stream of the whole batch,
     (depth, B, L, d) fp32: a part of a training's state. Zeros where a stream begins.
     """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.experts import Experts
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.layers.block import FeedForward
@@ -22,7 +22,7 @@ NOT_IN_TEXTS = frozenset({"patches", "teacher"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
 
 
-class MoE(Config):
+class MoESettings(Config):
     """Who routes, to which experts, and in which blocks."""
 
     router: Router
@@ -116,7 +116,7 @@ class MoELayer(FeedForward):
 
 
 def build_feed_forwards(
-    moe: MoE | None, width: int, depth: int, build_dense: Callable[[], FeedForward]
+    moe: MoESettings | None, width: int, depth: int, build_dense: Callable[[], FeedForward]
 ) -> list[FeedForward]:
     """Return those of ``depth`` blocks: with experts where ``moe`` has them, else dense."""
     if moe is None:

@@ -166,7 +166,7 @@ def _square_grid(patches: int) -> tuple[int, int]:
     return side, side
 
 
-def renormalise_kernel(
+def fold_normalisation(
     kernel: Tensor,
     bias: Tensor,
     old: tuple[Sequence[float], Sequence[float]],

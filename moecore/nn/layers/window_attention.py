@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.layers.block import Block, FeedForward, timm_linear
 from moecore.nn.layers.windows import Grid, Windows, to_build_device

@@ -12,13 +12,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.decision import plan_and_record, top_k
-from moecore.nn.routers.projected_plan import ProjectedPlan
+from moecore.nn.routers.eigenbasis_plan import EigenbasisPlan
+from moecore.nn.routers.token_choice import plan_and_record, top_k
 
 _LEAST = 1e-6  # what a score counts at least as a weight
 # what each context reads of RoutingContext
@@ -105,7 +105,7 @@ class EigenbasisRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple["SparsePlan | ProjectedPlan", RoutingRecord]:
+    ) -> tuple["SparsePlan | EigenbasisPlan", RoutingRecord]:
         with full_precision(tokens):
             basis = self.basis
             if basis is None:
@@ -119,7 +119,7 @@ class EigenbasisRouter(nn.Module):
             chosen, plan, record = self.decide(scores)
         if self.basis is not None:
             return plan, record
-        return ProjectedPlan.build(plan, projections, chosen), record
+        return EigenbasisPlan.build(plan, projections, chosen), record
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""

@@ -12,13 +12,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, RouterConfig
-from moecore.nn.routers.capacity import exact_fraction, expert_share
-from moecore.nn.routers.decision import router_logits
-from moecore.nn.routers.expert_plan import ExpertPlan
+from moecore.nn.routers.capacity import exact_fraction, unpadded_capacity
+from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
+from moecore.nn.routers.token_choice import router_logits
 
 
 class ExpertChoice(RouterConfig):
@@ -69,11 +69,11 @@ class ExpertChoiceRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[ExpertPlan, RoutingRecord]:
+    ) -> tuple[ExpertChoicePlan, RoutingRecord]:
         with full_precision(tokens):
             return self.decide(router_logits(tokens, self.weight))
 
-    def decide(self, logits: Tensor) -> tuple[ExpertPlan, RoutingRecord]:
+    def decide(self, logits: Tensor) -> tuple[ExpertChoicePlan, RoutingRecord]:
         """The decision of these logits (B, T, E)."""
         std = 0.0
         if self.training:
@@ -88,7 +88,7 @@ class ExpertChoiceRouter(nn.Module):
         by_expert = gates.flatten(0, 1).t()
         nothing = torch.zeros_like(by_expert, dtype=torch.bool)
         chosen = nothing.scatter(1, order, True).t().view(gates.shape)
-        plan = ExpertPlan(order, by_expert.gather(1, order), (gates.shape[0], gates.shape[1]))
+        plan = ExpertChoicePlan(order, by_expert.gather(1, order), (gates.shape[0], gates.shape[1]))
         return plan, RoutingRecord(
             logits,
             torch.softmax(logits, dim=-1),
@@ -120,7 +120,7 @@ def _top_tokens_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor
     batch, tokens, experts = gates.shape
     groups = batch // images
     size = images * tokens
-    most = min(size, expert_share(size, share, experts))
+    most = min(size, unpadded_capacity(size, share, experts))
     by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
     ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
     best = ranked[..., :most].sort(dim=-1).values

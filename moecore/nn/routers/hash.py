@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.decision import plan_and_record, top_k
+from moecore.nn.routers.token_choice import plan_and_record, top_k
 
 # a patch whose pixels differ by less (half a grey level) is blank: all that is in it is rounding
 BLANK = 0.5 / 255

@@ -11,13 +11,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
-from moecore.nn.routers.decision import plan_and_record, router_logits, top_k
+from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
 
 
 class NoisyTopK(RouterConfig):

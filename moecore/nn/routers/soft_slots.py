@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
 from moecore.nn.routers.base import CAUSAL, RouterConfig

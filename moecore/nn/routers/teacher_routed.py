@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext, RoutingRecord
+from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.decision import router_logits
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers.token_choice import router_logits
 
 
 class TeacherRouted(RouterConfig):

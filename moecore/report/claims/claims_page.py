@@ -16,13 +16,13 @@ from moecore.core.config import Config
 from moecore.core.files import write_whole
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.page.templating import template_environment
-from moecore.report.tables.cells import json_interval, markdown_table
+from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.comparison import read_comparison
 from moecore.report.tables.number_format import NumberFormat
-from moecore.study.reading.claims_section import Claim, Question, settings_digest
+from moecore.study.reading.claims_section import Claim, Question, comparison_digest
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.params import validate_keys
 from moecore.study.reading.run_section import Selection
+from moecore.study.reading.stage_params import validate_declared_keys
 
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
@@ -41,7 +41,7 @@ STATES = {
 }
 
 
-class Printed(Config):
+class UnjudgedMetrics(Config):
     """Metrics of a study that stand beside a paper's number without being judged."""
 
     study: str
@@ -50,14 +50,14 @@ class Printed(Config):
     metrics: tuple[str, ...]
 
 
-class Row(Config):
+class PaperEntry(Config):
     """One table, figure or sentence of a paper."""
 
     number: str
     shows: str
     paper: str = Field("", description="the paper's own numbers")
     sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
-    columns: tuple[Printed, ...] = ()
+    columns: tuple[UnjudgedMetrics, ...] = ()
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = False
     needs: str = Field("", description="why it cannot be printed here")
@@ -68,7 +68,7 @@ class Row(Config):
         return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
 
 
-class Asked(Config):
+class StudyClaims(Config):
     """What of a study's params.yaml is judged."""
 
     run: Selection
@@ -120,7 +120,7 @@ def render_claims_page(root: Path = Path()) -> str:
         for row in rows:
             of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
             others = [answer for answer in others if answer not in of_row]
-            state, lines = describe_row(row, of_row, studies)
+            state, lines = describe_paper_item(row, of_row, studies)
             states[state] += 1
             cells += lines
         tables[paper] = markdown_table(HEAD, cells)
@@ -143,10 +143,10 @@ def render_claims_page(root: Path = Path()) -> str:
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
-def read_paper_tables() -> dict[str, list[Row]]:
+def read_paper_tables() -> dict[str, list[PaperEntry]]:
     """Return the rows of each paper, as paper_tables.yaml has them."""
     papers = load_yaml(str(TABLES)).data
-    return {name: [Row.model_validate(row) for row in rows] for name, rows in papers.items()}
+    return {name: [PaperEntry.model_validate(row) for row in rows] for name, rows in papers.items()}
 
 
 def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
@@ -162,7 +162,7 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
             state = "not run yet with this claim"
         studies[folder.name] = compared
         document = load_yaml(str(folder / "params.yaml"))
-        asked = validate_keys(Asked, document)
+        asked = validate_declared_keys(StudyClaims, document)
         entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
         current = {
             json.dumps(entry["asked"], sort_keys=True): entry
@@ -172,13 +172,13 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
         for claim in (*asked.claims, *asked.questions):
             words = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
             entry = current.get(words, {})
-            digest = settings_digest(document.data, claim)
+            digest = comparison_digest(document.data, claim)
             changed = entry.get("settings", digest) != digest
             answers.append(Answer(folder.name, claim, entry, state, changed))
     return studies, answers
 
 
-def describe_values(printed: Printed, studies: Studies) -> str:
+def describe_values(printed: UnjudgedMetrics, studies: Studies) -> str:
     """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
     compared = studies.get(printed.study, {})
     words = []
@@ -189,14 +189,14 @@ def describe_values(printed: Printed, studies: Studies) -> str:
                 cells[method] = cell
         if cells:
             form = next(iter(cells.values()))["form"]
-            number_format = NumberFormat.of(form, map(json_interval, cells.values()))
+            number_format = NumberFormat.of(form, map(interval_from_json, cells.values()))
             values = [f"{name} {number_format.value(one['mean'])}" for name, one in cells.items()]
             words.append(f"`{metric}`: {', '.join(values)}")
     return "; ".join(words)
 
 
-def describe_row(
-    row: Row, claims: Sequence[Answer], studies: Studies
+def describe_paper_item(
+    row: PaperEntry, claims: Sequence[Answer], studies: Studies
 ) -> tuple[str, list[list[str]]]:
     """Return what is known of a row, a key of STATES, and its lines.
 

@@ -3,9 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moecore.report.claims.evaluation import Evaluated, claim_entry, claims_of, questions_of
-from moecore.report.page.view import Block, Grid, Item, Line, Section
-from moecore.report.tables.cells import json_interval, markdown_table
+from moecore.report.claims.evaluation import (
+    Evaluated,
+    claim_entry,
+    keep_paper_claims,
+    select_questions,
+)
+from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
+from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
 from moecore.study.reading.claims_section import Claim
 
@@ -51,10 +56,10 @@ class ClaimRow(NamedTuple):
 
 def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     """Return the row of an entry of ``claims`` or ``questions`` in compare.json."""
-    ours = json_interval(entry["method"])
-    theirs = json_interval(entry["against"])
+    ours = interval_from_json(entry["method"])
+    theirs = interval_from_json(entry["against"])
     difference = entry["difference"]
-    interval = json_interval(difference)
+    interval = interval_from_json(difference)
     side_format = NumberFormat.of(entry["form"], [ours, theirs])
     difference_format = NumberFormat.of(entry["form"], [interval])
     over = "one seed, no interval"
@@ -81,10 +86,12 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
 def claims_section(evaluated: Sequence[Evaluated]) -> Section:
     """Return the section of the page."""
     blocks = []
-    if claims := claims_of(evaluated):
-        blocks.append(Block("", grids=[Grid(HEAD, list(map(_claim_line, claims)))]))
-    if questions := questions_of(evaluated):
-        blocks.append(Block(ASKED, grids=[Grid(ASKED_HEAD, list(map(_claim_line, questions)))]))
+    if claims := keep_paper_claims(evaluated):
+        blocks.append(Block("", grids=[PageTable(HEAD, list(map(_claim_line, claims)))]))
+    if questions := select_questions(evaluated):
+        blocks.append(
+            Block(ASKED, grids=[PageTable(ASKED_HEAD, list(map(_claim_line, questions)))])
+        )
     return Section("claims", TITLE if claims else ASKED, "Claims", [HOW], blocks)
 
 
@@ -103,26 +110,26 @@ def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plain_text(item: Item) -> str:
+def _plain_text(item: PageCell) -> str:
     return "; ".join(filter(None, (item.text, item.small, item.note))).replace("\u00a0", " ")
 
 
-def _claim_line(evaluated_claim: Evaluated) -> Line:
+def _claim_line(evaluated_claim: Evaluated) -> TableRow:
     claim = evaluated_claim.claim
     row = build_claim_row(claim_entry(evaluated_claim))
     detectable = keep_percent_on_line(row.detectable.replace(" pp", "\u00a0pp"))
     if isinstance(claim, Claim):
-        head = Item(claim.paper, note=f"{claim.source}: {claim.says}")
-        marks = [Item(MARKS[row.verdict], detectable, look=f"verdict {row.verdict}")]
-        marks.append(Item(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
+        head = PageCell(claim.paper, note=f"{claim.source}: {claim.says}")
+        marks = [PageCell(MARKS[row.verdict], detectable, look=f"verdict {row.verdict}")]
+        marks.append(PageCell(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
     else:
-        head = Item(claim.paper or claim.asks, note=claim.asks if claim.paper else "")
+        head = PageCell(claim.paper or claim.asks, note=claim.asks if claim.paper else "")
         answer = ANSWERS.get(row.verdict, row.verdict)
-        marks = [Item(answer, detectable, look=f"verdict {row.verdict}")]
+        marks = [PageCell(answer, detectable, look=f"verdict {row.verdict}")]
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
-    metric = Item(evaluated_claim.metric.column.label, _statement(evaluated_claim), claim.why)
-    sides = map(Item, row.values, row.limits, (claim.method, claim.against))
-    return Line(head, [*marks, Item(row.difference, small), *sides, metric])
+    metric = PageCell(evaluated_claim.metric.column.label, _statement(evaluated_claim), claim.why)
+    sides = map(PageCell, row.values, row.limits, (claim.method, claim.against))
+    return TableRow(head, [*marks, PageCell(row.difference, small), *sides, metric])
 
 
 def _statement(evaluated_claim: Evaluated) -> str:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, difference_of
-from moecore.report.column import Metric
+from moecore.report.column import ResultColumn
 from moecore.report.measured import Models, Results
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.comparison import build_table
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
-from moecore.study.reading.claims_section import Claim, Comparison, Question, settings_digest
+from moecore.study.reading.claims_section import Claim, Comparison, Question, comparison_digest
 
 T = TypeVar("T")
 SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json
@@ -23,7 +23,7 @@ class Evaluated(NamedTuple):
     """A claim or question with what was measured; ``difference`` is method − against."""
 
     claim: Claim | Question
-    metric: Metric
+    metric: ResultColumn
     ours: Cell
     theirs: Cell
     difference: Difference
@@ -57,12 +57,12 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
     return correct_by_paper(evaluated)
 
 
-def claims_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def keep_paper_claims(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """What papers claim."""
     return [one for one in evaluated if isinstance(one.claim, Claim)]
 
 
-def questions_of(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def select_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """What no paper claims."""
     return [one for one in evaluated if isinstance(one.claim, Question)]
 
@@ -115,7 +115,7 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     return p if p is None or apart > 0 else p / 2
 
 
-def flat_evaluated(
+def claim_entries(
     evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the entries ``claims`` and ``questions`` of compare.json that there are: what is said
@@ -126,7 +126,7 @@ def flat_evaluated(
         claim = one.claim
         entries = sections[SECTIONS[type(claim)]]
         start = ", ".join(filter(None, (claim.paper, claim.phase)))
-        behind = {} if study is None else {"settings": settings_digest(study, claim)}
+        behind = {} if study is None else {"settings": comparison_digest(study, claim)}
         entries[f"{len(entries)}: {start}: {claim.words}"] = claim_entry(one) | behind
     return dict(sections)
 
@@ -152,7 +152,7 @@ def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
 
 
 def _evaluate(
-    claim: Claim | Question, place: str, metrics: Mapping[str, Metric], models: Models
+    claim: Claim | Question, place: str, metrics: Mapping[str, ResultColumn], models: Models
 ) -> Evaluated:
     metric = _choose(metrics, claim.metric, f"{place}.metric")
     other = metric
@@ -175,7 +175,7 @@ def _evaluate(
     return Evaluated(claim, metric, first, second, difference, verdict, p_of(difference, claim))
 
 
-def _require_cell(metric: Metric, models: Models, method: str, place: str) -> Cell:
+def _require_cell(metric: ResultColumn, models: Models, method: str, place: str) -> Cell:
     cells = read_cells(metric, models)
     cell = cells[method]
     if cell is None:

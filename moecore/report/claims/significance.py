@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.report.column import Metric
+from moecore.report.column import ResultColumn
 from moecore.report.measured import Measured
 from moecore.statistics.crossed import (
     BOTH,
@@ -31,7 +31,7 @@ WORDS = {
 }
 
 
-class Tested(NamedTuple):
+class TestedDifference(NamedTuple):
     """A method minus another, with its interval, and the p-value of the test between them."""
 
     difference: Interval
@@ -42,7 +42,7 @@ class Tested(NamedTuple):
     only: tuple[int, ...] = ()
 
 
-def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
+def possible_test(metric: ResultColumn, methods: Sequence[Seeds]) -> str:
     """The test that can be made between these methods; "" where neither direction is better.
 
     Of several seeds BOTH where the results keep one value per item, else SEEDS; "mcnemar" for one
@@ -59,8 +59,8 @@ def possible_test(metric: Metric, methods: Sequence[Seeds]) -> str:
 
 
 def differences_from(
-    metric: Metric, models: Mapping[str, Seeds], reference: str
-) -> dict[str, Tested]:
+    metric: ResultColumn, models: Mapping[str, Seeds], reference: str
+) -> dict[str, TestedDifference]:
     """Every other method tested against ``reference``; {} where no test can be made.
 
     models: those that have the metric. The p-values are corrected by Holm's method over these
@@ -80,7 +80,7 @@ def differences_from(
 
 
 def find_leader(
-    metric: Metric, models: Mapping[str, Seeds], values: Mapping[str, float]
+    metric: ResultColumn, models: Mapping[str, Seeds], values: Mapping[str, float]
 ) -> str | None:
     """The method that is better than every other one by tests, or None.
 
@@ -95,7 +95,7 @@ def find_leader(
     return None
 
 
-def tested_to_json(tested: Tested) -> dict[str, Any]:
+def tested_to_json(tested: TestedDifference) -> dict[str, Any]:
     """Return difference, its limits, p, p_holm and the test.
 
     Of McNemar's also how many images one of the two alone gets right.
@@ -107,7 +107,7 @@ def tested_to_json(tested: Tested) -> dict[str, Any]:
 
 
 def difference_of(
-    ours: Seeds, metric: Metric, theirs: Seeds, against_metric: Metric, place: str
+    ours: Seeds, metric: ResultColumn, theirs: Seeds, against_metric: ResultColumn, place: str
 ) -> Difference:
     """Return ours minus theirs over items and seeds; over seeds alone where there are no items.
 
@@ -130,7 +130,7 @@ def difference_of(
     return crossed_difference(np.stack(arrays[::2]) - np.stack(arrays[1::2]))
 
 
-def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
+def _by_images(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     first, second = (metric.hits(model) for seeds in (ours, theirs) for model in seeds.values())
     assert first is not None and second is not None  # possible_test saw them
     if len(first) != len(second):
@@ -140,14 +140,14 @@ def _by_images(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Teste
     counts = count_paired_hits(first, second)
     only = (counts.first_only, counts.second_only)
     p = mcnemar(*only)
-    return Tested(paired_difference(counts), p, p, "mcnemar", only)
+    return TestedDifference(paired_difference(counts), p, p, "mcnemar", only)
 
 
-def _by_seeds(metric: Metric, method: str, ours: Seeds, theirs: Seeds) -> Tested:
+def _by_seeds(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
     difference = difference_of(ours, metric, theirs, metric, f"compare: {method}")
     # Values that are all alike leave no interval, and nothing to tell the two apart by.
     p = 1.0 if difference.p is None else difference.p
-    return Tested(difference.interval(), p, p, difference.kind)
+    return TestedDifference(difference.interval(), p, p, difference.kind)

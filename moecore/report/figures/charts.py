@@ -7,12 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.measure.under_attack.curves import LeftScores
-from moecore.report.column import score_title, unit_of
+from moecore.measure.under_attack.curves import ScoresAtEpsilon
+from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures.direct_labels import End, label_ends
 from moecore.report.figures.drawing import (
     DARK,
-    legend_of,
+    add_legend_below,
     line_look,
     new_figure,
     share_axis,
@@ -41,7 +41,7 @@ class Point(NamedTuple):
 Curves = Mapping[str, Sequence[Point]]  # name → points; one without points has no line
 
 
-class Look(NamedTuple):
+class ChartSpec(NamedTuple):
     """The words of a chart, and how its vertical axis is printed."""
 
     title: str
@@ -104,11 +104,11 @@ def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) 
     if 0 < len(ends) <= DIRECT:
         label_ends(axes, ends, height)
     else:
-        legend_of(figure, axes)
+        add_legend_below(figure, axes)
 
 
 @styled
-def curves_chart(curves: Curves, look: Look) -> Figure:
+def curves_chart(curves: Curves, look: ChartSpec) -> Figure:
     """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
     figure = new_figure(4.8, look.height)
     axes = figure.subplots()
@@ -128,7 +128,7 @@ def curves_chart(curves: Curves, look: Look) -> Figure:
 
 
 @styled
-def panels_chart(panels: Mapping[str, Curves], look: Look) -> Figure:
+def panels_chart(panels: Mapping[str, Curves], look: ChartSpec) -> Figure:
     """Panels of one scale, up to three beside each other, with one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
@@ -149,7 +149,7 @@ def panels_chart(panels: Mapping[str, Curves], look: Look) -> Figure:
     for axes in used[-across:]:  # the lowest of each column
         axes.set_xlabel(look.x)
         axes.tick_params(labelbottom=True)
-    legend_of(figure, used[0])
+    add_legend_below(figure, used[0])
     return figure
 
 
@@ -165,7 +165,7 @@ class Labels(NamedTuple):
 
 
 @styled
-def heat_table(
+def draw_heatmap(
     values: np.ndarray,
     texts: np.ndarray,
     labels: Labels,
@@ -203,7 +203,7 @@ def heat_table(
     return figure
 
 
-def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
+def format_shares(values: np.ndarray, least: float = 0.0) -> np.ndarray:
     """Shares as text, 0.123 → 12; "" where there is none, or less than ``least``."""
     texts = np.char.mod("%.0f", 100 * values)
     return np.where(values >= least, texts, "")
@@ -211,13 +211,13 @@ def texts_of(values: np.ndarray, least: float = 0.0) -> np.ndarray:
 
 def under_attack(curves: Curves, what: str, score: Score) -> Figure:
     title = score_title(score)
-    look = Look(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_of(score))
+    look = ChartSpec(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_suffix(score))
     if score.form == "share":
         look = look._replace(title=f"{title} under {what}", share=True, top=1.02)
     return curves_chart(curves, look)
 
 
-def attack_points(seeds: Sequence[Sequence[LeftScores]], score: Score) -> list[Point]:
+def attack_points(seeds: Sequence[Sequence[ScoresAtEpsilon]], score: Score) -> list[Point]:
     """One point per epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
     limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []

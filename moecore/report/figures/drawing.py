@@ -63,7 +63,7 @@ STYLE = {
 }
 
 
-class Drawn(Figure):
+class StyledFigure(Figure):
     """A figure that has our style whenever it is drawn: only then are ticks made and coloured."""
 
     caption = ""
@@ -95,9 +95,11 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     return within
 
 
-def new_figure(width: float, height: float, caption: str = "", raster: bool = False) -> Drawn:
+def new_figure(
+    width: float, height: float, caption: str = "", raster: bool = False
+) -> StyledFigure:
     """An empty figure in inches on the Agg canvas, registered nowhere: nothing has to be closed."""
-    figure = Drawn(figsize=(width, height))
+    figure = StyledFigure(figsize=(width, height))
     FigureCanvasAgg(figure)
     figure.caption = caption
     figure.raster = raster
@@ -123,7 +125,7 @@ def expert_colours(number: int) -> list[str]:
     return [to_hex(colormaps["cividis"](index / (number - 1))) for index in range(number)]
 
 
-def legend_of(figure: Figure, axes: Axes) -> Legend:
+def add_legend_below(figure: Figure, axes: Axes) -> Legend:
     """The legend below the panels, in a figure made higher by its lines: it hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     widest = 0.6 + 0.08 * max(map(len, labels), default=0)  # inches, with the handle
@@ -145,7 +147,7 @@ def share_axis(axes: Axes, label: str) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
 
-def whole_epochs(axes: Axes) -> None:
+def set_epoch_axis(axes: Axes) -> None:
     """A horizontal axis of epochs, whose ticks are whole numbers."""
     axes.set_xlabel("Epoch")
     first, last = axes.get_xlim()

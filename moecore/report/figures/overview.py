@@ -10,9 +10,9 @@ from matplotlib.ticker import MaxNLocator
 
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
+from moecore.report.headline_quantities import PANELS, MethodValues, PhaseQuantities
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
-from moecore.report.quantities import PANELS, Quantities, Quantity
 from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
@@ -25,7 +25,7 @@ BEST = {"higher": "upper right", "lower": "lower left"}
 Looks = Mapping[str, Mapping[str, Any]]
 
 
-def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]:
+def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Picture]:
     """Score against score under attack, then steadiness and cost method by method."""
     looks = {
         method: {key: line_look(number)[key] for key in ("color", "marker")}
@@ -56,14 +56,14 @@ def overview_pictures(phase: Phase, quantities: Quantities) -> Iterator[Picture]
 
 
 @styled
-def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
+def draw_scatter(score: MethodValues, attacked: MethodValues, looks: Looks) -> Figure:
     """A point per method with its name, and thin whiskers."""
     form = score.column.form
     figure = new_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
     whiskers = []
-    names = names_of(list(looks))
+    names = method_labels(list(looks))
     for method in score.cells:
         if method not in attacked.cells:
             continue
@@ -86,7 +86,7 @@ def draw_scatter(score: Quantity, attacked: Quantity, looks: Looks) -> Figure:
 
 
 @styled
-def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
+def draw_method_rows(quantities: Sequence[MethodValues], looks: Looks) -> Figure:
     """A panel per quantity, a row per method: a point with its whisker, or no point.
 
     The method that is first in params.yaml stands at the top.
@@ -113,13 +113,13 @@ def draw_method_rows(quantities: Sequence[Quantity], looks: Looks) -> Figure:
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.tick_params(axis="x", labelsize=8.5)
-    names = names_of(list(looks))
+    names = method_labels(list(looks))
     panels[0].set_yticks(range(len(methods)), [names[method][1] for method in methods])
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
 
 
-def panel_limits(quantity: Quantity, ends: Sequence[float]) -> tuple[float, float]:
+def panel_limits(quantity: MethodValues, ends: Sequence[float]) -> tuple[float, float]:
     """Return the limits of a panel: from zero, but of errors where zero is so far away that points
     which differ would lie on each other, such as nats per word.
     """
@@ -129,7 +129,7 @@ def panel_limits(quantity: Quantity, ends: Sequence[float]) -> tuple[float, floa
     return limits_with_margin(ends, quantity.column.form, from_zero=True)
 
 
-def names_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+def method_labels(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     """What stands at a method's point, and at its row: its name, or its number where many are."""
     if len(methods) <= NAMED:
         return {method: (method, method) for method in methods}
@@ -138,7 +138,7 @@ def names_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None:
+def print_values(axes: Axes, quantity: MethodValues, methods: Sequence[str]) -> None:
     """Each value above its point, on the side where there is room."""
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
@@ -153,7 +153,7 @@ def print_values(axes: Axes, quantity: Quantity, methods: Sequence[str]) -> None
             axes.annotate(text, (value, place), (shift, 7), **look)
 
 
-def panel_title(quantity: Quantity) -> str:
+def panel_title(quantity: MethodValues) -> str:
     """A short one, in two lines."""
     name = quantity.column.name
     if name.startswith("routing_change"):
@@ -187,7 +187,7 @@ def whisker_ends(interval: Interval) -> tuple[float, float]:
     return interval.limits or (interval.value, interval.value)
 
 
-def _scaled(quantity: Quantity, method: str) -> Interval:
+def _scaled(quantity: MethodValues, method: str) -> Interval:
     """As it is drawn: parameters, and products of a small model, in millions."""
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)

@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     words: np.ndarray | None = None  # (rows, columns) of text; "" for none
 
 
-class Frame(NamedTuple):
+class SheetLabels(NamedTuple):
     """What stands around the pictures."""
 
     title: str
@@ -40,7 +40,9 @@ class Frame(NamedTuple):
 
 
 @styled
-def sheet(tiles: Sequence[Sequence[Tile]], frame: Frame, width: float, height: float) -> Figure:
+def sheet(
+    tiles: Sequence[Sequence[Tile]], frame: SheetLabels, width: float, height: float
+) -> Figure:
     """Rows of pictures, ``width`` × ``height`` inches each."""
     across = max(len(row) for row in tiles)
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
@@ -100,7 +102,7 @@ def _brightness(tile: Tile, y: int, x: int, patches: tuple[int, ...]) -> float:
     return (1 - colour[3]) * shown + colour[3] * float(colour[:3] @ LUMINANCE)
 
 
-def _words(axes: Axes, frame: Frame, across: int, upright: bool) -> None:
+def _words(axes: Axes, frame: SheetLabels, across: int, upright: bool) -> None:
     middle = 0.5 - GAP / 2
     for row, name in enumerate(frame.rows):
         text = axes.text(-2 * GAP, row + middle, name, ha="right", va="center", fontsize=8)
@@ -112,18 +114,18 @@ def _words(axes: Axes, frame: Frame, across: int, upright: bool) -> None:
         axes.text(across, row + middle, words, va="center", fontsize=7.5)
 
 
-def picture(image: np.ndarray) -> np.ndarray:
+def displayable_image(image: np.ndarray) -> np.ndarray:
     """An image (C, H, W) uint8 ready to be shown: three channels in colour, else the first."""
     return image.transpose(1, 2, 0) if image.shape[0] == 3 else image[0]
 
 
-def tints(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
+def expert_tints(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
     """The colour of each patch's expert, half clear; a patch without an expert (−1) stays bare."""
     palette = np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])
     return palette[grid]
 
 
-def heat(values: np.ndarray, largest: float) -> np.ndarray:
+def heat_colours(values: np.ndarray, largest: float) -> np.ndarray:
     """Values from 0 to ``largest`` as colours (…, 4); NaN stays clear."""
     colours = colormaps["magma"](np.nan_to_num(values) / max(largest, 1e-12))
     colours[~np.isfinite(values)] = 0

@@ -7,27 +7,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from moecore.report.column import score_title, unit_of
+from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures.charts import (
     AROUND,
     Labels,
     Point,
     draw_curves,
-    heat_table,
+    draw_heatmap,
+    format_shares,
     name_curves,
     points_over_seeds,
-    texts_of,
 )
 from moecore.report.figures.direct_labels import End
 from moecore.report.figures.drawing import (
-    legend_of,
+    add_legend_below,
     line_look,
     new_figure,
+    set_epoch_axis,
     share_axis,
     styled,
-    whole_epochs,
 )
-from moecore.report.figures.expert_maps import expert_maps
+from moecore.report.figures.expert_figures import class_expert_maps
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -59,7 +59,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
             if number == 0 and last is not None:
                 ends.append(End(label, *last, look))
     loss.set(ylabel="Loss in training", title="Training")
-    below.set_ylabel(f"Validation {score_title(score)}{unit_of(score)}")
+    below.set_ylabel(f"Validation {score_title(score)}{unit_suffix(score)}")
     if task.long:
         loss.set_ylabel("Perplexity in training")
         below.set_ylabel("Validation perplexity")
@@ -68,7 +68,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
-    whole_epochs(below)
+    set_epoch_axis(below)
     if score.form == "share":
         loss.set_ylabel("Cross-entropy in training")
         share_axis(below, f"Validation {score.label}")
@@ -88,7 +88,7 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float,
     return (epochs[-1], values[-1]) if len(epochs) else None
 
 
-def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
+def epoch_mean_losses(result: Outcome) -> list[tuple[int, float]]:
     """(step, training loss averaged over the last epoch before it) of every logged point.
 
     A logged loss is a mean since the point before; it counts for as many steps. Without points
@@ -108,7 +108,7 @@ def loss_by_epoch(result: Outcome) -> list[tuple[int, float]]:
     return [(int(step), float(mean)) for step, mean in zip(steps, means, strict=True)]
 
 
-def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
+def steps_until_baseline(result: Outcome, baseline: Outcome | None) -> int | None:
     """The first logged step at which the training loss is down to the baseline's final one.
 
     Both are means over an epoch (TGR, figure S5). A training that never is there counts as if it
@@ -117,8 +117,8 @@ def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
     """
     if baseline is None:
         return None
-    known = loss_by_epoch(baseline)
-    own = loss_by_epoch(result)
+    known = epoch_mean_losses(baseline)
+    own = epoch_mean_losses(result)
     if not known or not own:
         return None
     final = known[-1][1]
@@ -128,7 +128,7 @@ def steps_to(result: Outcome, baseline: Outcome | None) -> int | None:
 
 
 @styled
-def sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
+def draw_filter_sigma(settings: GroupSparsity, method: str) -> Figure:
     """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
     figure = new_figure(
         4.8,
@@ -147,7 +147,7 @@ def sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
         axes.plot(ITERATIONS * progress, sigmas, label=f"γ = {exponent:g}", **look)
     axes.set(xlabel="Iteration", ylabel="σ, in experts", title="σ over the training")
     axes.set_ylim(bottom=0)
-    legend_of(figure, axes)
+    add_legend_below(figure, axes)
     return figure
 
 
@@ -176,7 +176,7 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Fi
     for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
         ends = draw_curves(axes, curves[name])
         axes.set(title=title, ylim=(0, 1.02))
-        whole_epochs(axes)
+        set_epoch_axis(axes)
         if ends:
             named = [(axes, ends)]
     share_axis(panels[0], "Tokens")
@@ -187,27 +187,27 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Fi
 
 def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
     """Share of each true class (rows) that was predicted as each class (columns)."""
-    shares = shares_of(counts)
+    shares = row_shares(counts)
     names = classes
-    texts = texts_of(shares, 0.005)
+    texts = format_shares(shares, 0.005)
     if len(classes) > NUMBERED:
         names = ()
         texts = np.full(shares.shape, "")
     labels = Labels("Confusion", names, names, "Predicted", "True", slanted=True)
     caption = "Percent of each true class."
-    return heat_table(shares, texts, labels, (4.8, 4.7), caption)
+    return draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
-def shares_of(counts: Sequence[Sequence[int]]) -> np.ndarray:
+def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
     """Counts (K, K) as shares of each row; a class without images has zeros."""
     table = np.asarray(counts, dtype=float)
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
 
 
-def class_maps(result: Outcome) -> Figure:
+def class_routing_maps(result: Outcome) -> Figure:
     """Mean routing of each class in the last MoE layer over the epochs."""
     rows = {
         f"epoch {epoch}": [layers[-1] for layers in classes]
         for epoch, classes in result.class_maps.items()
     }
-    return expert_maps(rows, result.task.classes, caption="Last MoE layer.")
+    return class_expert_maps(rows, result.task.classes, caption="Last MoE layer.")

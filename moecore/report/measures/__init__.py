@@ -14,14 +14,14 @@ from moecore.report.measures import (
     robustness,
     routing,
     stability,
-    training,
+    training_outcome,
     word_swaps,
     zero_shot,
 )
-from moecore.report.measures.shown import Shown
+from moecore.report.measures.result_display import Shown
 
 SHOWN = (
-    training.SHOWN,
+    training_outcome.SHOWN,
     calibration.SHOWN,
     ages.SHOWN,
     robustness.SHOWN,

@@ -8,15 +8,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moecore.brain.age_errors import GroupErrors
-from moecore.brain.measured_ages import AgePoints, AgeResult
+from moecore.brain.age_measurement import AgePoints, AgeResult
 from moecore.measure.base import Estimate
-from moecore.report.column import Column, Metric
-from moecore.report.figures.drawing import GUIDE, PALETTE, legend_of, new_figure, styled
+from moecore.report.column import Column, ResultColumn
+from moecore.report.figures.drawing import GUIDE, PALETTE, add_legend_below, new_figure, styled
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, Shown, by_name, items_of, read_path
+from moecore.report.measures.result_display import (
+    Figures,
+    Shown,
+    items_reader,
+    path_reader,
+    pictures_by_name,
+)
 from moecore.report.page.rows import format_column
-from moecore.report.page.view import Block, Grid, Item, Line
-from moecore.report.tables.cells import read_cell
+from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.tables.cells import cell_over_seeds
 from moecore.tasks.base import Task
 
 TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
@@ -40,23 +46,23 @@ def applies(task: Task) -> bool:
     return task.needs_classes("confidence") is not None
 
 
-def read_number(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
+def age_number_reader(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:
     """One number of the predictions as they are, or corrected; None where nothing was corrected."""
 
     def read(result: AgeResult) -> Estimate | None:
-        estimate = read_path(f"{prediction}.{name}")(result)
+        estimate = path_reader(f"{prediction}.{name}")(result)
         return estimate if estimate is None or np.isfinite(estimate.value) else None
 
     return read
 
 
-def of_median(result: AgeResult) -> float:
+def mae_over_median(result: AgeResult) -> float:
     """The error as a share of the median predictor's."""
     return result.raw.mae.value / result.median_mae
 
 
-def shares_of_median(result: AgeResult) -> np.ndarray | None:
-    errors = items_of("raw")(result)
+def shares_of_median_mae(result: AgeResult) -> np.ndarray | None:
+    errors = items_reader("raw")(result)
     return None if errors is None else errors / result.median_mae
 
 
@@ -71,32 +77,32 @@ COLUMNS = (
     Column(
         "mae_of_median",
         "MAE / median predictor's",
-        of_median,
+        mae_over_median,
         "lower",
         note="test MAE / the median predictor's; below 0.5 is less than half its error",
-        items=shares_of_median,
+        items=shares_of_median_mae,
     ),
     Column(
         "mae_pooled",
         "MAE, corrected",
-        read_number("pooled", "mae"),
+        age_number_reader("pooled", "mae"),
         "lower",
         note="one line for all, (ŷ − a)/b",
-        items=items_of("pooled"),
+        items=items_reader("pooled"),
     ),
     age_column(
         "mae_sex_specific",
         "MAE, corrected per sex",
-        read_number("sex_specific", "mae"),
+        age_number_reader("sex_specific", "mae"),
         "lower",
         note="a line for each sex",
-        items=items_of("sex_specific"),
+        items=items_reader("sex_specific"),
     ),
     *(
         age_column(
             f"corr_{prediction}",
             f"Corr., {words}",
-            read_number(prediction, "corr"),
+            age_number_reader(prediction, "corr"),
             note="of the error with age; 0 is no leaning",
         )
         for prediction, words in TABLE_S1.items()
@@ -105,7 +111,7 @@ COLUMNS = (
         age_column(
             f"{name}_{prediction}",
             f"{name.title()}, {words}",
-            read_number(prediction, name),
+            age_number_reader(prediction, name),
             note="of predicted on known age",
             detail=True,
         )
@@ -140,7 +146,7 @@ def figures(result: AgeResult) -> Figures:
         yield "errors_by_group", errors_by_group(having, result)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Table S1 and the predicted ages of every method."""
     first = phase.results(AgeResult)[0]
     low, high = first.age_range
@@ -149,36 +155,38 @@ def part(phase: Phase) -> Iterator[Block]:
         f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
         f"(ŷ − a)/b was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
     )
-    drawn = by_name(phase, AgeResult, figures)
+    drawn = pictures_by_name(phase, AgeResult, figures)
     block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
-    yield block._replace(below=list_refusals(phase), about="mae_pooled")
+    yield block._replace(below=list_uncorrected(phase), about="mae_pooled")
     others = drawn["pad_against_age"] + drawn["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
     yield Block(title, pictures=others, about="corr_raw")
 
 
-def table_s1(phase: Phase) -> Grid:
+def table_s1(phase: Phase) -> PageTable:
     """Raw, pooled and per-sex predictions of every method: means over seeds with intervals."""
     pairs = [(method, prediction) for method in phase.models for prediction in TABLE_S1]
     columns = []
     for name in NUMBERS:
         metrics = {
-            prediction: Metric(Column(name, name, read_number(prediction, name)), AgeResult)
+            prediction: ResultColumn(
+                Column(name, name, age_number_reader(prediction, name)), AgeResult
+            )
             for prediction in TABLE_S1
         }
         cells = [
-            read_cell(metrics[prediction], list(phase.models[method].values()))
+            cell_over_seeds(metrics[prediction], list(phase.models[method].values()))
             for method, prediction in pairs
         ]
         columns.append(format_column(metrics["raw"].column, cells))
     lines = [
-        Line(Item(method, note=TABLE_S1[prediction]), items)
+        TableRow(PageCell(method, note=TABLE_S1[prediction]), items)
         for (method, prediction), *items in zip(pairs, *columns, strict=True)
     ]
-    return Grid(["Prediction", *NUMBERS.values()], lines)
+    return PageTable(["Prediction", *NUMBERS.values()], lines)
 
 
-def list_refusals(phase: Phase) -> list[str]:
+def list_uncorrected(phase: Phase) -> list[str]:
     return [
         f"Not corrected: {method}, seed {seed}. {result.refused}"
         for method, seeds in phase.models.items()
@@ -202,7 +210,7 @@ def age_scatter(result: AgeResult) -> Figure:
         _by_sex(axes, points, values)
         axes.set(xlabel="Known age, years", title=PANELS[name], xlim=limits, ylim=limits)
         axes.set_aspect("equal")
-    return name_panels(figure, panels, "Predicted age", "Predicted age, years", result)
+    return add_title_and_legend(figure, panels, "Predicted age", "Predicted age, years", result)
 
 
 @styled
@@ -221,7 +229,7 @@ def pad_against_age(result: AgeResult) -> Figure:
             axes.axhline(height, color=GUIDE, linewidth=1, linestyle=dash)
         _by_sex(axes, points, gaps)
         axes.set(xlabel="Known age, years", title=f"{PANELS[name]}: {mean:+.2f} ± {width:.2f}")
-    return name_panels(figure, panels, "Brain-PAD", "Predicted − known age, years", result)
+    return add_title_and_legend(figure, panels, "Brain-PAD", "Predicted − known age, years", result)
 
 
 @styled
@@ -233,15 +241,15 @@ def errors_by_group(groups: Mapping[str, Sequence[GroupErrors]], result: AgeResu
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
         _groups(axes, rows)
         axes.set(title=name, ylim=(0, None), xlim=(-0.6, len(rows) - 0.4))
-    return name_panels(figure, panels, "Error by group", "MAE, years", result)
+    return add_title_and_legend(figure, panels, "Error by group", "MAE, years", result)
 
 
-def name_panels(
+def add_title_and_legend(
     figure: Figure, panels: np.ndarray, title: str, label: str, result: AgeResult
 ) -> Figure:
     """Return the figure with a title that says where volumes are simulated, and one legend."""
     panels[0].set_ylabel(label)
-    legend_of(figure, panels[0])
+    add_legend_below(figure, panels[0])
     if result.simulated:
         title += " (simulated data)"
     figure.suptitle(title, fontsize=11, fontweight="bold")
@@ -286,4 +294,4 @@ def _by_sex(axes: Axes, points: AgePoints, values: np.ndarray) -> None:
             axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
 
 
-SHOWN = Shown("calibrate", "calibration", AgeResult, COLUMNS, figures, part, applies)
+SHOWN = Shown("calibrate", "calibration", AgeResult, COLUMNS, figures, phase_blocks, applies)

@@ -11,17 +11,17 @@ from moecore.measure.calibration import Result
 from moecore.report.column import Column
 from moecore.report.figures.drawing import (
     GUIDE,
-    legend_of,
+    add_legend_below,
     line_look,
     new_figure,
     share_axis,
     styled,
 )
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, Shown
+from moecore.report.measures.result_display import Figures, Shown
 from moecore.report.page.view import Block, Picture
 from moecore.tasks.base import Task
-from moecore.tasks.class_scores import ReliabilityBins
+from moecore.tasks.classification_metrics import ReliabilityBins
 
 
 def applies(task: Task) -> bool:
@@ -54,7 +54,7 @@ def figures(result: Result) -> Figures:
     yield "reliability", reliability_diagram(curves, "Reliability")
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     first = phase.first(Result)
     fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
     captions = {
@@ -99,11 +99,11 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
     axes.set(xlabel="Confidence", title=title, xlim=(0, 1.02), ylim=(0, 1.02))
     share_axis(axes, "Accuracy")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    legend = legend_of(figure, axes)
+    legend = add_legend_below(figure, axes)
     for handle in legend.legend_handles:
         if isinstance(handle, PathCollection):
             handle.set_sizes([30])
     return figure
 
 
-SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, part, applies)
+SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, phase_blocks, applies)

@@ -8,17 +8,17 @@ from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.column import Column, decode_items
-from moecore.report.figures.drawing import GUIDE, legend_of, line_look, new_figure, styled
+from moecore.report.figures.drawing import GUIDE, add_legend_below, line_look, new_figure, styled
 from moecore.report.measured import Phase, drop_none
-from moecore.report.measures.region_blocks import (
+from moecore.report.measures.region_experts import (
     GENERALISATION,
     TISSUES,
     generalisation_table,
     mixture_table,
 )
-from moecore.report.measures.shown import Figures, Shown, each_method, read_path
-from moecore.report.page.rows import read_items
-from moecore.report.page.view import NONE, Block, Grid, Item, Line
+from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures, path_reader
+from moecore.report.page.rows import read_column_items
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
 from moecore.statistics.intervals import Interval
 
 ORDER = {
@@ -37,7 +37,7 @@ PROBED = (
 WHOLE = ""  # instead of a tissue's name: nothing is left out
 
 
-def of_tissue(name: str, read: Callable[[TissueErrors], Any]) -> Callable[[Result], Any]:
+def tissue_error_reader(name: str, read: Callable[[TissueErrors], Any]) -> Callable[[Result], Any]:
     """Return what reads the errors with one tissue left; None where they were not measured."""
 
     def read_errors(result: Result) -> Any:
@@ -47,7 +47,7 @@ def of_tissue(name: str, read: Callable[[TissueErrors], Any]) -> Callable[[Resul
     return read_errors
 
 
-def model_error(errors: TissueErrors) -> Interval:
+def isolated_tissue_mae(errors: TissueErrors) -> Interval:
     return Interval(errors.mae, errors.low, errors.high)
 
 
@@ -56,12 +56,12 @@ def probe_error(errors: TissueErrors) -> Interval:
 
 
 ERRORS = {  # name → label, what reads them, one error per person, note
-    "isolated": ("", model_error, lambda errors: decode_items(errors.items), LEFT),
+    "isolated": ("", isolated_tissue_mae, lambda errors: decode_items(errors.items), LEFT),
     "probe": (", probe", probe_error, lambda errors: decode_items(errors.probe_items), PROBED),
 }
 
 
-def error_excess(more: str, less: str) -> Callable[[Result], Interval | None]:
+def tissue_excess_reader(more: str, less: str) -> Callable[[Result], Interval | None]:
     """Years by which the probe errs more on one tissue alone than on another."""
 
     def read(result: Result) -> Interval | None:
@@ -82,10 +82,10 @@ COLUMNS = (
         age_column(
             f"{kind}_{name}",
             f"MAE, {name.upper()} alone{end}",
-            of_tissue(name, read),
+            tissue_error_reader(name, read),
             "lower",
             note=note,
-            items=of_tissue(name, items),
+            items=tissue_error_reader(name, items),
         )
         for kind, (end, read, items, note) in ERRORS.items()
         for name in TISSUES
@@ -94,7 +94,7 @@ COLUMNS = (
         age_column(
             f"{more}_over_{less}",
             f"{more.upper()} − {less.upper()}, probe",
-            error_excess(more, less),
+            tissue_excess_reader(more, less),
             note=f"years by which the probe errs more on {words}",
         )
         for (more, less), words in ORDER.items()
@@ -102,7 +102,7 @@ COLUMNS = (
     age_column(
         "monotone",
         "Ageing, rising steps",
-        read_path("ageing.monotone_share"),
+        path_reader("ageing.monotone_share"),
         "higher",
         "share",
         "steps from one age to the next in which the prediction for the same simulated subject "
@@ -111,7 +111,7 @@ COLUMNS = (
     age_column(
         "ageing_rank",
         "Ageing, rank correlation",
-        read_path("ageing.rank_correlation"),
+        path_reader("ageing.rank_correlation"),
         "higher",
         note="of age and prediction",
     ),
@@ -131,7 +131,7 @@ def figures(result: Result) -> Figures:
         yield "ageing", ageing_curves(result.ageing)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Tissues alone, ageing, rescans, region experts, and what could not be checked."""
     reasons: dict[str, str] = {}
     each_mixture = []
@@ -139,7 +139,7 @@ def part(phase: Phase) -> Iterator[Block]:
         reasons |= result.reasons
         if result.generalisation is not None:
             each_mixture.append(mixture_table(result.generalisation, method))
-    grid = tissue_table(phase)
+    grid = tissue_error_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
     tried = generalisation_table(phase)
     if tried is not None:
@@ -154,34 +154,37 @@ def part(phase: Phase) -> Iterator[Block]:
         "Tissues alone, ageing, rescans",
         words=[f"Probe: {PROBE}."] if probed else [],
         grids=drop_none([grid]),
-        pictures=each_method(phase, Result, figures),
+        pictures=first_seed_pictures(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
         about="isolated_gm",
     )
 
 
-def tissue_table(phase: Phase) -> Grid | None:
+def tissue_error_table(phase: Phase) -> PageTable | None:
     """Errors with one tissue left, of the model and of a linear probe; the rescans' difference."""
     names = {"Whole volume": WHOLE} | {f"{words} alone": name for name, words in TISSUES.items()}
     reads = {
-        f"{words}{end}": of_tissue(name, read)
+        f"{words}{end}": tissue_error_reader(name, read)
         for end, read, *_ in ERRORS.values()
         for words, name in names.items()
     }
     reads |= {
-        f"{more.upper()} − {less.upper()}, probe": error_excess(more, less) for more, less in ORDER
+        f"{more.upper()} − {less.upper()}, probe": tissue_excess_reader(more, less)
+        for more, less in ORDER
     }
     reads["Rescan, years apart"] = rescan_change
     columns = {words: Column(words, words, read) for words, read in reads.items()}
-    cells = {words: read_items(column, Result, phase.models) for words, column in columns.items()}
+    cells = {
+        words: read_column_items(column, Result, phase.models) for words, column in columns.items()
+    }
     having = {words: items for words, items in cells.items() if set(items) != {NONE}}
     if not having:
         return None
     lines = [
-        Line(Item(method), items)
+        TableRow(PageCell(method), items)
         for method, *items in zip(phase.models, *having.values(), strict=True)
     ]
-    return Grid(["MAE, years", *having], lines)
+    return PageTable(["MAE, years", *having], lines)
 
 
 @styled
@@ -196,8 +199,8 @@ def ageing_curves(ageing: Ageing) -> Figure:
         axes.plot(ageing.ages, row, marker="o", markersize=2, **look)
     axes.set(xlabel="Age in years", ylabel="Predicted age in years")
     axes.set_title("Simulated subjects, aged")
-    legend_of(figure, axes)
+    add_legend_below(figure, axes)
     return figure
 
 
-SHOWN = Shown("cohort_checks", "checks on the cohort", Result, COLUMNS, figures, part)
+SHOWN = Shown("cohort_checks", "checks on the cohort", Result, COLUMNS, figures, phase_blocks)

@@ -8,12 +8,19 @@ from typing import get_args
 import numpy as np
 
 from moecore.measure.corruptions import Errors, Name, Result, mean_corruption_error
-from moecore.report.column import Column, Each, Given, Seen, column_slug, mean_or_none
-from moecore.report.figures.charts import Labels, Look, heat_table, texts_of
+from moecore.report.column import (
+    Column,
+    ColumnContext,
+    ColumnPerRow,
+    ContextColumns,
+    column_slug,
+    mean_or_none,
+)
+from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, format_shares
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, Shown, draw_method_curves
+from moecore.report.measures.result_display import Figures, Shown, draw_method_curves
 from moecore.report.page.rows import percent_grid
-from moecore.report.page.view import Block, Grid
+from moecore.report.page.view import Block, PageTable
 from moecore.statistics.intervals import Interval
 
 
@@ -24,7 +31,7 @@ def errors_of(result: Result) -> Errors:
     return errors
 
 
-def relative(seen: Seen) -> list[Column]:
+def mce_column(seen: ColumnContext) -> list[Column]:
     """mCE; none where the dense model makes no error under a corruption: no ratio is defined."""
     if not (dense := errors_of_dense(seen)):
         return []
@@ -41,7 +48,7 @@ def relative(seen: Seen) -> list[Column]:
     ]
 
 
-def errors_of_dense(seen: Seen) -> Errors | None:
+def errors_of_dense(seen: ColumnContext) -> Errors | None:
     by_seed = [errors_of(result) for result in seen.of_dense]
     if not by_seed:
         return None
@@ -62,8 +69,8 @@ COLUMNS = (
         "over corruptions and severities",
         "corruptions",
     ),
-    Given(relative, lambda ahead: ["mce"]),
-    Each(
+    ContextColumns(mce_column, lambda ahead: ["mce"]),
+    ColumnPerRow(
         lambda result: {column_slug(name): row for name, row in errors_of(result).items()},
         Column(
             "error_{}",
@@ -82,29 +89,31 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    grid = printed(result)
+    grid = corruption_table(result)
     table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
     names = [line.head.text for line in grid.lines]
     severities = grid.columns[1:]
     labels = Labels("Error under corruption", names, severities, "Severity")
     size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
     caption = "Percent."
-    yield "corruption_errors", heat_table(table, texts_of(table), labels, size, caption)
+    yield "corruption_errors", draw_heatmap(table, format_shares(table), labels, size, caption)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Error over severity for all methods, and each method's table."""
     first = phase.first(Result)
-    look = Look("Error under corruption", "Severity", "Error", share=True, height=3.2)
+    look = ChartSpec("Error under corruption", "Severity", "Error", share=True, height=3.2)
     corruptions = len(errors_of(phase.results(Result)[0]))
     words = f"Mean over {corruptions} corruptions."
-    drawn = draw_method_curves(phase, Result, by_severity, look, words, "corruptions")
+    drawn = draw_method_curves(phase, Result, error_by_severity, look, words, "corruptions")
     yield Block("Common corruptions", pictures=drawn, about="corruption_error")
-    tiles = [printed(result)._replace(title=name) for name, result in first.items()]
-    yield Block("Each corruption", tiles=tiles, finding=hardest(first.values()))
+    tiles = [corruption_table(result)._replace(title=name) for name, result in first.items()]
+    yield Block(
+        "Each corruption", tiles=tiles, finding=describe_extreme_corruptions(first.values())
+    )
 
 
-def hardest(results: Iterable[Result]) -> str:
+def describe_extreme_corruptions(results: Iterable[Result]) -> str:
     """The corruption with the largest error, and that with the smallest, over the methods."""
     errors = defaultdict(list)
     for result in results:
@@ -117,7 +126,7 @@ def hardest(results: Iterable[Result]) -> str:
     return f"the largest error is under {ends[0]}, the smallest under {ends[1]}"
 
 
-def printed(result: Result) -> Grid:
+def corruption_table(result: Result) -> PageTable:
     severities = sorted({row.severity for row in result.corruptions})
     rows = {
         name.replace("_", " "): [row.get(severity) for severity in severities]
@@ -127,11 +136,11 @@ def printed(result: Result) -> Grid:
     return percent_grid("Severity", rows, names)._replace(below="Error in percent.")
 
 
-def by_severity(result: Result) -> dict[float, float]:
+def error_by_severity(result: Result) -> dict[float, float]:
     errors = defaultdict(list)
     for row in result.corruptions:
         errors[row.severity].append(row.error)
     return {severity: sum(values) / len(values) for severity, values in sorted(errors.items())}
 
 
-SHOWN = Shown("corruptions", "corruptions", Result, COLUMNS, figures, part)
+SHOWN = Shown("corruptions", "corruptions", Result, COLUMNS, figures, phase_blocks)

@@ -5,14 +5,14 @@ from operator import attrgetter
 
 from moecore.measure.cost import Result
 from moecore.report.column import Column
-from moecore.report.measures.shown import Shown
+from moecore.report.measures.result_display import Shown
 from moecore.statistics.intervals import Interval
 
 PRODUCTS = "products of matrices and convolutions, a multiplication and an addition as two"
 ROUTING = "MoE layers without their experts"
 
 
-def latency(result: Result) -> Interval:
+def latency_quartiles(result: Result) -> Interval:
     """The median and the quartiles, which are no interval of a mean."""
     timed = result.latency_ms
     return Interval(timed.median, timed.low, timed.high)
@@ -30,7 +30,9 @@ COLUMNS = (
         lambda result: result.routing_flops_per_image * 1e-9,
         note=ROUTING,
     ),
-    cost_column("latency_ms", "Latency, ms", latency, note="of one image; median and quartiles"),
+    cost_column(
+        "latency_ms", "Latency, ms", latency_quartiles, note="of one image; median and quartiles"
+    ),
     cost_column(
         "inference_images_per_second",
         "Images / s, inference",

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from moecore.measure.few_shot import FewShot, Result, Shots
-from moecore.report.column import Ahead, Column, Each, decode_items
-from moecore.report.figures.charts import Look
+from moecore.measure.few_shot import FewShot, Result, ShotsRow
+from moecore.report.column import Column, ColumnPerRow, PlannedPhase, decode_items
+from moecore.report.figures.charts import ChartSpec
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Shown, draw_method_curves
+from moecore.report.measures.result_display import Shown, draw_method_curves
 from moecore.report.page.view import Block
 from moecore.statistics.intervals import Interval
 
@@ -17,19 +17,19 @@ NOTE = (
 LEAKY = "the same with the penalty that is best on the test images themselves: too good"
 
 
-def shots_of(result: Result) -> dict[str, Shots]:
+def rows_by_shots(result: Result) -> dict[str, ShotsRow]:
     """The numbers of images per class, without those that the smallest class does not have."""
     return {str(row.shots): row for row in result.rows}
 
 
-def shots_ahead(ahead: Ahead) -> list[str]:
+def planned_shots(ahead: PlannedPhase) -> list[str]:
     settings = ahead.study.few_shot or FewShot()
     return [str(one) for one in settings.shots]
 
 
 COLUMNS = (
-    Each(
-        shots_of,
+    ColumnPerRow(
+        rows_by_shots,
         Column(
             "few_shot_{}",
             "{}-shot accuracy",
@@ -41,10 +41,10 @@ COLUMNS = (
             items=lambda row: decode_items(row.items),
             limits="draws",
         ),
-        shots_ahead,
+        planned_shots,
     ),
-    Each(
-        shots_of,
+    ColumnPerRow(
+        rows_by_shots,
         Column(
             "few_shot_{}_leaky",
             "{}-shot accuracy, penalty chosen on test (leaky)",
@@ -56,16 +56,18 @@ COLUMNS = (
             limits="draws",
             detail=True,
         ),
-        shots_ahead,
+        planned_shots,
     ),
 )
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """The score over the number of images per class, a line per method; what was left out."""
     results = phase.results(Result)
     reasons = {f"{one.shots} shots: {one.why}." for result in results for one in result.skipped}
-    look = Look("Accuracy from a few images", "Images per class", "Accuracy", share=True, top=1.02)
+    look = ChartSpec(
+        "Accuracy from a few images", "Images per class", "Accuracy", share=True, top=1.02
+    )
     drawn = draw_method_curves(
         phase,
         Result,
@@ -80,4 +82,4 @@ def part(phase: Phase) -> Iterator[Block]:
     yield Block("Few shots", pictures=drawn, below=sorted(reasons), about=about)
 
 
-SHOWN = Shown("few_shot", "few shots", Result, COLUMNS, part=part)
+SHOWN = Shown("few_shot", "few shots", Result, COLUMNS, part=phase_blocks)

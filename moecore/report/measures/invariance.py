@@ -1,11 +1,18 @@
 """How far the routing of a moved image lies from that of the image (MoGE, table 1 and figure 2)."""
 
-from moecore.data.views.transforms import TRANSFORMS
+from moecore.data.views.invariance_transforms import TRANSFORMS
 from moecore.measure.invariance import MovedRow, Result
-from moecore.report.column import Column, Each, column_slug, decode_items, mean_items, mean_or_none
-from moecore.report.figures.expert_maps import expert_maps
+from moecore.report.column import (
+    Column,
+    ColumnPerRow,
+    column_slug,
+    decode_items,
+    itemwise_mean,
+    mean_or_none,
+)
+from moecore.report.figures.expert_figures import class_expert_maps
 from moecore.report.measured import drop_none
-from moecore.report.measures.shown import Figures, Shown
+from moecore.report.measures.result_display import Figures, Shown
 from moecore.statistics.intervals import Interval
 
 NOTE = "image Euclidean distance of the routers' outputs, plain and transformed"
@@ -17,12 +24,12 @@ def transforms_of(result: Result) -> dict[str, MovedRow]:
     return {column_slug(row.name): row for row in result.transforms}
 
 
-def each_transform(column: Column) -> Each:
+def columns_per_transform(column: Column) -> ColumnPerRow:
     slugs = [column_slug(name) for name in TRANSFORMS]
-    return Each(transforms_of, column, lambda ahead: slugs, lambda key, row: [row.name])
+    return ColumnPerRow(transforms_of, column, lambda ahead: slugs, lambda key, row: [row.name])
 
 
-def normalised(row: MovedRow) -> Interval | None:
+def relative_imed(row: MovedRow) -> Interval | None:
     """IMED as a share of that between different images; None where these are routed alike."""
     if row.normalised is None:
         return None
@@ -37,9 +44,9 @@ COLUMNS = (
         "lower",
         note=f"{NOTE}; mean over transforms",
         paper="moge",
-        items=lambda result: mean_items([row.items for row in result.transforms]),
+        items=lambda result: itemwise_mean([row.items for row in result.transforms]),
     ),
-    each_transform(
+    columns_per_transform(
         Column(
             "imed_{}",
             "IMED, {}",
@@ -67,18 +74,18 @@ COLUMNS = (
         f"{AGREEMENT}; mean over transforms",
         "moge",
     ),
-    each_transform(
+    columns_per_transform(
         Column(
             "imed_normalised_{}",
             "IMED, normalised, {}",
-            normalised,
+            relative_imed,
             "lower",
             note=NORMALISED,
             paper="moge",
             detail=True,
         )
     ),
-    each_transform(
+    columns_per_transform(
         Column(
             "agreement_transformed_{}",
             "Agreement, {}",
@@ -97,7 +104,7 @@ def figures(result: Result) -> Figures:
     """The mean routing of each class, a row per MoE layer."""
     by_layer = enumerate(zip(*result.class_maps, strict=True), 1)
     if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
-        yield "class_maps", expert_maps(rows, result.classes)
+        yield "class_maps", class_expert_maps(rows, result.classes)
 
 
 SHOWN = Shown("invariance", "invariance", Result, COLUMNS, figures)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from moecore.measure.linear_experts import Result, Theorem1Row
+from moecore.measure.linear_experts import Result, Theorem1OverSeeds
 from moecore.report.figures.drawing import INK, PALETTE, line_look, new_figure, styled
-from moecore.report.measures.shown import Figures
+from moecore.report.measures.result_display import Figures
 from moecore.report.page.view import Block, Picture
 
 TARGETS = {
@@ -34,7 +34,7 @@ def section(result: Result) -> Iterator[Block]:
 
 
 @styled
-def ratio_over_angle(rows: list[Theorem1Row], targets: str) -> Figure:
+def ratio_over_angle(rows: list[Theorem1OverSeeds], targets: str) -> Figure:
     """max ‖w_i*‖ / ‖w*‖ over the angle for each E, and over E at the largest angle beside 1/√E.
 
     rows: of one kind of targets; a ratio that is infinite is not drawn.

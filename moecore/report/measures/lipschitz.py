@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 
 from moecore.measure.lipschitz import LemmaPoints, Result
 from moecore.report.column import Column
-from moecore.report.figures.drawing import INK, PALETTE, legend_of, new_figure, styled
-from moecore.report.measures.shown import Figures, Shown
+from moecore.report.figures.drawing import INK, PALETTE, add_legend_below, new_figure, styled
+from moecore.report.measures.result_display import Figures, Shown
 
 slope_column = partial(Column, better="lower", paper="adversarial")
 COLUMNS = (
@@ -59,11 +59,11 @@ COLUMNS = (
 def figures(result: Result) -> Figures:
     """Lemma 1 at real tokens, where the model has layers that it speaks of."""
     if result.lemma_terms:
-        yield "lemma1", lemma_terms(result.lemma_terms)
+        yield "lemma1", draw_lemma_terms(result.lemma_terms)
 
 
 @styled
-def lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
+def draw_lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
     """One point per token and MoE layer: the bound against what it bounds, and the router's term.
 
     In the upper panel all points lie on or below the diagonal.
@@ -83,7 +83,7 @@ def lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
         axes.set(xlim=(0, None), ylim=(0, None))
     panels[0].set_title("Lemma 1 at real tokens")
     panels[1].set_xlabel("Lemma 1's bound")
-    legend_of(figure, panels[0])
+    add_legend_below(figure, panels[0])
     return figure
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from moecore.measure.retrieval import Recall, Result, Retrieval, TextLayer
-from moecore.report.column import Ahead, Column, Each, decode_items, mean_or_none
-from moecore.report.figures.expert_maps import read_images
+from moecore.measure.retrieval import CaptionRouting, Recall, Result, Retrieval
+from moecore.report.column import Column, ColumnPerRow, PlannedPhase, decode_items, mean_or_none
+from moecore.report.figures.expert_figures import captioned_expert_maps
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, Shown, by_name
-from moecore.report.page.view import Block, Grid, Item, Line
+from moecore.report.measures.result_display import Figures, Shown, pictures_by_name
+from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 
 WAYS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 NOTES = {
@@ -17,12 +17,12 @@ NOTES = {
 }
 
 
-def recall_at(way: str) -> Each:
+def recall_columns(way: str) -> ColumnPerRow:
 
     def rows(result: Result) -> dict[str, Recall]:
         return {str(row.k): row for row in getattr(result, way)}
 
-    def numbers_ahead(ahead: Ahead) -> list[str]:
+    def planned_numbers(ahead: PlannedPhase) -> list[str]:
         settings = ahead.study.retrieval or Retrieval()
         return [str(k) for k in settings.at]
 
@@ -36,41 +36,43 @@ def recall_at(way: str) -> Each:
         "ermoe",
         items=lambda row: decode_items(row.items),
     )
-    return Each(rows, column, numbers_ahead)
+    return ColumnPerRow(rows, column, planned_numbers)
 
 
-def of_layers(value: Callable[[TextLayer], float]) -> Callable[[Result], float | None]:
+def mean_of_text_layers(
+    value: Callable[[CaptionRouting], float],
+) -> Callable[[Result], float | None]:
     """The mean over the text tower's MoE layers; None where it is dense."""
     return lambda result: mean_or_none([value(layer) for layer in result.layers])
 
 
 COLUMNS = (
-    *map(recall_at, WAYS),
+    *map(recall_columns, WAYS),
     Column(
         "text_load_cv2",
         "Load CV², words",
-        of_layers(lambda layer: layer.load_cv2),
+        mean_of_text_layers(lambda layer: layer.load_cv2),
         "lower",
         note="of the text tower's experts, over the words of all test captions",
     ),
     Column(
         "text_entropy",
         "Entropy, words",
-        of_layers(lambda layer: layer.token_entropy),
+        mean_of_text_layers(lambda layer: layer.token_entropy),
         note="of the text tower's routing of a word, nats",
         detail=True,
     ),
     Column(
         "word_same_expert",
         "One word, one expert",
-        of_layers(lambda layer: layer.same_expert),
+        mean_of_text_layers(lambda layer: layer.same_expert),
         form="share",
         note="two occurrences of a word have one first expert",
     ),
     Column(
         "word_same_expert_chance",
         "One word, one expert: chance",
-        of_layers(lambda layer: layer.same_expert_chance),
+        mean_of_text_layers(lambda layer: layer.same_expert_chance),
         form="share",
         note="the same of any two words",
         detail=True,
@@ -83,16 +85,16 @@ def figures(result: Result) -> Figures:
     stored = result.overlays
     if stored is not None and (stored.grids or result.layers):
         experts = next((len(layer.words[0].experts) for layer in result.layers), 0)
-        yield "images_and_words", read_images(stored, result.captions_read, experts)
+        yield "images_and_words", captioned_expert_maps(stored, result.captions_read, experts)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """The experts of the most frequent words, a table a method and layer."""
     grids = []
     for method, result in phase.first(Result).items():
         for number, layer in enumerate(result.layers, 1):
             title = f"{method}, layer {number}"
-            grids.append(words_grid(layer, f"{title}{phase.first_seed}", title))
+            grids.append(word_expert_table(layer, f"{title}{phase.first_seed}", title))
     first = phase.results(Result)[0]
     words = [
         f"Gallery: {first.images:,} images. A tie counts for the share of its orders that hit."
@@ -100,23 +102,23 @@ def part(phase: Phase) -> Iterator[Block]:
     about = f"text_to_image_r{first.text_to_image[0].k}"
     title = "Images and captions"
     yield Block(title, words, grids, about=about, choice=True)
-    pictures = by_name(phase, Result, figures)["images_and_words"]
+    pictures = pictures_by_name(phase, Result, figures)["images_and_words"]
     yield Block("Experts of patches and words", pictures=pictures)
 
 
-def words_grid(layer: TextLayer, title: str, short: str) -> Grid:
+def word_expert_table(layer: CaptionRouting, title: str, short: str) -> PageTable:
     """Words down, experts across, deeper where more of the word's occurrences go."""
     experts = [number for word in layer.words[:1] for number, _ in enumerate(word.experts)]
     lines = [
-        Line(
-            Item(word.word, small=f"{word.count:,}"),
-            [Item(f"{100 * share:.0f}", share=share, value=share) for share in word.experts],
+        TableRow(
+            PageCell(word.word, small=f"{word.count:,}"),
+            [PageCell(f"{100 * share:.0f}", share=share, value=share) for share in word.experts],
         )
         for word in layer.words
     ]
     columns = ["word", *(f"expert {number}" for number in experts)]
     below = "First expert of each occurrence of the most frequent words, in percent."
-    return Grid(columns, lines, title=title, below=below, small=True, short=short)
+    return PageTable(columns, lines, title=title, below=below, small=True, short=short)
 
 
-SHOWN = Shown("retrieval", "images and captions", Result, COLUMNS, figures, part)
+SHOWN = Shown("retrieval", "images and captions", Result, COLUMNS, figures, phase_blocks)

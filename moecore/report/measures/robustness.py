@@ -6,35 +6,40 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from moecore.measure.robustness import Result
-from moecore.measure.under_attack.curves import AttackRow, LeftScores, measured_curves, worst_scores
+from moecore.measure.under_attack.curves import (
+    AttackRow,
+    ScoresAtEpsilon,
+    measured_curves,
+    worst_scores,
+)
 from moecore.measure.under_attack.curves import AuditLine as Audited
 from moecore.report.column import (
     SCORE,
-    Ahead,
     Column,
-    Each,
-    Given,
-    Seen,
-    key_of,
-    limits_of,
+    ColumnContext,
+    ColumnPerRow,
+    ContextColumns,
+    PlannedPhase,
     mean_or_none,
+    score_interval_kind,
+    score_key,
     score_title,
 )
 from moecore.report.figures.charts import (
-    Look,
+    ChartSpec,
     attack_points,
     interval_caption,
     panels_chart,
     points_over_seeds,
     under_attack,
 )
-from moecore.report.figures.sheets import Frame, Tile, picture, sheet
+from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.measured import Measured, Phase, drop_none
-from moecore.report.measures.shown import Figures, Shown, draw_method_curves, items_of
-from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.references import references
-from moecore.report.tables.number_format import PIXEL, format_epsilon, with_named_epsilons
-from moecore.statistics.crossed import values_by_person
+from moecore.report.measures.result_display import Figures, Shown, draw_method_curves, items_reader
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.reference_methods import references
+from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
+from moecore.statistics.crossed import linearize_by_person
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
@@ -52,7 +57,7 @@ def attacks_of(result: Result) -> list[str]:
     return list(measured_curves(result.attacks))
 
 
-def rows_of(result: Result, attack: str) -> tuple[LeftScores, ...]:
+def attack_rows(result: Result, attack: str) -> tuple[ScoresAtEpsilon, ...]:
     """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
     if attack == WORST:
         return result.worst_case
@@ -67,7 +72,7 @@ def attack_title(name: str) -> str:
 
 def largest_epsilon(result: Result, attack: str) -> str:
     """The largest epsilon of an attack: 8/255."""
-    return format_epsilon(rows_of(result, attack)[-1].epsilon)
+    return format_epsilon(attack_rows(result, attack)[-1].epsilon)
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
@@ -78,28 +83,28 @@ def hits_under(model: Measured, attack: str) -> np.ndarray | None:
     result = model.of(Result)
     if result is None or result.task.needs_classes("share") is not None:
         return None
-    return left_under(result, attack)
+    return worst_case_scores(result, attack)
 
 
-def left_under(result: Result, attack: str) -> np.ndarray | None:
+def worst_case_scores(result: Result, attack: str) -> np.ndarray | None:
     """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
     names = {WORST: attacks_of(result)}.get(attack, [attack])
-    last = [rows_of(result, name)[-1] for name in names if rows_of(result, name)]
+    last = [attack_rows(result, name)[-1] for name in names if attack_rows(result, name)]
     return worst_scores(result.task, last, result.images).numpy() if last else None
 
 
-def items_under(attack: str) -> Callable[[Result], np.ndarray | None]:
+def attacked_items_reader(attack: str) -> Callable[[Result], np.ndarray | None]:
     """The same as one value per item: of people, where they have several images."""
 
     def read(result: Result) -> np.ndarray | None:
-        left = left_under(result, attack)
+        left = worst_case_scores(result, attack)
         people = None if result.people is None else np.array(result.people)
-        return None if left is None else values_by_person(left, people)
+        return None if left is None else linearize_by_person(left, people)
 
     return read
 
 
-def attacks_ahead(ahead: Ahead) -> list[str]:
+def planned_attacks(ahead: PlannedPhase) -> list[str]:
     return [attack.name for attack in ahead.study.robustness.attacks]
 
 
@@ -109,7 +114,7 @@ def attacked_name(score: str, attack: str) -> str:
     return f"{beginning}{score}_{attack}"
 
 
-def scores_under_attack(seen: Seen) -> list[Column]:
+def scores_under_attack(seen: ColumnContext) -> list[Column]:
     """The score at the largest epsilon of each attack, and of the worst of them for each image."""
     first: dict[str, Result] = {}
     for result in seen.results:
@@ -124,13 +129,13 @@ def score_under(attack: str, result: Result) -> Column:
     """The score at the largest epsilon of an attack, or of the worst of them for each image."""
 
     def read(result: Result) -> Interval | None:
-        last = rows_of(result, attack)[-1:]
+        last = attack_rows(result, attack)[-1:]
         return next((Interval(row.score, row.low, row.high) for row in last), None)
 
     score = result.task.score
-    title, note = words_under(attack, score)
+    title, note = attack_column_words(attack, score)
     return Column(
-        attacked_name(key_of(score), attack),
+        attacked_name(score_key(score), attack),
         f"{title}, ε\u00a0=\u00a0{largest_epsilon(result, attack)}",  # never broken into two lines
         read,
         score.better,
@@ -138,12 +143,12 @@ def score_under(attack: str, result: Result) -> Column:
         note,
         "adversarial",
         hits=lambda model: hits_under(model, attack),
-        items=items_under(attack),
-        limits=limits_of(score),
+        items=attacked_items_reader(attack),
+        limits=score_interval_kind(score),
     )
 
 
-def words_under(attack: str, score: Score) -> tuple[str, str]:
+def attack_column_words(attack: str, score: Score) -> tuple[str, str]:
     if score.form == "share":
         if attack == WORST:
             return "Worst case", "accuracy where an image counts only if no attack broke it"
@@ -153,7 +158,7 @@ def words_under(attack: str, score: Score) -> tuple[str, str]:
     return f"{score_title(score)}, {attack_title(attack)}", "mean error under attack"
 
 
-def change_under(name: str, word: str, what: str) -> Each:
+def attack_change_columns(name: str, word: str, what: str) -> ColumnPerRow:
     """Change of the experts that are chosen, or that process a token, under each attack."""
     column = Column(
         f"{name}_{{}}",
@@ -162,13 +167,13 @@ def change_under(name: str, word: str, what: str) -> Each:
         "lower",
         note=f"1 − IoU of the experts that {what} a token at ε = {{1}}, mean over layers",
         paper="adversarial",
-        items=items_of(name),
+        items=items_reader(name),
     )
     words = lambda attack, row: [attack_title(attack), format_epsilon(row.epsilon)]
-    return Each(strongest_rows, column, attacks_ahead, words)
+    return ColumnPerRow(largest_epsilon_rows, column, planned_attacks, words)
 
 
-def strongest_rows(result: Result) -> dict[str, AttackRow]:
+def largest_epsilon_rows(result: Result) -> dict[str, AttackRow]:
     """Attack → its row of the largest epsilon."""
     return {attack: rows[-1] for attack, rows in measured_curves(result.attacks).items()}
 
@@ -177,28 +182,28 @@ def changes_by_layer(result: Result) -> dict[str, tuple[AttackRow, int]]:
     """pgd-10_layer_1 and so on → the attack's row of the largest epsilon, and the layer from 0."""
     return {
         f"{attack}_layer_{layer + 1}": (row, layer)
-        for attack, row in strongest_rows(result).items()
+        for attack, row in largest_epsilon_rows(result).items()
         for layer in range(len(row.routing_change))
     }
 
 
-def words_of_layer(key: str, moved: tuple[AttackRow, int]) -> list[str]:
+def layer_label_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
     """The attack, the number of the layer, epsilon."""
     attack, layer = key.rsplit("_layer_", 1)
     return [attack_title(attack), layer, format_epsilon(moved[0].epsilon)]
 
 
 COLUMNS = (
-    Given(
+    ContextColumns(
         scores_under_attack,
         lambda ahead: [
-            attacked_name(ahead.score, attack) for attack in [*attacks_ahead(ahead), WORST]
+            attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]
         ],
         SCORE,
     ),
-    change_under("routing_change", "Routing", "are chosen for"),
-    change_under("processing_change", "Processing", "process"),
-    Each(
+    attack_change_columns("routing_change", "Routing", "are chosen for"),
+    attack_change_columns("processing_change", "Processing", "process"),
+    ColumnPerRow(
         changes_by_layer,
         Column(
             "routing_change_{}",
@@ -210,9 +215,9 @@ COLUMNS = (
             detail=True,
         ),
         lambda ahead: [
-            f"{attack}_layer_{layer}" for attack in attacks_ahead(ahead) for layer in ahead.layers
+            f"{attack}_layer_{layer}" for attack in planned_attacks(ahead) for layer in ahead.layers
         ],
-        words_of_layer,
+        layer_label_words,
     ),
 )
 
@@ -220,33 +225,35 @@ COLUMNS = (
 def figures(result: Result) -> Figures:
     """The score over epsilon, a line per attack."""
     curves = {
-        name: attack_points([rows_of(result, name)], result.task.score)
+        name: attack_points([attack_rows(result, name)], result.task.score)
         for name in [*attacks_of(result), WORST]
     }
     yield "score_under_attack", under_attack(curves, "attack", result.task.score)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """The score over epsilon for each attack and their worst, the routing's change, the audit."""
     results = phase.results(Result)
     attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
-    drawn = [curve_of(phase, attack) for attack in attacks]
+    drawn = [draw_attack_curve(phase, attack) for attack in attacks]
     if all(result.worst_case for result in results):
-        drawn.append(curve_of(phase, WORST))
+        drawn.append(draw_attack_curve(phase, WORST))
     for draw in (draw_changes, draw_layer_changes):
         drawn += [picture for attack in attacks for picture in draw(phase, attack)]
     worst = WORST if results[0].worst_case else attacks[-1]
-    about = attacked_name(key_of(results[0].task.score), worst)
+    about = attacked_name(score_key(results[0].task.score), worst)
     yield Block("Robustness", pictures=drawn, about=about)
     yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
     yield audit_block(phase)
 
 
-def curve_of(phase: Phase, attack: str) -> Picture:
+def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     seeds = phase.of(Result)
     first = phase.results(Result)[0]
     curves = {
-        method: attack_points([rows_of(result, attack) for result in of_method], first.task.score)
+        method: attack_points(
+            [attack_rows(result, attack) for result in of_method], first.task.score
+        )
         for method, of_method in seeds.items()
     }
     what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
@@ -265,7 +272,7 @@ def draw_changes(phase: Phase, attack: str) -> list[Picture]:
         rows = measured_curves(result.attacks).get(attack, ())
         return {row.epsilon * PIXEL: mean_or_none(row.routing_change) for row in rows}
 
-    look = change_look(attack)
+    look = change_chart_spec(attack)
     label = f"routing under {attack}"
     words = "Mean over MoE layers."
     return draw_method_curves(phase, Result, changes, look, words, label, (0.0, 1.0))
@@ -280,7 +287,7 @@ def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
         return {row.epsilon * PIXEL: row.routing_change[layer] for row in having}
 
     seeds = phase.of(Result)
-    last = drop_none(strongest_rows(result).get(attack) for result in phase.results(Result))
+    last = drop_none(largest_epsilon_rows(result).get(attack) for result in phase.results(Result))
     panels = {
         f"MoE {layer + 1}": {
             method: points_over_seeds([changes(result, layer) for result in results], (0.0, 1.0))
@@ -292,13 +299,13 @@ def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
         return []
     drawn = FIGURES.get(re.split("[-_]", attack)[0], "")
     caption = f"By MoE layer{drawn}. {interval_caption(seeds)}"
-    chart = panels_chart(panels, change_look(attack))
+    chart = panels_chart(panels, change_chart_spec(attack))
     return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
 
 
-def change_look(attack: str) -> Look:
+def change_chart_spec(attack: str) -> ChartSpec:
     title = f"Routing change under {attack_title(attack)}"
-    return Look(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
+    return ChartSpec(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
 
 
 def draw_attacked_images(phase: Phase) -> list[Picture]:
@@ -309,13 +316,15 @@ def draw_attacked_images(phase: Phase) -> list[Picture]:
         shown = getattr(first.get(method), "attacked", None)
         if shown is None:
             continue
-        tiles = [[Tile(picture(one)) for one in row.pictures.array()] for row in shown.rows]
+        tiles = [
+            [Tile(displayable_image(one)) for one in row.pictures.array()] for row in shown.rows
+        ]
         names = [
             {0: "clean"}.get(row.epsilon, f"ε = {format_epsilon(row.epsilon)}")
             for row in shown.rows
         ]
         title = f"{attack_title(shown.attack)} on {method}"
-        figure = sheet(tiles, Frame(title, names), 1.1, 1.1)
+        figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
         caption = f"{method}. Images as the strongest attack made them (figure 5)."
         label = f"{phase.name}: attacked pictures of {method}"
         pictures.append(Picture(figure, label, caption + phase.first_seed))
@@ -330,24 +339,24 @@ def audit_block(phase: Phase) -> Block:
     }
     every = [line for of_method in lines.values() for line in of_method]
     rows = [
-        Line(
-            Item(name.replace("_", " ")),
-            [worst_answer([line for line in one if line.name == name]) for one in lines.values()],
+        TableRow(
+            PageCell(name.replace("_", " ")),
+            [worst_verdict([line for line in one if line.name == name]) for one in lines.values()],
         )
         for name in dict.fromkeys(line.name for line in every)
     ]
-    grids = [Grid(["Question", *lines], rows)] if rows else []
+    grids = [PageTable(["Question", *lines], rows)] if rows else []
     return Block("Can the attacks be believed?", grids=grids, finding=tally_verdicts(every))
 
 
-def worst_answer(audited: Sequence[Audited]) -> Item:
+def worst_verdict(audited: Sequence[Audited]) -> PageCell:
     """Return what all seeds say of a question: the worst verdict, with its words."""
     if not audited:
         return NONE
     worst = min(audited, key=lambda line: WORST_FIRST.index(line.holds))
-    return Item(
+    return PageCell(
         MARKS[worst.holds],
-        note=with_named_epsilons(worst.text.removeprefix("not judged: ")),
+        note=shorten_epsilons(worst.text.removeprefix("not judged: ")),
         look=LOOKS[worst.holds],
     )
 
@@ -359,4 +368,4 @@ def tally_verdicts(audited: Sequence[Audited]) -> str:
     return f"{verdicts.count(True)} of {told} lines of the audit hold"
 
 
-SHOWN = Shown("robustness", "robustness", Result, COLUMNS, figures, part)
+SHOWN = Shown("robustness", "robustness", Result, COLUMNS, figures, phase_blocks)

@@ -5,32 +5,36 @@ from functools import partial
 from operator import attrgetter
 
 from moecore.measure.routing import Result
-from moecore.measure.routing_metrics.augmentations import resolve_augmentation
 from moecore.measure.routing_metrics.matching import AugmentedRow
+from moecore.measure.routing_metrics.view_pairs import resolve_augmentation
 from moecore.report.column import (
     SCORE,
-    Ahead,
     Column,
+    ColumnPerRow,
     Columns,
-    Each,
-    Given,
+    ContextColumns,
+    PlannedPhase,
     column_slug,
     mean_or_none,
 )
-from moecore.report.figures.expert_maps import corresponding_patches, expert_load, expert_overlays
+from moecore.report.figures.expert_figures import (
+    corresponding_patches,
+    expert_load,
+    expert_overlays,
+)
 from moecore.report.measured import Phase, drop_none
+from moecore.report.measures.result_display import Figures, Shown, items_reader, pictures_by_name
 from moecore.report.measures.routing_sweeps import (
     agreement_by_layer,
-    by_layer,
-    neighbours,
-    scores_ahead,
-    scores_over_k,
-    sweeps,
+    describe_adjacent_patches,
+    describe_k_effect,
+    draw_all_sweeps,
+    layer_columns,
+    planned_scores,
+    score_over_k_columns,
     swept,
     swept_columns,
-    swept_most,
 )
-from moecore.report.measures.shown import Figures, Shown, by_name, items_of
 from moecore.report.page.view import Block, Picture
 from moecore.statistics.intervals import Interval
 
@@ -46,15 +50,15 @@ SURE = {
 }
 
 
-def of_routing(
+def routing_column(
     name: str, label: str, better: str = "", form: str = "number", note: str = "", paper: str = ""
 ) -> Column:
     """A number that the result has under the column's own name."""
     read = attrgetter(name)
-    return Column(name, label, read, better, form, note, paper, items=items_of(name))
+    return Column(name, label, read, better, form, note, paper, items=items_reader(name))
 
 
-def sureness(place: str) -> Column:
+def router_confidence_column(place: str) -> Column:
     """The highest, the second or the sum of the other probabilities of a token."""
     label, better, note = SURE[place]
 
@@ -62,10 +66,10 @@ def sureness(place: str) -> Column:
         return mean_or_none([getattr(layer.confidence, place) for layer in result.layers])
 
     name = f"confidence_{place}"
-    return Column(name, label, read, better, note=note, paper="prc", items=items_of(name))
+    return Column(name, label, read, better, note=note, paper="prc", items=items_reader(name))
 
 
-def matched_under(match: str) -> Each:
+def match_columns(match: str) -> ColumnPerRow:
     """A match of two views under each recorded augmentation (PRC, table 4)."""
     column = Column(
         f"{match}_{{}}",
@@ -74,17 +78,19 @@ def matched_under(match: str) -> Each:
         "higher",
         "share",
         paper="prc",
-        items=items_of(match),
+        items=items_reader(match),
         detail=True,
     )
-    return Each(augmentations_of, column, augmentations_ahead, lambda key, row: [row.name])
+    return ColumnPerRow(
+        rows_by_augmentation, column, planned_augmentations, lambda key, row: [row.name]
+    )
 
 
-def augmentations_of(result: Result) -> dict[str, AugmentedRow]:
+def rows_by_augmentation(result: Result) -> dict[str, AugmentedRow]:
     return {column_slug(row.name): row for row in result.augmentations}
 
 
-def augmentations_ahead(ahead: Ahead) -> list[str]:
+def planned_augmentations(ahead: PlannedPhase) -> list[str]:
     """Return those that are asked for; a text has none."""
     if ahead.score == "nats":
         return []
@@ -105,30 +111,30 @@ SHARES = {
 }
 
 
-def on_map(place: str) -> list[Columns]:
+def map_part_columns(place: str) -> list[Columns]:
     """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
     columns: list[Columns] = []
     for share, (word, what) in SHARES.items():
         words = (f"{place}_{share}", f"{word}, {place}", "", "share", f"{what} {PLACES[place]}")
-        columns.append(of_routing(*words, "moge"))
+        columns.append(routing_column(*words, "moge"))
         if share != "cells":
-            columns.append(by_layer(*words, "moge"))
+            columns.append(layer_columns(*words, "moge"))
     return columns
 
 
 TEACHER = ("teacher_agreement", "Agreement with teacher", "", "share")
 AGREED = "tokens that agree on the first expert"
-ermoe_column = partial(of_routing, paper="ermoe")
-tgr_column = partial(of_routing, paper="tgr")
+ermoe_column = partial(routing_column, paper="ermoe")
+tgr_column = partial(routing_column, paper="tgr")
 COLUMNS = (
     *(
-        of_routing(
+        routing_column(
             match, f"Match, {words}", "higher", "share", f"{same} in two augmented views", "prc"
         )
         for match, (words, same) in MATCHES.items()
     ),
-    *(sureness(place) for place in SURE),
-    *(matched_under(match) for match in MATCHES),
+    *(router_confidence_column(place) for place in SURE),
+    *(match_columns(match) for match in MATCHES),
     ermoe_column(
         "load_cv2",
         "Load CV²",
@@ -152,7 +158,7 @@ COLUMNS = (
         "tail_of_probs", "Tail of the probabilities", note="probability outside the best k"
     ),
     tgr_column(*TEACHER, f"{AGREED}; mean over layers"),
-    by_layer(*TEACHER, AGREED, "tgr", detail=False),
+    layer_columns(*TEACHER, AGREED, "tgr", detail=False),
     tgr_column(
         "entropy",
         "Expert entropy",
@@ -162,10 +168,10 @@ COLUMNS = (
     tgr_column(
         "token_entropy", "Token entropy", note="nats, of a token's probabilities; mean over layers"
     ),
-    *(column for place in PLACES for column in on_map(place)),
+    *(column for place in PLACES for column in map_part_columns(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    Given(scores_over_k, scores_ahead, SCORE),
+    ContextColumns(score_over_k_columns, planned_scores, SCORE),
 )
 
 
@@ -176,14 +182,16 @@ def figures(result: Result) -> Figures:
         yield "expert_overlays", expert_overlays(result.overlays)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Load and patches of the methods with MoE layers, then other settings of their routers."""
-    drawn = by_name(phase, Result, figures)
+    drawn = pictures_by_name(phase, Result, figures)
     loads = drawn["expert_load"]
     yield Block("Load of the experts", pictures=loads, about="load_cv2")
     patches = drawn["expert_overlays"]
     yield Block(
-        "Which expert sees which patch", pictures=patches, finding=neighbours(phase.first(Result))
+        "Which expert sees which patch",
+        pictures=patches,
+        finding=describe_adjacent_patches(phase.first(Result)),
     )
     pairs = drop_none(result.corresponding for result in phase.results(Result))
     crops = [  # the same for every method
@@ -198,12 +206,12 @@ def part(phase: Phase) -> Iterator[Block]:
     )
     yield Block(
         "Other thresholds and other k at test time",
-        pictures=sweeps(phase),
-        finding=swept_most(
+        pictures=draw_all_sweeps(phase),
+        finding=describe_k_effect(
             {method: swept(result, "k", "score") for method, result in phase.first(Result).items()},
             phase.task.score,
         ),
     )
 
 
-SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, part)
+SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, phase_blocks)

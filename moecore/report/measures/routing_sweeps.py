@@ -8,18 +8,18 @@ import numpy as np
 from moecore.measure.cost import Result as Cost
 from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.routing import Result, RoutingLayer
-from moecore.report.column import Ahead, Column, Each, Seen, score_title
-from moecore.report.figures.charts import Look
+from moecore.report.column import Column, ColumnContext, ColumnPerRow, PlannedPhase, score_title
+from moecore.report.figures.charts import ChartSpec
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import draw_method_curves
+from moecore.report.measures.result_display import draw_method_curves
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
 from moecore.tasks.base import Score
 from moecore.training.outcome import Outcome
 
 
-def neighbours(first: Mapping[str, Result]) -> str:
-    """How often patches that lie side by side have the same expert in the last layer.
+def describe_adjacent_patches(first: Mapping[str, Result]) -> str:
+    """Say how often patches side by side have the same expert in the last layer.
 
     first: method → the result whose patches are shown; "" where none are.
     """
@@ -37,7 +37,7 @@ def neighbours(first: Mapping[str, Result]) -> str:
     return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
 
 
-def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
+def describe_k_effect(scores: Mapping[str, Mapping[float, float]], score: Score) -> str:
     """How far the score moves where fewer or more experts see a token; scores: method → k → it."""
     moved = {
         method: max(by_k.values()) - min(by_k.values())
@@ -54,7 +54,7 @@ def swept_most(scores: Mapping[str, Mapping[float, float]], score: Score) -> str
     )
 
 
-def preferred(first: Mapping[str, Outcome]) -> str:
+def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
     """The class and the expert that belong together most, in the last MoE layer and epoch."""
     most = (0.0, "")
     for method, result in first.items():
@@ -73,7 +73,7 @@ def preferred(first: Mapping[str, Outcome]) -> str:
 FIGURES = {"threshold": "S3", "k": "S5"}  # of ERMoE's supplement
 
 
-def sweeps(phase: Phase) -> list[Picture]:
+def draw_all_sweeps(phase: Phase) -> list[Picture]:
     """Small curves over the threshold and over k at test time (ERMoE, figures S3 and S5)."""
     score = phase.task.score
     share = score.form == "share"
@@ -87,23 +87,23 @@ def sweeps(phase: Phase) -> list[Picture]:
         ("k", "load_cv2", "Load CV²", False),
     )
     drawn = [picture for panel in panels for picture in draw_sweep(phase, *panel)]
-    look = Look(
+    look = ChartSpec(
         "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
     )
     words = "Forward passes of this machine (ERMoE, figure S5)."
-    return drawn + draw_method_curves(phase, Cost, relative_times, look, words)
+    return drawn + draw_method_curves(phase, Cost, slowdown_by_k, look, words)
 
 
 def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> list[Picture]:
     """One value over one setting, a line per method; [] where no model was swept."""
     words = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
     over_what, axis = words[setting]
-    look = Look(f"{label} over {over_what}", axis, label, share, height=3.2)
+    look = ChartSpec(f"{label} over {over_what}", axis, label, share, height=3.2)
     what = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[setting]})."
     return draw_method_curves(phase, Result, lambda one: swept(one, setting, name), look, what)
 
 
-def relative_times(result: Cost) -> dict[float, float]:
+def slowdown_by_k(result: Cost) -> dict[float, float]:
     """k → the time of a batch, as a multiple of that with one expert per token."""
     times = {row.k: row.batch_ms.median for row in result.by_k}
     return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
@@ -116,13 +116,13 @@ def swept(result: Result, setting: str, name: str) -> dict[float, float]:
     return {x: value for x, value in values.items() if value is not None}
 
 
-def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> Each:
+def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> ColumnPerRow:
     """A value at each setting that was tried: a claim compares it as any other column."""
     symbol = {"threshold": "T", "k": "k"}[setting]
 
     def values(result: Result) -> dict[str, tuple[float, float]]:
         points = swept(result, setting, name)
-        return {slug_of(tried): (tried, value) for tried, value in points.items()}
+        return {setting_slug(tried): (tried, value) for tried, value in points.items()}
 
     column = Column(
         f"{name}_{setting}_{{}}",
@@ -134,11 +134,11 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
         "ermoe",
         detail=True,
     )
-    foreseen = lambda ahead: map(slug_of, getattr(ahead.study.routing.sweeps, setting))
-    return Each(values, column, foreseen, lambda key, point: [f"{point[0]:g}"])
+    foreseen = lambda ahead: map(setting_slug, getattr(ahead.study.routing.sweeps, setting))
+    return ColumnPerRow(values, column, foreseen, lambda key, point: [f"{point[0]:g}"])
 
 
-def slug_of(tried: float) -> str:
+def setting_slug(tried: float) -> str:
     """A setting inside the name of a column: 0_5."""
     return f"{tried:g}".replace(".", "_")
 
@@ -147,9 +147,9 @@ def layers_of(result: Result) -> dict[str, RoutingLayer]:
     return {str(place): layer for place, layer in enumerate(result.layers, 1)}
 
 
-def by_layer(
+def layer_columns(
     name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
-) -> Each:
+) -> ColumnPerRow:
     """A column for each MoE layer that has the value, from 1."""
     column = Column(
         f"{name}_layer_{{}}",
@@ -161,15 +161,15 @@ def by_layer(
         paper,
         detail=detail,
     )
-    return Each(layers_of, column, lambda ahead: map(str, ahead.layers))
+    return ColumnPerRow(layers_of, column, lambda ahead: map(str, ahead.layers))
 
 
-def scores_over_k(seen: Seen) -> list[Column]:
+def score_over_k_columns(seen: ColumnContext) -> list[Column]:
     score = seen.task.score
     return swept_columns("k", "score", score_title(score), score.better, score.form).columns(seen)
 
 
-def scores_ahead(ahead: Ahead) -> list[str]:
+def planned_scores(ahead: PlannedPhase) -> list[str]:
     return [f"score_k_{value}" for value in ahead.study.routing.sweeps.k]
 
 
@@ -179,6 +179,6 @@ def agreement_by_layer(phase: Phase) -> list[Picture]:
     def shares(result: Result) -> dict[float, float | None]:
         return {place: layer.teacher_agreement for place, layer in enumerate(result.layers, 1)}
 
-    look = Look("Agreement with the teacher", "MoE layer", "Tokens", True, 1.02, 3.2)
+    look = ChartSpec("Agreement with the teacher", "MoE layer", "Tokens", True, 1.02, 3.2)
     words = "Tokens whose first expert is the teacher's (TGR, table 7)."
     return draw_method_curves(phase, Result, shares, look, words, "teacher's agreement")

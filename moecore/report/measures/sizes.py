@@ -7,14 +7,14 @@ from matplotlib.figure import Figure
 
 from moecore.measure.sizes import Result, SizeRow
 from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
-from moecore.report.measures.shown import Figures
-from moecore.report.page.view import EMPTY, NONE, Block, Grid, Item, Line, Picture
-from moecore.report.tables.paper_numbers import REPORTED, Reported
+from moecore.report.measures.result_display import Figures
+from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.tables.paper_numbers import REPORTED, ReportedModel
 
 LIMIT = 0.01  # a difference beyond it is explained
 
 
-class Count(NamedTuple):
+class SizeColumn(NamedTuple):
     """One number of a model: where it stands in a row, and in what unit it is shown."""
 
     metric: str  # of paper_numbers and compare.json
@@ -26,27 +26,31 @@ class Count(NamedTuple):
 
 
 COUNTS = (
-    Count("parameters", "Parameters, M", "parameters", 1, 1e-6, 2),
-    Count("active_parameters", "Active, M", "active_parameters", 1, 1e-6, 2),
-    Count("gflops", "GFLOPs", "flops_per_image", 1e-9, 1, 1),
-    Count("routing_gflops", "Routing of a layer, GFLOPs", "routing_flops_per_layer", 1e-9, 1, 3),
+    SizeColumn("parameters", "Parameters, M", "parameters", 1, 1e-6, 2),
+    SizeColumn("active_parameters", "Active, M", "active_parameters", 1, 1e-6, 2),
+    SizeColumn("gflops", "GFLOPs", "flops_per_image", 1e-9, 1, 1),
+    SizeColumn(
+        "routing_gflops", "Routing of a layer, GFLOPs", "routing_flops_per_layer", 1e-9, 1, 3
+    ),
 )
 TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
 
 
 def figures(result: Result) -> Figures:
-    yield "difference_from_the_papers", differences(result)
+    yield "difference_from_the_papers", draw_paper_deviations(result)
 
 
 def section(result: Result) -> Iterator[Block]:
-    yield Block("Ours beside the papers'", grids=[grid(result)])
+    yield Block("Ours beside the papers'", grids=[size_table(result)])
     drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
     yield Block("Difference from the papers' numbers", pictures=drawn)
 
 
-def told(result: Result) -> str:
+def describe_reproduction(result: Result) -> str:
     """How many of the papers' numbers come out."""
-    deviations = [one["difference"] for row in flat(result).values() for one in row.values()]
+    deviations = [
+        one["difference"] for row in size_differences(result).values() for one in row.values()
+    ]
     near = sum(abs(difference) <= LIMIT for difference in deviations)
     unbuilt = sum(bool(row.needs) for row in result.rows)
     words = f"{near} of {len(deviations)} printed numbers come out to within 1 %; the others have"
@@ -54,75 +58,77 @@ def told(result: Result) -> str:
     return f"{words} a word beside them.{missing} Built without memory, nothing is trained."
 
 
-def flat(result: Result) -> dict[str, dict[str, dict[str, float]]]:
+def size_differences(result: Result) -> dict[str, dict[str, dict[str, float]]]:
     """Model → metric → ours, the paper's, and the difference as a share of the paper's."""
     comparisons: dict[str, dict[str, dict[str, float]]] = {}
     for row in result.rows:
         comparisons[row.name] = {}
         for count in COUNTS:
             value = ours(row, count)
-            paper = printed(row).values.get(count.metric)
+            paper = find_reported_model(row).values.get(count.metric)
             if value is not None and paper is not None:
                 both = {"ours": value, "paper": paper, "difference": value / paper - 1}
                 comparisons[row.name][count.metric] = both
     return comparisons
 
 
-def printed(row: SizeRow) -> Reported:
+def find_reported_model(row: SizeRow) -> ReportedModel:
     """What the paper prints of the model. Raises ValueError for a name that it does not have."""
     if not row.reported:
-        return Reported("cost", row.name, "", {})
+        return ReportedModel("cost", row.name, "", {})
     for model in REPORTED:
         if (model.paper, model.model) == ("cost", row.reported):
             return model
     raise ValueError(f"{row.reported} is not in moecore/report/paper_numbers.yaml under cost")
 
 
-def ours(row: SizeRow, count: Count) -> float | None:
+def ours(row: SizeRow, count: SizeColumn) -> float | None:
     """The number of a row in the paper's unit; None where the model was not built."""
     value = getattr(row, count.field)
     return None if value is None else value * count.unit
 
 
-def grid(result: Result) -> Grid:
+def size_table(result: Result) -> PageTable:
     """A row per model: each number, the paper's below it, and how far apart they are."""
     lines = [
-        Line(
-            Item(row.name, note=printed(row).source.partition(":")[0]),
-            [cell(row, count) for count in COUNTS] + [reason(row)],
+        TableRow(
+            PageCell(row.name, note=find_reported_model(row).source.partition(":")[0]),
+            [count_beside_paper(row, count) for count in COUNTS] + [deviation_reason(row)],
         )
         for row in result.rows
     ]
-    return Grid(["", *(count.label for count in COUNTS), "Where they differ"], lines)
+    return PageTable(["", *(count.label for count in COUNTS), "Where they differ"], lines)
 
 
-def cell(row: SizeRow, count: Count) -> Item:
+def count_beside_paper(row: SizeRow, count: SizeColumn) -> PageCell:
     """Ours; below it the paper's and the difference."""
     value = ours(row, count)
-    paper = printed(row).values.get(count.metric)
+    paper = find_reported_model(row).values.get(count.metric)
     if value is None:
-        return NONE if paper is None else Item("–", small=f"paper {number(paper, count)}")
+        return NONE if paper is None else PageCell("–", small=f"paper {number(paper, count)}")
     if paper is None:
-        return Item(number(value, count), value=value)
+        return PageCell(number(value, count), value=value)
     apart = f"{100 * (value / paper - 1):+.1f}\u00a0%".replace("-", "−")
-    return Item(number(value, count), small=f"paper {number(paper, count)}, {apart}", value=value)
+    return PageCell(
+        number(value, count), small=f"paper {number(paper, count)}, {apart}", value=value
+    )
 
 
-def reason(row: SizeRow) -> Item:
+def deviation_reason(row: SizeRow) -> PageCell:
     if row.needs:
-        return Item(f"Needs {row.needs}. {row.why}".strip(), look="reason")
-    return Item(row.why, look="reason") if row.why else EMPTY
+        return PageCell(f"Needs {row.needs}. {row.why}".strip(), look="reason")
+    return PageCell(row.why, look="reason") if row.why else EMPTY
 
 
-def number(value: float, count: Count) -> str:
+def number(value: float, count: SizeColumn) -> str:
     return f"{value * count.shown:,.{count.places}f}"
 
 
 @styled
-def differences(result: Result) -> Figure:
+def draw_paper_deviations(result: Result) -> Figure:
     """Ours over the paper's − 1 for every model and number, a row per model."""
     comparisons: Mapping[str, Mapping[str, Any]] = {
-        name: numbers for name, numbers in flat(result).items() if numbers
+        name: numbers for name, numbers in size_differences(result).items() if numbers
     }
     names = list(comparisons)[::-1]
     figure = new_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
@@ -146,7 +152,9 @@ def differences(result: Result) -> Figure:
     return figure
 
 
-def table(compared: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Sequence[str]]:
+def size_table_rows(
+    compared: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> list[Sequence[str]]:
     """The entry ``sizes`` of compare.json as rows of text, the head first."""
     rows: list[Sequence[str]] = [("model", *(count.label for count in COUNTS))]
     for name, numbers in compared.items():

@@ -7,78 +7,84 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.exploring.overlays import expert_grid
-from moecore.measure.noise_ramp import Ramp
+from moecore.measure.noise_ramp import RampSummary
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.column import (
     SCORE,
     Column,
-    Given,
-    Seen,
+    ColumnContext,
+    ContextColumns,
     decode_items,
-    key_of,
-    limits_of,
     mean_or_none,
+    score_interval_kind,
+    score_key,
     score_title,
-    unit_of,
+    unit_suffix,
 )
-from moecore.report.figures.charts import Look
+from moecore.report.figures.charts import ChartSpec
 from moecore.report.figures.drawing import (
     PALETTE,
-    legend_of,
+    add_legend_below,
     line_look,
     new_figure,
     share_axis,
     styled,
 )
-from moecore.report.figures.sheets import Frame, Tile, picture, sheet, tints
+from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, expert_tints, sheet
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Figures, Shown, draw_method_curves, each_method, items_of
+from moecore.report.measures.result_display import (
+    Figures,
+    Shown,
+    draw_method_curves,
+    first_seed_pictures,
+    items_reader,
+)
 from moecore.report.page.view import Block
 from moecore.statistics.intervals import Interval
 
 
-def in_noise(read: Callable[[NoiseRow], Any]) -> Callable[[Result], Any]:
+def largest_noise_reader(read: Callable[[NoiseRow], Any]) -> Callable[[Result], Any]:
     """Return what reads the row of the largest sigma."""
     return lambda result: read(max(result.noise, key=lambda row: row.sigma))
 
 
-def scored(seen: Seen) -> list[Column]:
+def noise_score_columns(seen: ColumnContext) -> list[Column]:
     known = seen.task.score
     return [
         Column(
-            f"noise_{key_of(known)}",
-            f"{score_title(known)}{unit_of(known)}, noise",
-            in_noise(lambda row: Interval(row.score, row.low, row.high)),
+            f"noise_{score_key(known)}",
+            f"{score_title(known)}{unit_suffix(known)}, noise",
+            largest_noise_reader(lambda row: Interval(row.score, row.low, row.high)),
             known.better,
             known.form,
             "under the largest noise",
             "prc",
-            items=in_noise(items_of("score")),
-            limits=limits_of(known),
+            items=largest_noise_reader(items_reader("score")),
+            limits=score_interval_kind(known),
         )
     ]
 
 
 COLUMNS = (
-    Given(scored, lambda ahead: [f"noise_{ahead.score}"], SCORE),
+    ContextColumns(noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE),
     Column(
         "noise_selection_change",
         "Selection change, noise",
-        in_noise(lambda row: mean_or_none(row.selection_change)),
+        largest_noise_reader(lambda row: mean_or_none(row.selection_change)),
         "lower",
         note="1 − IoU of the chosen experts under the largest noise, mean over layers",
         paper="prc",
-        items=in_noise(items_of("selection_change")),
+        items=largest_noise_reader(items_reader("selection_change")),
     ),
     Column(
         "noise_agreement",
         "Same expert, noise",
-        in_noise(lambda row: row.agreement),
+        largest_noise_reader(lambda row: row.agreement),
         "higher",
         "share",
         "tokens whose first expert stays under that noise",
         "prc",
-        items=in_noise(items_of("agreement")),
+        items=largest_noise_reader(items_reader("agreement")),
     ),
     Column(
         "jumps",
@@ -100,14 +106,16 @@ def figures(result: Result) -> Figures:
         yield "noise_overlays", noise_overlays(result.overlays)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """The choice of experts and the score under noise; ramps and patches of each method."""
     known = phase.task.score
     sigma = "σ of the noise"
-    changed = Look("Selection change under noise", sigma, "1 − IoU of experts", True, height=3.2)
+    changed = ChartSpec(
+        "Selection change under noise", sigma, "1 − IoU of experts", True, height=3.2
+    )
     title = score_title(known)
-    axis = title + unit_of(known)
-    scores = Look(f"{title} under noise", sigma, axis, known.form == "share", height=3.2)
+    axis = title + unit_suffix(known)
+    scores = ChartSpec(f"{title} under noise", sigma, axis, known.form == "share", height=3.2)
     images = phase.results(Result)[0].images
 
     def changes(result: Result) -> dict[float, float | None]:
@@ -120,11 +128,11 @@ def part(phase: Phase) -> Iterator[Block]:
     drawn += draw_method_curves(phase, Result, scores_of, scores, f"{images} test images.")
     yield Block("Noise", pictures=drawn, about="noise_selection_change")
     title = "Predictions along a ramp, and patches under noise"
-    yield Block(title, pictures=each_method(phase, Result, figures), about="jumps")
+    yield Block(title, pictures=first_seed_pictures(phase, Result, figures), about="jumps")
 
 
 @styled
-def noise_ramp(ramp: Ramp) -> Figure:
+def noise_ramp(ramp: RampSummary) -> Figure:
     """The true class's probability of a few images over noise; a cross where it changes."""
     caption = "A few images. A cross: another class is predicted."
     figure = new_figure(4.8, 3.5, caption)
@@ -143,7 +151,7 @@ def noise_ramp(ramp: Ramp) -> Figure:
         )
     axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
     share_axis(axes, "Probability of the true class")
-    legend_of(figure, axes)
+    add_legend_below(figure, axes)
     return figure
 
 
@@ -160,13 +168,13 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
             grid = expert_grid(row.grids[layer][number])
             changed = grid != expert_grid(clean.grids[layer][number])
             words = np.where(grid < 0, "–", grid.astype(str))
-            tint = tints(np.where(changed, 0, -1), (PALETTE[1],))
-            line.append(Tile(picture(image), tint, words))
+            tint = expert_tints(np.where(changed, 0, -1), (PALETTE[1],))
+            line.append(Tile(displayable_image(image), tint, words))
         tiles.append(line)
     rows = [{0.0: "clean"}.get(row.sigma, f"σ = {row.sigma:g}") for row in stored]
     caption = "Last MoE layer. Tinted: another expert."
-    frame = Frame("Experts under noise: changed ones are tinted", rows, caption=caption)
+    frame = SheetLabels("Experts under noise: changed ones are tinted", rows, caption=caption)
     return sheet(tiles, frame, 1.5, 1.5)
 
 
-SHOWN = Shown("stability", "stability under noise", Result, COLUMNS, figures, part)
+SHOWN = Shown("stability", "stability under noise", Result, COLUMNS, figures, phase_blocks)

@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 
 from moecore.measure.transfer import Result, TransferCell
 from moecore.report.column import score_title
-from moecore.report.figures.charts import Labels, heat_table
+from moecore.report.figures.charts import Labels, draw_heatmap
 from moecore.report.measured import Phase
+from moecore.report.measures.result_display import Figures
 from moecore.report.measures.robustness import MARKS, attack_title
-from moecore.report.measures.shown import Figures
-from moecore.report.page.view import NONE, Block, Grid, Item, Line, Picture
-from moecore.report.tables.number_format import NumberFormat, format_epsilon, with_named_epsilons
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
 
 
 def figures(result: Result) -> Figures:
@@ -20,12 +20,12 @@ def figures(result: Result) -> Figures:
         yield "transfer", matrix(result)
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """The matrix as numbers and in colour, and what it says of the attacks."""
     result = phase.together.get(Result)
     if result is None:
         return
-    verdict = f"{MARKS[result.reading.holds]}: {with_named_epsilons(result.reading.text)}"
+    verdict = f"{MARKS[result.reading.holds]}: {shorten_epsilons(result.reading.text)}"
     words = [
         f"{attack_title(result.attack)} at ε = {format_epsilon(result.epsilon)} on "
         f"{result.images} test images. A row: the model on which the images were made. "
@@ -39,41 +39,44 @@ def part(phase: Phase) -> Iterator[Block]:
     if phase.seeds > 1:
         notes.append("First seed.")
     yield Block(
-        "Transfer of attacks", words, [printed(result)], drawn, below=notes, finding=verdict
+        "Transfer of attacks", words, [transfer_table(result)], drawn, below=notes, finding=verdict
     )
 
 
-def printed(result: Result) -> Grid:
+def transfer_table(result: Result) -> PageTable:
     cells = {(cell.made_on, cell.scored_by): cell for cell in result.cells}
     form = result.task.score.form
     lines = [
-        Line(Item(source), [item(cells.get((source, target)), form) for target in result.methods])
+        TableRow(
+            PageCell(source),
+            [format_transfer_cell(cells.get((source, target)), form) for target in result.methods],
+        )
         for source in result.methods
         if source not in result.skipped
     ]
-    return Grid(["Made on", *result.methods], lines)
+    return PageTable(["Made on", *result.methods], lines)
 
 
-def item(cell: TransferCell | None, form: str) -> Item:
+def format_transfer_cell(cell: TransferCell | None, form: str) -> PageCell:
     """A score, and how far it lies from the direct attack's."""
     if cell is None:
         return NONE
     text = NumberFormat(form).value(cell.score.value)
     if cell.made_on == cell.scored_by:
-        return Item(text, "direct", look="direct", value=cell.score.value)
+        return PageCell(text, "direct", look="direct", value=cell.score.value)
     difference = cell.difference
     if difference is None:
-        return Item(text, value=cell.score.value)
+        return PageCell(text, value=cell.score.value)
     number_format = NumberFormat.of(form, [difference.interval])
     small = number_format.difference(difference.value)
     if limits := number_format.difference_limits(difference.interval):
         small = f"{small} ({limits})"
-    return Item(text, small, value=cell.score.value)
+    return PageCell(text, small, value=cell.score.value)
 
 
 def matrix(result: Result) -> Figure:
     """Scores in colour: dark where much of the score is left, or where the error is large."""
-    lines = printed(result).lines
+    lines = transfer_table(result).lines
     values = np.array([[item.value for item in line.items] for line in lines], dtype=float)
     texts = [[item.text.removesuffix(" %") for item in line.items] for line in lines]
     score = result.task.score
@@ -90,4 +93,4 @@ def matrix(result: Result) -> Figure:
     )
     size = (1.9 + 0.5 * len(result.methods), 1.7 + 0.36 * len(lines))
     caption = "Of the images that were made on each model."
-    return heat_table(shades, np.where(np.isnan(values), "", texts), labels, size, caption)
+    return draw_heatmap(shades, np.where(np.isnan(values), "", texts), labels, size, caption)

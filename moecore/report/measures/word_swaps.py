@@ -3,11 +3,19 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from moecore.measure.word_swaps import Result, SwapRow, WordSwaps
-from moecore.report.column import Ahead, Column, Each, Seen, Value, decode_items, mean_or_none
-from moecore.report.figures.charts import Look
+from moecore.measure.word_swaps import Result, SwapShareRow, WordSwaps
+from moecore.report.column import (
+    Column,
+    ColumnContext,
+    ColumnPerRow,
+    PlannedPhase,
+    Value,
+    decode_items,
+    mean_or_none,
+)
+from moecore.report.figures.charts import ChartSpec
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Shown, draw_method_curves
+from moecore.report.measures.result_display import Shown, draw_method_curves
 from moecore.report.page.view import Block
 
 PERPLEXITIES = (
@@ -30,10 +38,10 @@ PERPLEXITIES = (
 SPARED = "Stop words are spared; the words to be foretold stay."
 
 
-class Swapped(NamedTuple):
+class SwapAgainstClean(NamedTuple):
     """A share of words that are swapped."""
 
-    row: SwapRow
+    row: SwapShareRow
     clean_nats: float
 
     @property
@@ -42,27 +50,27 @@ class Swapped(NamedTuple):
         return mean_or_none([layer.value for layer in self.row.selection_change])
 
 
-def perplexities(seen: Seen) -> list[Column]:
+def perplexity_columns(seen: ColumnContext) -> list[Column]:
     return list(PERPLEXITIES) if seen.task.long else []
 
 
-def key_of(share: float) -> str:
+def share_key(share: float) -> str:
     """1_5 of 0.015."""
     return f"{100 * share:g}".replace(".", "_")
 
 
-def swaps_of(result: Result) -> dict[str, Swapped]:
-    return {key_of(row.share): Swapped(row, result.nats.value) for row in result.rows}
+def swap_rows_by_share(result: Result) -> dict[str, SwapAgainstClean]:
+    return {share_key(row.share): SwapAgainstClean(row, result.nats.value) for row in result.rows}
 
 
-def swaps_ahead(ahead: Ahead) -> list[str]:
+def planned_swap_shares(ahead: PlannedPhase) -> list[str]:
     settings = ahead.study.word_swaps or WordSwaps()
-    return [key_of(share) for share in settings.shares]
+    return [share_key(share) for share in settings.shares]
 
 
-def swap_column(
-    name: str, label: str, read: Callable[[Swapped], Value], note: str, item: str = ""
-) -> Each:
+def word_swap_columns(
+    name: str, label: str, read: Callable[[SwapAgainstClean], Value], note: str, item: str = ""
+) -> ColumnPerRow:
     """Return a column for each share of words; item: the key of its items, if it is their mean."""
     column = Column(
         f"swapped_{name}_{{}}",
@@ -73,26 +81,28 @@ def swap_column(
         items=lambda swapped: decode_items(swapped.row.items.get(item)),
     )
     words = lambda key, swapped: [key.replace("_", ".")]
-    return Each(swaps_of, column, swaps_ahead, words)
+    return ColumnPerRow(swap_rows_by_share, column, planned_swap_shares, words)
 
 
 COLUMNS = (
-    swap_column(
+    word_swap_columns(
         "nats",
         "Nats",
         lambda swapped: swapped.row.nats,
         "a token; the words to be foretold are those of the clean text",
         "nats",
     ),
-    swap_column("ppl", "Perplexity", lambda swapped: swapped.row.perplexity, "exp of the nats"),
-    swap_column(
+    word_swap_columns(
+        "ppl", "Perplexity", lambda swapped: swapped.row.perplexity, "exp of the nats"
+    ),
+    word_swap_columns(
         "lost",
         "Nats lost",
         lambda swapped: swapped.row.nats.value - swapped.clean_nats,
         "above those of the clean text",
         "lost",
     ),
-    swap_column(
+    word_swap_columns(
         "change",
         "Routing change",
         lambda swapped: swapped.change,
@@ -102,27 +112,27 @@ COLUMNS = (
 )
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Perplexity and routing over the share of swapped words, a line per method."""
     axis = "Words swapped, %"
-    look = Look("Perplexity with swapped words", axis, "Perplexity")
-    drawn = draw_method_curves(phase, Result, perplexity_by_percent, look, SPARED)
-    look = Look("Routing change with swapped words", axis, "1 − IoU of experts")
-    drawn += draw_method_curves(phase, Result, change_by_percent, look, SPARED)
-    about = f"swapped_ppl_{next(iter(swaps_of(phase.results(Result)[0])), '')}"
+    look = ChartSpec("Perplexity with swapped words", axis, "Perplexity")
+    drawn = draw_method_curves(phase, Result, perplexity_by_swap_percent, look, SPARED)
+    look = ChartSpec("Routing change with swapped words", axis, "1 − IoU of experts")
+    drawn += draw_method_curves(phase, Result, change_by_swapped, look, SPARED)
+    about = f"swapped_ppl_{next(iter(swap_rows_by_share(phase.results(Result)[0])), '')}"
     yield Block("Swapped words", pictures=drawn, about=about)
 
 
-def perplexity_by_percent(result: Result) -> dict[float, float]:
+def perplexity_by_swap_percent(result: Result) -> dict[float, float]:
     return {0.0: result.perplexity} | {100 * row.share: row.perplexity for row in result.rows}
 
 
-def change_by_percent(result: Result) -> dict[float, float | None]:
+def change_by_swapped(result: Result) -> dict[float, float | None]:
     """Return percent of words → change, from none on; {} of a dense model."""
-    changes = {100 * one.row.share: one.change for one in swaps_of(result).values()}
+    changes = {100 * one.row.share: one.change for one in swap_rows_by_share(result).values()}
     if set(changes.values()) <= {None}:
         return {}
     return {0.0: 0.0} | changes
 
 
-SHOWN = Shown("word_swaps", "swapped words", Result, COLUMNS, part=part)
+SHOWN = Shown("word_swaps", "swapped words", Result, COLUMNS, part=phase_blocks)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from moecore.measure.zero_shot import Result
 from moecore.report.column import Column, decode_items
 from moecore.report.measured import Phase
-from moecore.report.measures.shown import Shown
-from moecore.report.page.view import NONE, Block, Grid, Item, Line
+from moecore.report.measures.result_display import Shown
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
 
 NOTE = "the class whose prompts lie nearest, of images that no caption was learned for"
 
@@ -34,13 +34,13 @@ COLUMNS = (
 )
 
 
-def part(phase: Phase) -> Iterator[Block]:
+def phase_blocks(phase: Phase) -> Iterator[Block]:
     """The share of right images of each class, a row per method's first seed."""
     by_method = phase.first(Result)
     first = next(iter(by_method.values()))
     names = [row.name for row in first.rows]
     lines = [
-        Line(Item(method), [_cell(row.correct, row.images) for row in result.rows])
+        TableRow(PageCell(method), [_cell(row.correct, row.images) for row in result.rows])
         for method, result in by_method.items()
     ]
     below = f"Right images, in percent; chance {100 * first.chance:.0f}.{phase.first_seed}"
@@ -48,15 +48,17 @@ def part(phase: Phase) -> Iterator[Block]:
     words = [f"{first.data}, {first.images:,} images, {first.templates} prompts a class."]
     if unknown:
         words.append(f"Words that the vocabulary does not have, by class: {', '.join(unknown)}.")
-    grid = Grid(["method", *names], lines, title="Zero-shot, by class", below=below, small=True)
+    grid = PageTable(
+        ["method", *names], lines, title="Zero-shot, by class", below=below, small=True
+    )
     yield Block("Zero-shot", words=words, grids=[grid], about="zero_shot_accuracy")
 
 
-def _cell(correct: int, images: int) -> Item:
+def _cell(correct: int, images: int) -> PageCell:
     if not images:
         return NONE
     share = correct / images
-    return Item(f"{100 * share:.0f}", share=share, value=share)
+    return PageCell(f"{100 * share:.0f}", share=share, value=share)
 
 
-SHOWN = Shown("zero_shot", "classes by prompts", Result, COLUMNS, part=part)
+SHOWN = Shown("zero_shot", "classes by prompts", Result, COLUMNS, part=phase_blocks)

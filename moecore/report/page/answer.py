@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import Evaluated, claims_of, questions_of
+from moecore.report.claims.evaluation import Evaluated, keep_paper_claims, select_questions
+from moecore.report.headline_quantities import MethodValues, PhaseQuantities
 from moecore.report.measured import Phase, drop_none
-from moecore.report.quantities import Quantities, Quantity
-from moecore.report.references import has_routing
+from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line
 
 VERDICTS = {
@@ -23,7 +23,9 @@ SCORES = {"share": ("is significantly more accurate", "is most accurate", "is as
 ERRORS = ("errs significantly less", "errs least", "errs as little as")
 
 
-def describe_phase(phase: Phase, title: str, quantities: Quantities, dense: Collection[str]) -> str:
+def describe_phase_findings(
+    phase: Phase, title: str, quantities: PhaseQuantities, dense: Collection[str]
+) -> str:
     """Return what is known of the methods of a phase, in few sentences after its title."""
     several = len(quantities.score.cells if quantities.score else phase.models) > 1
     parts = [_routing(phase, quantities)]
@@ -31,10 +33,10 @@ def describe_phase(phase: Phase, title: str, quantities: Quantities, dense: Coll
     return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
-def answer_of_claims(evaluated: Sequence[Evaluated]) -> str:
+def describe_claims(evaluated: Sequence[Evaluated]) -> str:
     """How many claims of the papers hold, and which; of questions how many have an answer."""
-    claims = claims_of(evaluated)
-    questions = questions_of(evaluated)
+    claims = keep_paper_claims(evaluated)
+    questions = select_questions(evaluated)
     told = []
     if claims:
         told.append(_judged(claims))
@@ -89,23 +91,22 @@ def _which(claims: Sequence[Evaluated]) -> str:
     return f" ({'; '.join(dict.fromkeys(words))})"
 
 
-def _routing(phase: Phase, quantities: Quantities) -> str:
+def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
     """Who decides, and how steadily."""
     steady = quantities.steady
     if steady is None:
-        if not has_routing(phase.models):
+        if not has_moe_method(phase.models):
             return "nobody decides, as a dense model sends every token through the same weights"
         return "the router decides, and how steadily was not measured"
     if len(steady.cells) == 1:
-        return steady.told(leader_value(steady, next(iter(steady.cells))))
+        return steady.told(format_leader_value(steady, next(iter(steady.cells))))
     if leader := steady.leader:
-        return (
-            f"the router of {leader} is the steadiest: {steady.told(leader_value(steady, leader))}"
-        )
-    return steady.told(value_span(steady))
+        value = steady.told(format_leader_value(steady, leader))
+        return f"the router of {leader} is the steadiest: {value}"
+    return steady.told(format_value_range(steady))
 
 
-def _scores(quantities: Quantities, dense: Collection[str], one_seed: bool) -> list[str]:
+def _scores(quantities: PhaseQuantities, dense: Collection[str], one_seed: bool) -> list[str]:
     both = drop_none((quantities.score, quantities.attacked))
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
         tie = f"no method {SCORES.get(both[0].column.form, ERRORS)[0]}, clean or attacked"
@@ -113,34 +114,34 @@ def _scores(quantities: Quantities, dense: Collection[str], one_seed: bool) -> l
     return [_score(quantity, dense) for quantity in both]
 
 
-def _score(quantity: Quantity, dense: Collection[str]) -> str:
+def _score(quantity: MethodValues, dense: Collection[str]) -> str:
     """Who is ahead, if anybody is shown to be."""
     better, best, as_good = SCORES.get(quantity.column.form, ERRORS)
     leader = quantity.leader
     where = quantity.words
     if leader is None:
-        return f"{where.capitalize()} no method {better}: {value_span(quantity)}"
-    measured = leader_value(quantity, leader)
+        return f"{where.capitalize()} no method {better}: {format_value_range(quantity)}"
+    measured = format_leader_value(quantity, leader)
     if leader in dense:
         return f"{where.capitalize()} no mixture {as_good} {leader}, {measured}"
     return f"{leader} {best} {where}, {measured}"
 
 
-def _alone(quantities: Quantities) -> Iterable[str]:
+def _alone(quantities: PhaseQuantities) -> Iterable[str]:
     for quantity in drop_none((quantities.score, quantities.attacked)):
         method = next(iter(quantity.cells))
-        measured = leader_value(quantity, method)
+        measured = format_leader_value(quantity, method)
         told = {"share": "has {} right"}.get(quantity.column.form, "errs by {}")
         yield f"{method} {told.format(measured)} {quantity.words}"
 
 
-def leader_value(quantity: Quantity, method: str) -> str:
+def format_leader_value(quantity: MethodValues, method: str) -> str:
     """79.1 % (76.0 – 82.2); an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
 
 
-def value_span(quantity: Quantity) -> str:
+def format_value_range(quantity: MethodValues) -> str:
     """Return 55.0 to 79.1 %; where they are printed alike, 55.0 %; an error has its unit."""
     low, high = (
         quantity.format.value(quantity.interval(method).value) for method in quantity.ends()

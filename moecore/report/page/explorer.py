@@ -31,7 +31,7 @@ def explorer(results: Results) -> str:
         if phase.first(Explorer) or any(why_not(phase, method) for method in phase.models)
     ]
     pool: dict[str, int] = {}
-    data = [phase_data(phase, pool) for phase in phases]
+    data = [explorer_phase_data(phase, pool) for phase in phases]
     missing = ""
     if not phases:
         missing = NOT_MEASURED
@@ -41,7 +41,7 @@ def explorer(results: Results) -> str:
     return template.render(missing=missing, data={"phases": data, "pool": list(pool)})
 
 
-def explorable(results: Results) -> bool:
+def has_explorer_images(results: Results) -> bool:
     """Whether any model's images can be looked at."""
     return any(phase.first(Explorer) for phase in results.phases.values())
 
@@ -54,7 +54,7 @@ def why_not(phase: Phase, method: str) -> str:
     return next((text[len(start) :] for text in first.skipped if text.startswith(start)), "")
 
 
-def phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
+def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
     return {
         "name": phase.name,
@@ -62,11 +62,11 @@ def phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "answers": phase.task.answers,
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("share") is None,
-        "methods": [method_data(phase, method, pool) for method in phase.models],
+        "methods": [explorer_entry(phase, method, pool) for method in phase.models],
     }
 
 
-def method_data(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, Any]:
+def explorer_entry(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, Any]:
     """The model of a method's first seed, or why there is none to look at."""
     result = phase.first(Explorer).get(method)
     if result is None:
@@ -74,11 +74,11 @@ def method_data(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, An
     model = result.model_dump(mode="json")
     outcome = phase.first(Outcome).get(method)
     if outcome is not None:
-        model["shown"] += epochs(outcome, result)
+        model["shown"] += epoch_traces(outcome, result)
     return {"name": method, "model": intern_texts(model, pool)}
 
 
-def epochs(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
+def epoch_traces(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
     """The same images after epochs of the training, where it looked at these."""
     number = len(result.images)
     return [

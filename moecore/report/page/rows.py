@@ -3,53 +3,54 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moecore.core.config import Config
-from moecore.report.column import Column, Metric
+from moecore.report.column import Column, ResultColumn
 from moecore.report.measured import Models
 from moecore.report.page.glossary import find_explaining_word
-from moecore.report.page.view import EMPTY, NONE, Grid, Head, Item, Line
-from moecore.report.tables.cells import Cell, Cells, read_cell
+from moecore.report.page.view import EMPTY, NONE, ColumnHead, PageCell, PageTable, TableRow
+from moecore.report.tables.cells import Cell, Cells, cell_over_seeds
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.paper_numbers import PAPERS
 
 
-def by_method(
+def method_rows_table(
     columns: Sequence[Column],
     cells: Cells,
     controls: Collection[str] = (),
     notes: Callable[[Column], Sequence[str]] = lambda column: (),
-) -> Grid:
+) -> PageTable:
     """Methods as rows, metrics as columns, whose heads have notes below them."""
     items = [
         format_column(column, [row[column.name] for row in cells.values()]) for column in columns
     ]
     lines = [
-        Line(
-            Item(method, note="control" if method in controls else ""), [one[row] for one in items]
+        TableRow(
+            PageCell(method, note="control" if method in controls else ""),
+            [one[row] for one in items],
         )
         for row, method in enumerate(cells)
     ]
     heads = [
-        Head(column.note, column.better, find_explaining_word(column.name), notes(column))
+        ColumnHead(column.note, column.better, find_explaining_word(column.name), notes(column))
         for column in columns
     ]
     names = ["Method", *(column.label for column in columns)]
-    return Grid(names, lines, heads=[Head(), *heads], sortable=len(lines) > 1)
+    return PageTable(names, lines, heads=[ColumnHead(), *heads], sortable=len(lines) > 1)
 
 
-def by_metric(columns: Sequence[Column], cells: Cells) -> Grid:
+def metric_rows_table(columns: Sequence[Column], cells: Cells) -> PageTable:
     """Metrics as rows, methods as columns: everything, the metrics of a paper under its name."""
     lines = []
     paper = ""
     for column in columns:
         if column.paper != paper:
             paper = column.paper
-            lines.append(Line(Item(PAPERS[paper]), look="group"))
+            lines.append(TableRow(PageCell(PAPERS[paper]), look="group"))
         items = format_column(column, [row[column.name] for row in cells.values()])
-        lines.append(Line(Item(column.label, note=column.note), items))
-    return Grid(["Metric", *cells], lines)
+        lines.append(TableRow(PageCell(column.label, note=column.note), items))
+    return PageTable(["Metric", *cells], lines)
 
 
-def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
+def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell]:
     """Return one column's cells with the same digits; a dash where there is no value."""
     number_format = NumberFormat.of(column.form, (cell.interval for cell in cells if cell))
     items = []
@@ -60,33 +61,33 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[Item]:
         value = cell.interval.value
         look = "best" if cell.marked else ""
         limits = number_format.limits(cell.interval)
-        items.append(Item(number_format.value(value), limits, look=look, value=value))
+        items.append(PageCell(number_format.value(value), limits, look=look, value=value))
     return items
 
 
-def read_items(column: Column, kind: type[Config], models: Models) -> list[Item]:
+def read_column_items(column: Column, kind: type[Config], models: Models) -> list[PageCell]:
     """Return the cells of one column of the results of this type, one per method."""
-    metric = Metric(column, kind)
+    metric = ResultColumn(column, kind)
     return format_column(
-        column, [read_cell(metric, list(seeds.values())) for seeds in models.values()]
+        column, [cell_over_seeds(metric, list(seeds.values())) for seeds in models.values()]
     )
 
 
 def percent_grid(
     corner: str, rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]
-) -> Grid:
+) -> PageTable:
     """Shares as percents in colour; rows: name → a share for each column, None where unknown."""
     lines = [
-        Line(
-            Item(name),
+        TableRow(
+            PageCell(name),
             [
-                EMPTY if share is None else Item(f"{share * 100:.0f}", share=share)
+                EMPTY if share is None else PageCell(f"{share * 100:.0f}", share=share)
                 for share in shares
             ],
         )
         for name, shares in rows.items()
     ]
-    return Grid([corner, *columns], lines, small=True)
+    return PageTable([corner, *columns], lines, small=True)
 
 
 def paper_number(value: float, column: Column) -> str:

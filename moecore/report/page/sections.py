@@ -4,16 +4,16 @@ from collections.abc import Collection, Sequence
 
 from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, column_slug
-from moecore.report.figures.training_figures import sigma_schedule
+from moecore.report.figures.training_figures import draw_filter_sigma
+from moecore.report.headline_quantities import MethodValues, cells_by_method, first_columns
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
-from moecore.report.page.answer import leader_value
-from moecore.report.page.rows import by_method, by_metric
+from moecore.report.page.answer import format_leader_value
+from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
-from moecore.report.quantities import Quantity, first_columns, of_column
 from moecore.report.tables.cells import Cells
-from moecore.report.tables.comparison import Table, used_tests
-from moecore.report.tables.cross_table import by_paper
+from moecore.report.tables.comparison import ComparisonTable, used_tests
+from moecore.report.tables.methods_by_paper import tables_by_paper
 from moecore.report.tables.number_format import keep_percent_on_line
 
 TITLES = {
@@ -30,7 +30,7 @@ KINDS = {
 CONTROL = "they learned from labels dealt out anew, or their routing is not their own"
 
 
-def section_of(results: Results, phase: Phase, compared: Table) -> Section:
+def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> Section:
     """The numbers of a phase, then a folded part for each measurement."""
     columns = {metric.name: metric.column for metric in compared.metrics}
     controls = [method for method in compared.cells if method in results.controls]
@@ -38,17 +38,17 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
     blocks = [
         Block(
             "",
-            grids=[by_method(first, compared.cells, controls)],
+            grids=[method_rows_table(first, compared.cells, controls)],
             marks=describe_marks(results, phase, compared, controls),
             below=[describe_intervals(compared)],
         ),
-        by_paper(list(columns.values()), compared.cells, controls),
+        tables_by_paper(list(columns.values()), compared.cells, controls),
     ]
     shown = [one for one in SHOWN if one.applies(phase.task) and phase.results(one.result)]
     folded = [block for one in shown for block in one.blocks(phase)]
     if phase.name == next(iter(results.phases)):
-        folded.append(schedule_block(results))
-    folded += [*transfer.part(phase), full_table_block(compared), left_out(phase)]
+        folded.append(sigma_schedule_block(results))
+    folded += [*transfer.phase_blocks(phase), full_table_block(compared), inapplicable_block(phase)]
     blocks += [block._replace(folded=True) for block in folded]
     told = []
     for block in blocks:
@@ -56,14 +56,14 @@ def section_of(results: Results, phase: Phase, compared: Table) -> Section:
             continue
         said = block.finding
         if not said and block.about in columns:
-            said = describe_column(columns[block.about], compared.cells, controls)
+            said = summarize_column_values(columns[block.about], compared.cells, controls)
         place = block.title and f"{phase.name}-{column_slug(block.title).lower()}"
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
     title = phase_title(phase)
     return Section(phase.name, title, title, (), told)
 
 
-def schedule_block(results: Results) -> Block:
+def sigma_schedule_block(results: Results) -> Block:
     """How MoGE's σ falls in training; methods with the same schedule share a picture."""
     different = {
         (one.sigma_start, one.sigma_end, one.exponent): method
@@ -71,13 +71,13 @@ def schedule_block(results: Results) -> Block:
     }
     drawn = []
     for method in reversed(different.values()):
-        figure = sigma_schedule(results.schedules[method], method)
+        figure = draw_filter_sigma(results.schedules[method], method)
         drawn.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
     told = f"the schedule of {join_names(list(results.schedules))}" if drawn else ""
     return Block("How the neighbourhood narrows", pictures=drawn, finding=told)
 
 
-def left_out(phase: Phase) -> Block:
+def inapplicable_block(phase: Phase) -> Block:
     """Measurements that do not apply, and why; a reason once for each method."""
     methods_by_reason = {
         f"{method}, {reason}.": method
@@ -91,15 +91,15 @@ def left_out(phase: Phase) -> Block:
     return Block(title, below=list(methods_by_reason), finding=told)
 
 
-def full_table_block(compared: Table) -> Block:
+def full_table_block(compared: ComparisonTable) -> Block:
     columns = [metric.column for metric in compared.metrics]
     told = f"{pluralize(len(columns), 'metric')} of {pluralize(len(compared.cells), 'method')}"
-    grids = [by_metric(columns, compared.cells)]
+    grids = [metric_rows_table(columns, compared.cells)]
     return Block("All measurements", grids=grids, finding=told)
 
 
 def describe_marks(
-    results: Results, phase: Phase, compared: Table, controls: Collection[str]
+    results: Results, phase: Phase, compared: ComparisonTable, controls: Collection[str]
 ) -> str:
     """What a mark means; "" where nothing can be marked."""
     known = used_tests(results, phase, compared.metrics)
@@ -116,7 +116,7 @@ def describe_marks(
     return " ".join(words)
 
 
-def describe_intervals(compared: Table) -> str:
+def describe_intervals(compared: ComparisonTable) -> str:
     cells = [cell for row in compared.cells.values() for cell in row.values() if cell]
     kinds = {cell.kind for cell in cells}
     how = ", ".join(text for kind, text in KINDS.items() if kind in kinds)
@@ -144,19 +144,19 @@ def join_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def describe_column(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
+def summarize_column_values(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
     """The one line that a folded part of the page says of itself.
 
     Who is ahead where that was shown, else from where to where the values reach.
     """
-    having = of_column(column.name, cells)
-    quantity = Quantity(
+    having = cells_by_method(column.name, cells)
+    quantity = MethodValues(
         "", column, {name: cell for name, cell in having.items() if name not in controls}
     )
     if not quantity.cells:
         return ""
     if leader := quantity.leader:
-        value = leader_value(quantity, leader)
+        value = format_leader_value(quantity, leader)
         return f"{column.label}: {value} of {leader} is {column.better} than all others"
     told = [
         f"{quantity.format.value(quantity.interval(method).value)} ({method})"

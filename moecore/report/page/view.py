@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 WIDE = 7.0  # inches: a figure that is wider takes the whole width of the page
 
 
-class Item(NamedTuple):
+class PageCell(NamedTuple):
     """One cell of a table."""
 
     text: str
@@ -19,19 +19,19 @@ class Item(NamedTuple):
     value: float | None = None  # what a reader sorts by; None where there is nothing to compare
 
 
-NONE = Item("–", look="quiet")
-EMPTY = Item("")
+NONE = PageCell("–", look="quiet")
+EMPTY = PageCell("")
 
 
-class Line(NamedTuple):
+class TableRow(NamedTuple):
     """One row of a table; without items its head spans all columns."""
 
-    head: Item
-    items: Sequence[Item] = ()
+    head: PageCell
+    items: Sequence[PageCell] = ()
     look: str = ""
 
 
-class Head(NamedTuple):
+class ColumnHead(NamedTuple):
     """What stands with a column's name."""
 
     title: str = ""  # shown while a pointer rests on it
@@ -40,23 +40,23 @@ class Head(NamedTuple):
     notes: Sequence[str] = ()  # lines below the name
 
 
-class Grid(NamedTuple):
+class PageTable(NamedTuple):
     """A table that scrolls by itself."""
 
     columns: Sequence[str]  # the first is that of the rows' heads; () for none
-    lines: Sequence[Line]
+    lines: Sequence[TableRow]
     title: str = ""
     below: str = ""
     small: bool = False  # many narrow columns
-    heads: Sequence[Head] = ()  # one a column, or () where their names say it all
+    heads: Sequence[ColumnHead] = ()  # one a column, or () where their names say it all
     sortable: bool = False  # by any column
     short: str = ""  # the title where tables are chosen from
-    more: Sequence[Line] = ()  # rows of words that are folded below it
+    more: Sequence[TableRow] = ()  # rows of words that are folded below it
 
     @property
-    def named(self) -> Sequence[tuple[str, Head]]:
+    def named(self) -> Sequence[tuple[str, ColumnHead]]:
         """The columns' names with what stands with them."""
-        heads = self.heads or [Head()] * len(self.columns)
+        heads = self.heads or [ColumnHead()] * len(self.columns)
         return list(zip(self.columns, heads, strict=True))
 
     @property
@@ -92,9 +92,9 @@ class Block(NamedTuple):
 
     title: str
     words: Sequence[str] = ()
-    grids: Sequence[Grid] = ()
+    grids: Sequence[PageTable] = ()
     pictures: Sequence[Picture] = ()
-    tiles: Sequence[Grid] = ()  # small tables side by side
+    tiles: Sequence[PageTable] = ()  # small tables side by side
     below: Sequence[str] = ()
     folded: bool = False  # shown once the reader asks for it
     marks: str = ""  # what the marks of its tables mean
@@ -119,7 +119,7 @@ class Section(NamedTuple):
     blocks: Sequence[Block]
 
 
-class Overview(NamedTuple):
+class PhaseOverview(NamedTuple):
     """The methods of one phase in a picture that is read in ten seconds."""
 
     id: str
@@ -134,9 +134,9 @@ class Page(NamedTuple):
     simulated: str  # names of simulated data; "" where there are none
     answer: str  # to the question that is its title
     opening: str
-    overviews: Sequence[Overview]
+    overviews: Sequence[PhaseOverview]
     sections: Sequence[Section]
-    facts: Sequence[Grid]  # of the data
+    facts: Sequence[PageTable]  # of the data
     settings: str  # the text of params.yaml
     words: Mapping[str, str]  # term → explanation
     explorer: str = ""  # address of the routing explorer; "" where there is none

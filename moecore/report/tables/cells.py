@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moecore.report.column import Metric
+from moecore.report.column import ResultColumn
 from moecore.report.measured import Measured, Models
 from moecore.statistics.intervals import Interval, mean_over_seeds
 
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
-def read_cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
+def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
     """Return the mean over seeds with Student's interval; of one seed the metric's own, if any."""
     intervals = [interval for model in models if (interval := metric.read(model)) is not None]
     if len(intervals) < len(models):
@@ -37,9 +37,11 @@ def read_cell(metric: Metric, models: Sequence[Measured]) -> Cell | None:
     return Cell(mean, "t", len(intervals))
 
 
-def read_cells(metric: Metric, models: Models) -> dict[str, Cell | None]:
+def read_cells(metric: ResultColumn, models: Models) -> dict[str, Cell | None]:
     """Return method → its cell; None where a method has no such thing."""
-    return {method: read_cell(metric, list(seeds.values())) for method, seeds in models.items()}
+    return {
+        method: cell_over_seeds(metric, list(seeds.values())) for method, seeds in models.items()
+    }
 
 
 def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def cell_to_json(cell: Cell, form: str) -> dict[str, Any]:
     return entry | {"seeds": cell.seeds, "form": form}
 
 
-def json_interval(cell: Mapping[str, Any]) -> Interval:
+def interval_from_json(cell: Mapping[str, Any]) -> Interval:
     """Return the value and the limits of a cell of compare.json."""
     return Interval(cell["mean"], cell.get("low"), cell.get("high"))
 

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
-from moecore.report.column import Ahead, Metric
-from moecore.report.measured import Models, Phase, Results, list_measured
+from moecore.report.column import PlannedPhase, ResultColumn
+from moecore.report.measured import Models, Phase, Results, stages_and_measurements
 from moecore.report.measures import SHOWN, sizes
-from moecore.report.references import column_context, references
+from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.messages import did_you_mean
-from moecore.study.reading.overlay import load_stages
-from moecore.study.reading.params import validate_whole
+from moecore.study.reading.message_format import did_you_mean
+from moecore.study.reading.overlay import stages_with_params
 from moecore.study.reading.run_section import Phase as PhaseName
+from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import Study
 from moecore.tasks.regression import Regression
 
@@ -29,17 +29,17 @@ SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; oth
 NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
 
 
-class Table(NamedTuple):
+class ComparisonTable(NamedTuple):
     """The metrics that any method has; a cell is None where a method has no such thing."""
 
-    metrics: list[Metric]
+    metrics: list[ResultColumn]
     cells: dict[str, dict[str, Cell | None]]
 
 
-def metrics_of(phase: Phase) -> list[Metric]:
+def phase_metrics(phase: Phase) -> list[ResultColumn]:
     """Return all metrics in order: those of every paper, then paper by paper."""
     metrics = [
-        Metric(column, shown.result)
+        ResultColumn(column, shown.result)
         for shown in SHOWN
         if shown.applies(phase.task)
         for seen in (column_context(phase, shown.result),)
@@ -50,23 +50,26 @@ def metrics_of(phase: Phase) -> list[Metric]:
     return sorted(metrics, key=lambda metric: order.index(metric.column.paper))
 
 
-def build_table(results: Results, phase: Phase) -> Table:
+def build_table(results: Results, phase: Phase) -> ComparisonTable:
     """Return every metric of every method; controls are never marked."""
     columns = {
         metric: column_cells(metric, phase.models, results.controls, results.without_experts)
-        for metric in metrics_of(phase)
+        for metric in phase_metrics(phase)
     }
     cells = {
         method: {metric.name: of_metric[method] for metric, of_metric in columns.items()}
         for method in phase.models
     }
-    return Table(
+    return ComparisonTable(
         [metric for metric, of_metric in columns.items() if any(of_metric.values())], cells
     )
 
 
 def column_cells(
-    metric: Metric, models: Models, controls: Collection[str] = (), unmarked: Collection[str] = ()
+    metric: ResultColumn,
+    models: Models,
+    controls: Collection[str] = (),
+    unmarked: Collection[str] = (),
 ) -> dict[str, Cell | None]:
     """The cell of every method, the best one marked where a test or the intervals show it.
 
@@ -88,7 +91,7 @@ def column_cells(
     return cells
 
 
-def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str | None:
+def best_by_disjoint_intervals(metric: ResultColumn, cells: Mapping[str, Cell]) -> str | None:
     """The method whose interval lies beyond every other's, or None."""
     limits = {method: cell.interval.limits for method, cell in cells.items()}
     if not metric.column.better or len(cells) < 2 or None in limits.values():
@@ -102,7 +105,7 @@ def best_by_disjoint_intervals(metric: Metric, cells: Mapping[str, Cell]) -> str
     return first if beaten else None
 
 
-def used_tests(results: Results, phase: Phase, metrics: Sequence[Metric]) -> set[str]:
+def used_tests(results: Results, phase: Phase, metrics: Sequence[ResultColumn]) -> set[str]:
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     tests = set()
     for metric in metrics:
@@ -124,7 +127,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
         method: {name: {} for name in results.phases} for method in results.methods
     }
     if counted := results.alone.get(Sizes):
-        compared["sizes"] = sizes.flat(counted)
+        compared["sizes"] = sizes.size_differences(counted)
     facts = {
         name: {"name": phase.card["name"], "simulated": phase.card["simulated"]}
         | {"target": phase.task.target, "unit": phase.task.unit}
@@ -134,7 +137,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
     if facts:
         compared["data"] = facts
     for name, phase in results.phases.items():
-        for metric in metrics_of(phase):
+        for metric in phase_metrics(phase):
             cells = {one: cell for one, cell in read_cells(metric, phase.models).items() if cell}
             for method, cell in cells.items():
                 compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
@@ -169,7 +172,7 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     if formless:
         folder = path.parent.parent
         study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
-        stages = load_stages(folder)
+        stages = stages_with_params(folder)
         forms = {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
         for phase, name, cell in formless:
             cell["form"] = forms.get(phase, {}).get(name, "number")
@@ -200,8 +203,8 @@ def expected_metric_forms(
 ) -> dict[str, str]:
     """Return the metrics that a phase will have, before anything has run, and their forms."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
-    ahead = Ahead(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
-    measured = list_measured(stages, study.run)
+    ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
+    measured = stages_and_measurements(stages, study.run)
     forms: dict[str, str] = {}
     for shown in SHOWN:
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)

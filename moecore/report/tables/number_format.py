@@ -136,6 +136,6 @@ def keep_percent_on_line(text: str) -> str:
     return re.sub(" %| = ", lambda match: match[0].replace(" ", "\u00a0"), text)
 
 
-def with_named_epsilons(text: str) -> str:
+def shorten_epsilons(text: str) -> str:
     """Return the same words with every ``ε = 0.0313725`` as ``ε = 8/255``."""
     return re.sub(r"ε = (\d*\.\d+)", lambda match: f"ε = {format_epsilon(float(match[1]))}", text)

@@ -10,9 +10,9 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.headline_quantities import HEADLINES
 from moecore.report.measures import sizes
-from moecore.report.quantities import HEADLINES
-from moecore.report.tables.cells import json_interval
+from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat
 
@@ -39,11 +39,11 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
                 method: one[phase][name] for method, one in methods.items() if name in one[phase]
             }
             form = next((cell["form"] for cell in cells.values()), "number")
-            number_format = NumberFormat.of(form, map(json_interval, cells.values()))
+            number_format = NumberFormat.of(form, map(interval_from_json, cells.values()))
             for method, row in rows.items():
                 row[name] = "–"
                 if method in cells:
-                    row[name] = number_format.value_with_limits(json_interval(cells[method]))
+                    row[name] = number_format.value_with_limits(interval_from_json(cells[method]))
         all_rows += rows.values()
     return all_rows
 
@@ -91,7 +91,7 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
     if "sizes" in compared:
-        heads, *cells = sizes.table(compared["sizes"])
+        heads, *cells = sizes.size_table_rows(compared["sizes"])
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
     for row in cells:
         table.add_row(*row)

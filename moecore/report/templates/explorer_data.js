@@ -28,7 +28,7 @@ async function unpackModel({ layers, shown }) {
   await Promise.all([...new Set(places)].filter((place) => place !== null).map(unpack));
 }
 
-// The arrays of a layer: see packed_record in moecore/nn/traces.py.
+// The arrays of a layer: see packed_record in moecore/nn/routing_traces.py.
 function record(model, shown, layer) {
   const bytes = arrays.get(shown.trace.layers[layer]);
   const all = shown.trace.answers.length * tokens(model);

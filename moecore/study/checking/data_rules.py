@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
+from moecore.data.expected_data import PlannedData, summarize_card
 from moecore.data.prepared import SPLITS
-from moecore.data.preview import Preview, card_preview
 from moecore.study.reading.study import Misfits, Study
 
 PREPARED_DATA = Path("artifacts/data")
@@ -33,13 +33,13 @@ def chdir_to_stages(home: Path) -> Iterator[None]:
                 os.environ.pop(DVC_VARIABLE, None)
 
 
-def load_previews(study: Study) -> dict[str, Preview]:
+def load_previews(study: Study) -> dict[str, PlannedData]:
     """Return what each data set will be; a source that cannot say so is left out.
 
     What is prepared already, with the same settings, counts before the raw data: it may be all
     that there is on this machine.
     """
-    previews: dict[str, Preview] = {}
+    previews: dict[str, PlannedData] = {}
     for phase, source in study.data.items():
         preview = _read_card(PREPARED_DATA / phase / "card.json", source)
         if preview is None and hasattr(source, "preview"):
@@ -49,7 +49,7 @@ def load_previews(study: Study) -> dict[str, Preview]:
     return previews
 
 
-def data_problems(previews: Mapping[str, Preview], data: Any) -> Misfits:
+def data_problems(previews: Mapping[str, PlannedData], data: Any) -> Misfits:
     """Yield what is missing or wrong with the data; data: the section as it is written."""
     for phase, preview in previews.items():
         if preview.problem is not None:
@@ -58,7 +58,7 @@ def data_problems(previews: Mapping[str, Preview], data: Any) -> Misfits:
             yield ("data", phase, *(["root"] if named else [])), preview.problem
 
 
-def pair_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
+def phase_data_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
     """Yield where what was pretrained cannot go on with the images of another phase."""
     first = previews.get("pretrain")
     if first is None:
@@ -75,7 +75,7 @@ def pair_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
             yield ("data", phase), f"{text}; allowed: as many, choose other data for one of them"
 
 
-def describe_preview(preview: Preview) -> str:
+def describe_preview(preview: PlannedData) -> str:
     """Return a data set in a line."""
     size = "×".join(map(str, (preview.channels, *preview.shape)))
     words = [preview.name, f"images of {size}"]
@@ -92,7 +92,7 @@ def describe_preview(preview: Preview) -> str:
     return "; ".join(words)
 
 
-def _read_card(card: Path, source: Any) -> Preview | None:
+def _read_card(card: Path, source: Any) -> PlannedData | None:
     """Return what the data card says where it is of the same settings."""
     if not card.is_file():
         return None
@@ -100,7 +100,7 @@ def _read_card(card: Path, source: Any) -> Preview | None:
         content = read_json(card)
         # Settings that are younger than the card have their defaults in it.
         if type(source).model_validate(content["settings"]) == source:
-            return card_preview(content)
+            return summarize_card(content)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew
     return None

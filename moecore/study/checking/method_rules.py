@@ -16,7 +16,7 @@ NEEDED_WORDS = {
 }
 
 
-def method_rules(study: Study) -> Misfits:
+def method_misfits(study: Study) -> Misfits:
     """Yield where a method does not find what its parts need."""
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)

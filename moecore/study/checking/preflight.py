@@ -10,14 +10,18 @@ from moecore.study.checking.data_rules import (
     data_problems,
     describe_preview,
     load_previews,
-    pair_rules,
+    phase_data_misfits,
 )
-from moecore.study.checking.model_rules import model_rules
-from moecore.study.checking.training_rules import size_rules, unneeded_teachers, untrained_routers
-from moecore.study.checking.validate import collect_problems, list_lines
+from moecore.study.checking.model_build_rules import model_misfits
+from moecore.study.checking.training_rules import (
+    training_image_misfits,
+    unused_teacher_note,
+    warn_untrained_routers,
+)
+from moecore.study.checking.validate import collect_problems, format_misfits
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.messages import truncate_lines
-from moecore.study.reading.overlay import load_stages
+from moecore.study.reading.message_format import join_first_lines
+from moecore.study.reading.overlay import stages_with_params
 from moecore.study.reading.study import Study
 
 # What a room above this one has to say of a study and its stages: keys, and what is wrong.
@@ -40,25 +44,25 @@ def check_study(
     line per problem: those of the file in its order, then those of data and models.
     """
     document = load_yaml(path)
-    stages = load_stages(Path(path).parent)
+    stages = stages_with_params(Path(path).parent)
     study, problems = collect_problems(document, stages)
     if study is None:
-        raise UserError(truncate_lines(problems))
+        raise UserError(join_first_lines(problems))
     with chdir_to_stages(Path(path).parent if home is None else home):
         previews = load_previews(study)
-    missing = list_lines(document, data_problems(previews, document.data.get("data", {})))
-    others = [*pair_rules(study, previews), *size_rules(study, previews)]
+    missing = format_misfits(document, data_problems(previews, document.data.get("data", {})))
+    others = [*phase_data_misfits(study, previews), *training_image_misfits(study, previews)]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
-        others += model_rules(study, previews)
+        others += model_misfits(study, previews)
         if also is not None and not others:  # it reads what all these rules have held good
             others += also(study, stages)
-    lines = [*problems, *missing, *list_lines(document, others)]
+    lines = [*problems, *missing, *format_misfits(document, others)]
     if missing and len(lines) == len(missing):
         lines.append(f"{document.path}: all else is in order")
     if lines:
-        raise UserError(truncate_lines(lines))
+        raise UserError(join_first_lines(lines))
     notes = [f"data.{phase}: {describe_preview(preview)}" for phase, preview in previews.items()]
-    notes += [note for note in (unneeded_teachers(study), untrained_routers(study)) if note]
+    notes += [note for note in (unused_teacher_note(study), warn_untrained_routers(study)) if note]
     return CheckedStudy(study, tuple(notes))
 
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.data.preview import Preview
+from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import UNEVEN_REFUSAL
-from moecore.study.checking.label_rules import list_trainings
+from moecore.study.checking.task_rules import list_training_settings
 from moecore.study.reading.study import Misfits, Study
 
 
-def unneeded_teachers(study: Study) -> str | None:
+def unused_teacher_note(study: Study) -> str | None:
     """Return a line where each of several seeds trains a teacher from which no method learns."""
     asked = [study.methods[name] for name in study.run.methods]
     needed = any(method.guided or method.upcycle for method in asked)
@@ -23,7 +23,7 @@ def unneeded_teachers(study: Study) -> str | None:
     )
 
 
-def untrained_routers(study: Study) -> str | None:
+def warn_untrained_routers(study: Study) -> str | None:
     """Return a line where routers get almost no gradient of the task.
 
     Behind the experts of Swin V2 a norm takes away the length that a single expert's weight gave to
@@ -44,9 +44,9 @@ def untrained_routers(study: Study) -> str | None:
     return f"methods {', '.join(names)}: {why} of the task; model.kind: swin_moe gives them one"
 
 
-def schedule_rules(study: Study) -> Misfits:
+def schedule_misfits(study: Study) -> Misfits:
     """Yield warm-ups that are longer than the training; no data are needed to see it."""
-    for keys, _, training in list_trainings(study):
+    for keys, _, training in list_training_settings(study):
         yield from _schedule(keys, training)
     yield from _problems_of_methods(study, _schedule)
 
@@ -66,15 +66,15 @@ def _problems_of_methods(study: Study, rule: Callable[[tuple, Any], Misfits]) ->
         try:
             changed = method.merge_pretrain_settings(study.pretrain)
         except UserError:
-            continue  # ``method_rules`` says it
+            continue  # ``method_misfits`` says it
         for keys, text in rule((), changed):
             if (keys, text) not in of_all:
                 yield ("methods", name, "pretrain", *keys), text
 
 
-def size_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
+def training_image_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
     """Yield batches and shots that the training images of a phase do not give."""
-    for keys, phase, training in list_trainings(study):
+    for keys, phase, training in list_training_settings(study):
         if preview := previews.get(phase):
             yield from _sizes(keys, phase, training, preview)
     preview = previews.get("pretrain")
@@ -88,7 +88,7 @@ def size_rules(study: Study, previews: Mapping[str, Preview]) -> Misfits:
         yield from _batch(("teacher_router", "batch"), study.teacher_router, images, "pretrain")
 
 
-def _sizes(keys: tuple, phase: str, training: Any, preview: Preview) -> Misfits:
+def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
     if preview.counts:
         yield from _training(keys, phase, training, preview)
     views, place = training.views, (*keys, "views")
@@ -105,7 +105,7 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: Preview) -> Misfits:
         yield (*place, "size"), f"{text}{preview.short_side}; allowed: at most that, or null"
 
 
-def _training(keys: tuple, phase: str, training: Any, preview: Preview) -> Misfits:
+def _training(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
     numbers = [number for number in preview.counts["train"] if number]
     images = sum(numbers)
     shots = getattr(training, "shots", None)

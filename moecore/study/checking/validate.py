@@ -9,24 +9,24 @@ from typing import Any
 from pydantic import BaseModel
 
 from moecore.core.files import UserError
-from moecore.core.sources import FAMILIES
-from moecore.study.checking.label_rules import label_rules
-from moecore.study.checking.method_rules import method_rules
-from moecore.study.checking.selection_rules import selection_rules
-from moecore.study.checking.training_rules import schedule_rules
-from moecore.study.checking.volume_rules import volume_rules
+from moecore.core.source_layout import FAMILIES
+from moecore.study.checking.method_rules import method_misfits
+from moecore.study.checking.run_and_claims_rules import selection_misfits
+from moecore.study.checking.task_rules import label_misfits
+from moecore.study.checking.training_rules import schedule_misfits
+from moecore.study.checking.volume_rules import volume_misfits
 from moecore.study.reading.document import Document, load_yaml
-from moecore.study.reading.messages import truncate_lines
-from moecore.study.reading.overlay import load_stages
-from moecore.study.reading.params import validate_whole
-from moecore.study.reading.setting_errors import describe_field, error_line
+from moecore.study.reading.message_format import join_first_lines
+from moecore.study.reading.overlay import stages_with_params
+from moecore.study.reading.setting_errors import describe_field, format_error_line
+from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import (
     OPTIONAL_SECTIONS,
     SECTIONS,
     TRAINING_PHASES,
     Misfits,
     Study,
-    section_readers,
+    stages_by_section,
 )
 
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
@@ -38,14 +38,14 @@ def check_params(path: str | Path = "params.yaml") -> Study:
 
     Raises UserError with one line per problem.
     """
-    return check_document(load_yaml(path), load_stages(Path(path).parent))
+    return check_document(load_yaml(path), stages_with_params(Path(path).parent))
 
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:
     """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
     study, problems = collect_problems(document, stages)
     if study is None or problems:
-        raise UserError(truncate_lines(problems))
+        raise UserError(join_first_lines(problems))
     return study
 
 
@@ -60,17 +60,17 @@ def collect_problems(document: Document, stages: Sequence[str]) -> tuple[Study |
     except UserError as error:
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
-        problems += list_lines(document, _sections(document.data, stages))
-    problems += list_lines(document, cross_misfits(document.data, study))
-    endless = list_lines(document, _numbers_out_of_range(document.data))
+        problems += format_misfits(document, _sections(document.data, stages))
+    problems += format_misfits(document, cross_misfits(document.data, study))
+    endless = format_misfits(document, _numbers_out_of_range(document.data))
     known = {_position(line) for line in endless}
     problems = endless + [line for line in problems if _position(line) not in known]
     return study, sorted(dict.fromkeys(problems), key=_position)
 
 
-def list_lines(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
+def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
     """Return one line per misfit, with file, line, column and key."""
-    return [error_line(document, keys, text) for keys, text in misfits]
+    return [format_error_line(document, keys, text) for keys, text in misfits]
 
 
 def params_schema() -> dict[str, Any]:
@@ -81,19 +81,19 @@ def params_schema() -> dict[str, Any]:
 
 def cross_misfits(data: Any, study: Study | None) -> Misfits:
     """Yield what in two sections does not fit together."""
-    yield from selection_rules(data)
+    yield from selection_misfits(data)
     if study is not None:
-        yield from method_rules(study)
-        yield from label_rules(study)
-        yield from volume_rules(study)
-        yield from schedule_rules(study)
+        yield from method_misfits(study)
+        yield from label_misfits(study)
+        yield from volume_misfits(study)
+        yield from schedule_misfits(study)
         yield from _unwritten_kinds(study, data)
 
 
 def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     """Sections that a stage reads and the file has not, and sections that no stage reads."""
     run = data["run"] if isinstance(data.get("run"), dict) else {}
-    readers = section_readers(stages, run)
+    readers = stages_by_section(stages, run)
     for key, stage in readers.items():
         if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
             continue

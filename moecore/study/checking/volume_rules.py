@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moecore.measure.routing_metrics.augmentations import OF_VOLUMES
-from moecore.study.checking.label_rules import list_trainings, show_settings
+from moecore.measure.routing_metrics.view_pairs import OF_VOLUMES
+from moecore.study.checking.task_rules import format_changed_settings, list_training_settings
 from moecore.study.reading.study import Misfits, Study
 
 VOLUME_VIEWS = "shift, flip, affine and fill"
@@ -12,7 +12,7 @@ VOLUME_VIEWS = "shift, flip, affine and fill"
 FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
 
 
-def volume_rules(study: Study) -> Misfits:
+def volume_misfits(study: Study) -> Misfits:
     """Yield what does not fit; sources say ``volumes`` where images are volumes."""
     volumes: set[str] = {
         phase for phase, source in study.data.items() if getattr(source, "volumes", False)
@@ -24,7 +24,7 @@ def volume_rules(study: Study) -> Misfits:
 
 
 def _views(study: Study, volumes: set[str]) -> Misfits:
-    for keys, phase, training in list_trainings(study):
+    for keys, phase, training in list_training_settings(study):
         if phase in volumes:
             yield from _flat_views((*keys, "views"), training.views)
     if study.routing is not None and volumes & set(study.run.phases):
@@ -49,7 +49,7 @@ def _augmentations(section: str, augmentations: Iterable[Any]) -> Misfits:
 def _flat_views(keys: tuple, views: Any) -> Misfits:
     for name in FLAT_VIEWS:
         if value := getattr(views, name, None):
-            text = f"found {show_settings(value)}, which is for flat images"
+            text = f"found {format_changed_settings(value)}, which is for flat images"
             yield (*keys, name), f"{text}; volumes have {VOLUME_VIEWS}"
     if views.affine is not None and views.affine.shear:
         text = f"found {views.affine.shear:g}, which is for flat images; allowed for volumes: 0"

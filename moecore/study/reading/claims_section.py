@@ -76,7 +76,7 @@ class Question(Comparison):
     paper: str = Field("", description="Whose method it is about; left out: nobody's.")
 
 
-def settings_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
+def comparison_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
     """Return a digest of the settings that an answer depends on, of a whole params.yaml as data.
 
     Of methods those of the two alone; which runs, claims and questions there are does not matter.

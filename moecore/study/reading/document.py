@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
-from moecore.study.reading.messages import did_you_mean, to_one_line
+from moecore.study.reading.message_format import did_you_mean, to_one_line
 
 Mark = tuple[int, int]  # line and column, from 0
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
-from moecore.core.sources import list_pipeline_files
+from moecore.core.source_layout import list_dvc_files
 from moecore.measure import MEASUREMENTS
 from moecore.study.reading.document import Document, load_yaml
-from moecore.study.reading.messages import did_you_mean, show_value
-from moecore.study.reading.setting_errors import error_line
-from moecore.study.reading.study import SECTIONS, TRAINING_PHASES, Study, section_readers
+from moecore.study.reading.message_format import did_you_mean, show_value
+from moecore.study.reading.setting_errors import format_error_line
+from moecore.study.reading.study import SECTIONS, TRAINING_PHASES, Study, stages_by_section
 
 OVERLAY = "overlay.yaml"
 PRESETS_FILE = "presets.yaml"
@@ -67,8 +67,8 @@ def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Re
     for name in presets:
         layers.append(_load_preset(folder, name))
         values = merge_settings(values, layers[-1].data)
-    runs = load_stages(root) if stages is None else stages
-    wanted = section_readers(runs, values.get("run") or {})
+    runs = stages_with_params(root) if stages is None else stages
+    wanted = stages_by_section(runs, values.get("run") or {})
     values = {key: value for key, value in values.items() if key in wanted}
     for key in ("claims", "questions"):
         if key in values:
@@ -145,23 +145,23 @@ def _read_list(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str
         return None
     listed = f"allowed: a list of {', '.join(allowed)}"
     if not isinstance(words, list):
-        raise UserError(error_line(overlay, [key], f"found no list; {listed}"))
+        raise UserError(format_error_line(overlay, [key], f"found no list; {listed}"))
     for index, word in enumerate(words):
         if word not in allowed:
             text = f"found {word!r}{did_you_mean(word, allowed)}; {listed}"
-            raise UserError(error_line(overlay, [key, index], text))
+            raise UserError(format_error_line(overlay, [key, index], text))
     return tuple(words)
 
 
-def load_stages(folder: Path) -> tuple[str, ...]:
+def stages_with_params(folder: Path) -> tuple[str, ...]:
     """Return the stages of the dvc.yaml in ``folder`` that read params.yaml; none without one."""
     names: list[str] = []
-    for path in list_pipeline_files(folder):
+    for path in list_dvc_files(folder):
         document = load_yaml(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):
             text = f"found {show_value(stages)}; allowed: stages by their names"
-            raise UserError(error_line(document, ["stages"], text))
+            raise UserError(format_error_line(document, ["stages"], text))
         names += [name for name in stages if name != "code"]
     return tuple(names)
 
@@ -191,7 +191,7 @@ def _check_sections(document: Document, allowed: Sequence[str]) -> Document:
         if key not in allowed:
             hint = did_you_mean(key, allowed)
             text = f"unknown section{hint}; allowed: {', '.join(allowed)}"
-            raise UserError(error_line(document, [key], text))
+            raise UserError(format_error_line(document, [key], text))
     return document
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from moecore.study.reading.document import Document
-from moecore.study.reading.messages import (
+from moecore.study.reading.message_format import (
     SHOWN_LETTERS,
     did_you_mean,
     show_value,
@@ -25,7 +25,7 @@ TAG = "kind"  # the key that chooses among the models of a union
 PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
 
-def error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
+def format_error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
     """Return one line with the place, the key and what is wrong, however the file spells it."""
     return f"{document.place(keys)}: {spell_keys(keys)}: {to_one_line(text)}"
 
@@ -50,7 +50,7 @@ def list_errors(
         keys = _keys_at(item, places or {}, document.data)
         texts.setdefault(keys, []).append(_found_and_allowed(item, keys, model))
     lines = [
-        (document.place(keys), error_line(document, keys, _join_members(several)))
+        (document.place(keys), format_error_line(document, keys, _join_members(several)))
         for keys, several in texts.items()
         # A member of a union may say what is wrong further in
         if not any(len(other) > len(keys) and other[: len(keys)] == keys for other in texts)

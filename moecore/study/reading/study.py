@@ -48,7 +48,7 @@ OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer")  # their 
 TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
 
 
-def section_readers(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
+def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
     """Return section → a stage that reads it; run: the section ``run`` of the file."""
     readers = {"run": "compare"}
     for stage in stages:

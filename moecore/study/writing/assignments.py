@@ -11,7 +11,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from moecore.core.files import UserError, write_whole
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.document import load_yaml, parse_yaml
-from moecore.study.reading.messages import did_you_mean
+from moecore.study.reading.message_format import did_you_mean
 from moecore.study.writing.write_params import list_changes
 
 

@@ -7,8 +7,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.records import Step
-from moecore.training.regularizers.pairs import sum_over_layers
+from moecore.core.routing_records import StepContext
+from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
 class Entropy(Config):
@@ -21,7 +21,7 @@ class Entropy(Config):
         0.01, allow_inf_nan=False, description="above 0 makes tokens surer, below 0 less so"
     )
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: StepContext) -> Tensor:
         return sum_over_layers(step, lambda record: entropy(probs=record.probs))
 
 

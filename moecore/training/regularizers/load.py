@@ -7,9 +7,9 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.records import Step
+from moecore.core.routing_records import StepContext
 from moecore.statistics.intervals import squared_cv
-from moecore.training.regularizers.pairs import sum_over_layers
+from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
 class Load(Config):
@@ -20,7 +20,7 @@ class Load(Config):
     kind: Literal["load"] = "load"
     weight: float = Field(0.005, ge=0, description="factor in the objective")
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: StepContext) -> Tensor:
         return sum_over_layers(step, lambda record: load(chances=record.load))
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.records import Step
-from moecore.training.regularizers.pairs import paired_layers
+from moecore.core.routing_records import StepContext
+from moecore.training.regularizers.layer_terms import token_pair_probs
 
 
 class PairwiseConsistency(Config):
@@ -27,9 +27,9 @@ class PairwiseConsistency(Config):
     )
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: StepContext) -> Tensor:
         factors = {"diagonal": self.diagonal, "off_diagonal": self.off_diagonal}
-        layers = paired_layers(self.kind, step, self.special)
+        layers = token_pair_probs(self.kind, step, self.special)
         return cast(Tensor, sum(pairwise_consistency(*pairs, **factors) for pairs in layers))
 
 

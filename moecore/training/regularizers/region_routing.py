@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.records import Step
-from moecore.training.regularizers.pairs import check_has_experts
+from moecore.core.routing_records import StepContext
+from moecore.training.regularizers.layer_terms import check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
 
@@ -59,18 +59,18 @@ class RegionRouting(Config):
     kind: Literal["region_routing"] = "region_routing"
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: StepContext) -> Tensor:
         check_has_experts(step)
         if (belongs := step.batch.belongs) is None:
             return step.output.routing[0].logits.new_zeros(())
         terms = [
-            region_routing(scores=record.logits, belongs=belongs, temperature=TEMPERATURE)
+            region_routing_loss(scores=record.logits, belongs=belongs, temperature=TEMPERATURE)
             for record in step.output.routing
         ]
         return torch.stack(terms).mean()
 
 
-def region_routing(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
+def region_routing_loss(*, scores: Tensor, belongs: Tensor, temperature: float) -> Tensor:
     """Mean over the tokens of the global batch that belong to an expert of
     −log softmax(scores / temperature) at that expert, in nats; 0 where there is none.
 

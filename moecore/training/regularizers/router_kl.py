@@ -9,8 +9,8 @@ from torch.nn.functional import kl_div
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.records import Step
-from moecore.nn.correspondence import match_tokens
+from moecore.core.routing_records import StepContext
+from moecore.nn.correspondence import align_teacher_probs
 
 
 class RouterKl(Config):
@@ -22,7 +22,7 @@ class RouterKl(Config):
     weight: float = Field(5.0, ge=0, description="factor in the objective")
     until: float = Field(1.0, gt=0, le=1, description="share of the training during which it acts")
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: StepContext) -> Tensor:
         students = [record.probs for record in step.output.routing]
         if step.guidance is None:
             mend = "run the teacher_router stage first, or remove router_kl"
@@ -34,7 +34,7 @@ class RouterKl(Config):
         if step.progress >= self.until:
             return students[0].new_zeros(())
         divergences = [
-            router_kl(teacher=match_tokens(p, q.shape), student=q)
+            router_kl(teacher=align_teacher_probs(p, q.shape), student=q)
             for p, q in zip(teachers, students, strict=True)
         ]
         return torch.stack(divergences).mean()

@@ -6,8 +6,8 @@ from pydantic import Field
 from torch import Tensor, logsumexp
 
 from moecore.core.config import Config
-from moecore.core.records import Step
-from moecore.training.regularizers.pairs import sum_over_layers
+from moecore.core.routing_records import StepContext
+from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
 class ZLoss(Config):
@@ -18,7 +18,7 @@ class ZLoss(Config):
     kind: Literal["z_loss"] = "z_loss"
     weight: float = Field(1e-3, ge=0, description="factor in the objective")
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: StepContext) -> Tensor:
         return sum_over_layers(step, lambda record: z_loss(logits=record.logits))
 
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 from moecore.core.config import Config
 from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.training.settings import Training
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.roots import find_checkpoint
+from moecore.core.raw_data_lookup import find_teacher_checkpoint
 from moecore.core.tensors import read_tensors
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
-from moecore.nn.backbones.text_tower import TextTower
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
@@ -69,9 +69,9 @@ class OpenClip(Config):
         if not isinstance(image.task, ImageText):
             raise UserError("teacher.kind: open_clip needs captions; choose timm or dense")
         weights = rename_clip_weights(
-            read_tensors(find_checkpoint(self.checkpoint))[0], self.checkpoint
+            read_tensors(find_teacher_checkpoint(self.checkpoint))[0], self.checkpoint
         )
-        settings = clip_tower_settings(weights, self.activation)
+        settings = two_tower_settings(weights, self.activation)
         words, context = len(weights["text.embedding.weight"]), len(weights["text.positions"])
         if (image.task.words, image.task.context) != (words, context):
             problem = f"the data have {image.task.words:,} words and {image.task.context} tokens"
@@ -126,7 +126,7 @@ def rename_clip_weights(weights: Mapping[str, Tensor], file: str) -> dict[str, T
     return ours_by_name
 
 
-def clip_tower_settings(
+def two_tower_settings(
     weights: Mapping[str, Tensor], activation: Literal["gelu", "quick_gelu"]
 ) -> TwoTowers:
     """The sizes of both towers, from the shapes of their weights under our names."""
@@ -145,7 +145,7 @@ def clip_tower_settings(
             activation=activation,
             norm_eps=1e-5,
         ),
-        text=TextTower(
+        text=TextTowerSettings(
             width=text,
             depth=_count_blocks(weights, "text"),
             heads=text // HEAD,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.roots import find_checkpoint
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import BackboneModel
+from moecore.core.raw_data_lookup import find_teacher_checkpoint
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
@@ -128,7 +128,7 @@ class Timm(Config):
         timm = self._import_timm()
         overlay = None
         if self.checkpoint is not None:
-            overlay = {"file": str(find_checkpoint(self.checkpoint)), "custom_load": False}
+            overlay = {"file": str(find_teacher_checkpoint(self.checkpoint)), "custom_load": False}
         try:
             return timm.create_model(
                 self.name,

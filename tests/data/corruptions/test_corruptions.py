@@ -20,11 +20,11 @@ from moecore.data.corruptions.blur import (
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.corruptions.digital import elastic_transform
 from moecore.data.corruptions.draws import add_noise, image_rng, noise_directions
-from moecore.data.corruptions.scale import (
+from moecore.data.corruptions.severity_scaling import (
     cloud_field,
     sample_bilinear,
     severity_length,
-    severity_share,
+    severity_parameter,
 )
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
@@ -176,19 +176,21 @@ def test_parameters_are_those_of_32_and_of_224_pixels_and_geometric_between():
     large = (8, 32, 9, 64, 5)
     at = {side: np.zeros((1, side, side + 3)) for side in (8, 32, 224, 448)}
     assert (
-        [severity_share(at[8], s, small, large) for s in (1, 2)]
-        == [severity_share(at[32], s, small, large) for s in (1, 2)]
+        [severity_parameter(at[8], s, small, large) for s in (1, 2)]
+        == [severity_parameter(at[32], s, small, large) for s in (1, 2)]
         == [1, 2]
     )
-    assert [severity_share(at[224], s, small, large) for s in (1, 4)] == pytest.approx([8, 64])
-    assert severity_share(at[448], 4, small, large) == pytest.approx(64) and severity_length(
+    assert [severity_parameter(at[224], s, small, large) for s in (1, 4)] == pytest.approx([8, 64])
+    assert severity_parameter(at[448], 4, small, large) == pytest.approx(64) and severity_length(
         at[448], 4, small, large
     ) == pytest.approx(128)
     assert severity_length(at[8], 2, small, large) == 2 and severity_length(
         at[224], 2, small, large
     ) == pytest.approx(32)
     middle = math.log(112 / 32) / math.log(7)  # of the way from 32 to 224, in logarithms
-    assert severity_share(np.zeros((3, 400, 112)), 2, small, large) == pytest.approx(2 * 16**middle)
+    assert severity_parameter(np.zeros((3, 400, 112)), 2, small, large) == pytest.approx(
+        2 * 16**middle
+    )
 
 
 def test_brightness_adds_to_the_largest_channel_and_keeps_the_hue():

@@ -265,10 +265,10 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
     source = cohort(tmp_path / "raw")
     first = source.prepare(tmp_path / "a")
     read = []
-    real = bids.read_subject
+    real = bids.read_subject_volumes
     monkeypatch.setattr(
         bids,
-        "read_subject",
+        "read_subject_volumes",
         lambda files, *rest: read.append(files["t1"].name) or real(files, *rest),
     )
     assert source.prepare(tmp_path / "b")["files"] == first["files"] and not read
@@ -347,9 +347,11 @@ def test_an_id_is_no_path_and_no_pattern(tmp_path, monkeypatch, column, name):
     visit(tmp_path.parent, "evil", 50)
     change(tmp_path / "raw", "sub-01", **{column: name})
     opened = []
-    real = bids.read_subject
+    real = bids.read_subject_volumes
     monkeypatch.setattr(
-        bids, "read_subject", lambda files, *rest: opened.append(files["t1"]) or real(files, *rest)
+        bids,
+        "read_subject_volumes",
+        lambda files, *rest: opened.append(files["t1"]) or real(files, *rest),
     )
     asked = []
     exists = Path.is_file

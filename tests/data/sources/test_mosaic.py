@@ -15,12 +15,17 @@ from PIL import Image
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.loader import few_shot_indices, to_device
+from moecore.data.loader import few_shot_indices, place_split
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.flickr30k import Flickr30k
-from moecore.data.sources.mosaic import Mosaic, compose_mosaics, draw_cells, multi_hot_labels
+from moecore.data.sources.mosaic import (
+    Mosaic,
+    compose_mosaics,
+    draw_mosaic_members,
+    multi_hot_labels,
+)
 from moecore.data.splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.report.figures.contact_sheet import draw_contact_sheet
@@ -74,9 +79,9 @@ def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, c
             UserError,
             match=f"a mosaic has {cells} cells, but split of the source has {total} images",
         ):
-            draw_cells(total, number, cells, [seed])
+            draw_mosaic_members(total, number, cells, [seed])
         return
-    drawn = draw_cells(total, number, cells, [seed])
+    drawn = draw_mosaic_members(total, number, cells, [seed])
     assert (
         drawn.shape == (number, cells)
         and all(len(set(row)) == cells for row in drawn.tolist())
@@ -86,15 +91,17 @@ def test_draws_differ_within_a_mosaic_and_use_all_images_evenly(total, number, c
     uses = np.bincount(drawn.ravel(), minlength=total)
     orders = -(-number // (total // cells))
     assert uses.max() <= orders
-    assert np.array_equal(draw_cells(total, number + 7, cells, [seed])[:number], drawn), (
+    assert np.array_equal(draw_mosaic_members(total, number + 7, cells, [seed])[:number], drawn), (
         "more mosaics begin with the same ones"
     )
 
 
 def test_draws_depend_on_the_seed():
     assert (
-        not np.array_equal(draw_cells(50, 10, 4, [0, 4]), draw_cells(50, 10, 4, [1, 4]))
-        and len(np.unique(draw_cells(50, 12, 4, [0]))) == 48
+        not np.array_equal(
+            draw_mosaic_members(50, 10, 4, [0, 4]), draw_mosaic_members(50, 10, 4, [1, 4])
+        )
+        and len(np.unique(draw_mosaic_members(50, 12, 4, [0]))) == 48
     )
 
 
@@ -161,8 +168,8 @@ def test_it_is_a_function_of_its_settings(folder, tmp_path):
 def test_splits_of_one_size_are_drawn_apart(tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(
-        "moecore.data.sources.mosaic.draw_cells",
-        lambda *words: seen.setdefault(tuple(words[3]), draw_cells(*words)),
+        "moecore.data.sources.mosaic.draw_mosaic_members",
+        lambda *words: seen.setdefault(tuple(words[3]), draw_mosaic_members(*words)),
     )
     SETTINGS.prepare(tmp_path)
     assert len(seen) == 3
@@ -217,7 +224,7 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
         few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels each cannot be split by class"):
         stratified_split(split.labels, 0.5, 0)
-    images, labels = to_device(split, "cpu").take(torch.tensor([7, 3]))
+    images, labels = place_split(split, "cpu").take(torch.tensor([7, 3]))
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
 

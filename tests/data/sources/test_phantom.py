@@ -10,34 +10,34 @@ from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
 from moecore.data.phantom import template as phantom_template
-from moecore.data.phantom.anatomy import Anatomy, take_tissue
+from moecore.data.phantom.anatomy import Anatomy, tissue_removal_map
 from moecore.data.phantom.fields import SIDE, VOXEL_ML, smooth_fields, spline_basis
 from moecore.data.phantom.numbers import (
     HEAD_LOG_SD,
     HEAD_ML,
     PRESETS,
-    grey_share,
+    grey_matter_at_age,
     lesions_ml,
-    ventricle_share,
+    ventricles_relative_to_25,
     white_share,
 )
 from moecore.data.phantom.shells import (
     CONTRAST,
     HEAD,
     ellipsoid_distance,
-    shell_template,
+    folded_brain_template,
     simulate_shell_scan,
 )
 from moecore.data.phantom.template import (
     Pose,
-    find_ventricle_wall,
-    level_set,
     load_template,
     place_template,
+    ventricle_shares,
+    ventricle_wall_offset,
 )
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate_scan
-from moecore.data.volumes.volumes import normalise_intensities
+from moecore.data.volumes.stored_volumes import normalise_intensities
 
 SMALL = {"subjects": 12, "age_groups": 2}
 
@@ -72,14 +72,14 @@ def test_regions_are_shares():
 def test_published_curves():
     # the table's values at 25 are 587.9, 447.2 and 11.78 mL, at 90: 470.1, 386.9 and 51.05; between
     # 25 and 30 the middle (geometric for ventricles)
-    assert (grey_share(25), white_share(25), ventricle_share(25)) == (1, 1, 1)
-    assert grey_share(90) == pytest.approx(470.1 / 587.9) and white_share(90) == pytest.approx(
-        386.9 / 447.2
-    )
-    assert ventricle_share(90) == pytest.approx(51.05 / 11.78) and ventricle_share(
-        27.5
-    ) == pytest.approx(np.sqrt(12.87 / 11.78))
-    assert grey_share(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9) and lesions_ml(
+    assert (grey_matter_at_age(25), white_share(25), ventricles_relative_to_25(25)) == (1, 1, 1)
+    assert grey_matter_at_age(90) == pytest.approx(470.1 / 587.9) and white_share(
+        90
+    ) == pytest.approx(386.9 / 447.2)
+    assert ventricles_relative_to_25(90) == pytest.approx(
+        51.05 / 11.78
+    ) and ventricles_relative_to_25(27.5) == pytest.approx(np.sqrt(12.87 / 11.78))
+    assert grey_matter_at_age(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9) and lesions_ml(
         50
     ) == pytest.approx(1.45)
 
@@ -216,9 +216,9 @@ def test_splines_add_up_to_one():
 def test_the_wall_holds_the_volume():
     distance = np.linspace(-3, 40, 5000)
     for wanted in (200.0, 1500.0):
-        assert level_set(find_ventricle_wall(distance, wanted), distance).sum() == pytest.approx(
-            wanted, rel=1e-4
-        )
+        assert ventricle_shares(
+            ventricle_wall_offset(distance, wanted), distance
+        ).sum() == pytest.approx(wanted, rel=1e-4)
 
 
 def test_growing_ventricles_push_tissue_outwards():
@@ -227,13 +227,14 @@ def test_growing_ventricles_push_tissue_outwards():
     base = load_template()
     shell = (base.distance < 9).astype(np.float32)
     still = Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
-    ventricles = float(level_set(0.0, base.distance).sum())
+    ventricles = float(ventricle_shares(0.0, base.distance).sum())
     sums = [
         place_template(base._replace(white=shell), still, 1.0, ventricles * times).white.sum()
         for times in (1, 2, 3)
     ]
     assert (
-        sums[0] == pytest.approx((shell * (1 - level_set(0.0, base.distance))).sum(), rel=0.01)
+        sums[0]
+        == pytest.approx((shell * (1 - ventricle_shares(0.0, base.distance))).sum(), rel=0.01)
         and 0.9 * sums[0] < sums[1] < sums[2]
     )
 
@@ -244,7 +245,7 @@ def test_what_is_taken(seed, amount):
     random = np.random.default_rng(seed)
     source = random.random((5, 5, 5)).astype(np.float32)
     weight = random.random((5, 5, 5)).astype(np.float32)
-    found = take_tissue(source, weight, amount)
+    found = tissue_removal_map(source, weight, amount)
     assert (
         (found >= 0).all() and (found <= 0.9 * source + 1e-6).all() and found.sum() <= amount + 1e-2
     )
@@ -272,7 +273,7 @@ def test_the_template_is_the_one_of_this_code(tmp_path, monkeypatch):
 
 
 def test_the_other_anatomy_is_whole_and_another_one():
-    other = shell_template()
+    other = folded_brain_template()
     maps = np.stack([other.grey, other.white, other.fluid])
     assert maps.min() >= 0
     assert maps.sum(axis=0).max() <= 1 + 1e-5
@@ -294,7 +295,7 @@ def test_distance_to_an_ellipsoid():
 
 @pytest.mark.parametrize(("age", "sex"), [(25, "F"), (85, "M")])
 def test_people_of_the_other_generator_have_their_volumes(age, sex):
-    assert_volumes_hit(Anatomy.draw(9, "realistic"), age, sex, shell_template())
+    assert_volumes_hit(Anatomy.draw(9, "realistic"), age, sex, folded_brain_template())
 
 
 def test_the_other_generator_has_another_contrast():

@@ -14,7 +14,7 @@ from PIL import Image
 
 from moecore.core.files import UserError, file_checksum
 from moecore.data import prepared
-from moecore.data.files import decode_cache
+from moecore.data.files import resumable_decoding
 from moecore.data.files.cifar_files import SETS
 from moecore.data.files.decode import UnreadableImage, decode_image
 from moecore.data.jpeg_store import JpegImages
@@ -243,7 +243,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
 
     decoded = []
     real = decode_image
-    monkeypatch.setattr(decode_cache, "CHUNK", 5)
+    monkeypatch.setattr(resumable_decoding, "CHUNK", 5)
 
     def until_killed(path, *rest):
         if len(decoded) >= 12:
@@ -251,11 +251,11 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
         decoded.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(decode_cache, "decode_image", until_killed)
+    monkeypatch.setattr(resumable_decoding, "decode_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.prepare(tmp_path / "killed")
     monkeypatch.setattr(
-        decode_cache,
+        resumable_decoding,
         "decode_image",
         lambda path, *rest: (decoded.append(path), real(path, *rest))[1],
     )
@@ -266,7 +266,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
 
 def test_imagenet_starts_afresh_where_the_files_changed(tmp_path):
     imagenet_folder(tmp_path / "raw")
-    cache = decode_cache.DecodeCache(tmp_path / "cache", 8, 3)
+    cache = resumable_decoding.DecodeCache(tmp_path / "cache", 8, 3)
     paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
     before = np.load(cache.decode("test", paths)[0]).copy()
     Image.new("RGB", (50, 50), "red").save(paths[3])
@@ -336,8 +336,8 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
 def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch):
     settings = kept(tmp_path, short_side=40)
     card = settings.prepare(tmp_path / "whole")
-    monkeypatch.setattr(decode_cache, "CHUNK", 5)
-    real, packed = decode_cache.pack_image, []
+    monkeypatch.setattr(resumable_decoding, "CHUNK", 5)
+    real, packed = resumable_decoding.recompress_image, []
 
     def until_killed(path, *rest):
         if len(packed) >= 12:
@@ -345,13 +345,15 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
         packed.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(decode_cache, "pack_image", until_killed)
+    monkeypatch.setattr(resumable_decoding, "recompress_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.prepare(tmp_path / "killed")
     with open(tmp_path / "cache/train.bin", "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
     monkeypatch.setattr(
-        decode_cache, "pack_image", lambda *given: (packed.append(given[0]), real(*given))[1]
+        resumable_decoding,
+        "recompress_image",
+        lambda *given: (packed.append(given[0]), real(*given))[1],
     )
     assert settings.prepare(tmp_path / "resumed") == card
     assert 24 <= len(packed) <= 24 + 10

@@ -16,10 +16,10 @@ from moecore.data.sources import docstrings, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_prose
 from moecore.data.sources.wikitext import Wikitext
-from moecore.data.text.captions import tokenize_captions
-from moecore.data.text.stream import Stream
+from moecore.data.text.captioned_layout import tokenize_captions
+from moecore.data.text.reading_order import Stream
 from moecore.data.text.tokenizers import (
-    BpeSettings,
+    BpeFileSettings,
     BpeTokenizer,
     WordSettings,
     WordTokenizer,
@@ -33,7 +33,7 @@ from moecore.data.text.words import (
     read_vocabulary,
 )
 from moecore.tasks.image_text import NONE, ImageText
-from moecore.training.recipes import stream_length
+from moecore.training.phase_trainings import words_per_stream
 
 SOURCE = '''
 """Read a file and give its lines back, one after the other."""
@@ -113,10 +113,10 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     data = SimpleNamespace(
         task=SimpleNamespace(long=True), card={"size": [4]}, tokens=lambda split: words[split]
     )
-    assert stream_length(data, 3) == 333, "six words each: a block of four and the one after it"
-    assert stream_length(data, 4) == 250
+    assert words_per_stream(data, 3) == 333, "six words each: a block of four and the one after it"
+    assert words_per_stream(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
-        stream_length(data, 5)
+        words_per_stream(data, 5)
 
 
 def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
@@ -280,7 +280,7 @@ def bpe_file(path, words=("a", "b", "ab</w>")):
 
 def test_byte_pairs_of_a_file(tmp_path):
     path = bpe_file(tmp_path / "tokenizer.json")
-    found = BpeSettings(file=str(path), words=7).build([])
+    found = BpeFileSettings(file=str(path), words=7).build([])
     assert (found.words, found.end) == (7, 6)
     assert found.encode("AB ba", 8).tokens == [5, 4, 1, 2, 6, 0, 0, 0]
     assert found.encode("ab ab ab", 4) == ([5, 4, 4, 6], True, 0)

@@ -21,17 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
-from moecore.core.streams import Draws, generator_for
-from moecore.data.sampling import warp_images
+from moecore.core.streams import BatchDraws, generator_for
+from moecore.data.image_warping import warp_images
 from moecore.data.views import colour, geometry, randaugment
 from moecore.data.views.randaugment import (
     OPERATIONS,
     DrawnOperations,
     RandAugment,
-    apply_colours,
+    apply_colour_operations,
     draw_operations,
 )
-from moecore.data.views.views import Affine, Crop, ViewSettings, identity_view, make_views
+from moecore.data.views.views import (
+    AffineRanges,
+    CropRanges,
+    ViewSettings,
+    draw_views,
+    identity_view,
+)
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 STEP = 4  # grey levels per pixel of the ramps
@@ -71,14 +77,14 @@ CASES = {
     "shift": ViewSettings(shift=3),
     "flip": ViewSettings(flip=True),
     "shift_flip": ViewSettings(shift=5, flip=True),
-    "crop": ViewSettings(crop=Crop(scale=(0.2, 1.0))),
-    "crop_flip_shift": ViewSettings(crop=Crop(scale=(0.2, 1.0)), flip=True, shift=2),
+    "crop": ViewSettings(crop=CropRanges(scale=(0.2, 1.0))),
+    "crop_flip_shift": ViewSettings(crop=CropRanges(scale=(0.2, 1.0)), flip=True, shift=2),
     "smaller": ViewSettings(size=16),
-    "larger_crop": ViewSettings(size=48, crop=Crop()),
-    "rotate": ViewSettings(affine=Affine(degrees=45)),
-    "translate": ViewSettings(affine=Affine(translate=0.3)),
-    "scale": ViewSettings(affine=Affine(scale=(0.5, 2.0))),
-    "shear": ViewSettings(affine=Affine(shear=20)),
+    "larger_crop": ViewSettings(size=48, crop=CropRanges()),
+    "rotate": ViewSettings(affine=AffineRanges(degrees=45)),
+    "translate": ViewSettings(affine=AffineRanges(translate=0.3)),
+    "scale": ViewSettings(affine=AffineRanges(scale=(0.5, 2.0))),
+    "shear": ViewSettings(affine=AffineRanges(shear=20)),
     **{
         name: ViewSettings(randaugment=RandAugment(operations=1, names=(name,)))
         for name in GEOMETRIC
@@ -87,8 +93,8 @@ CASES = {
     "everything": ViewSettings(
         shift=2,
         flip=True,
-        crop=Crop(scale=(0.4, 1.0)),
-        affine=Affine(degrees=15, translate=0.1, scale=(0.8, 1.2), shear=10),
+        crop=CropRanges(scale=(0.4, 1.0)),
+        affine=AffineRanges(degrees=15, translate=0.1, scale=(0.8, 1.2), shear=10),
         randaugment=RandAugment(
             operations=2, magnitude=5, names=("rotate", "translate_x", "shear_y", "identity")
         ),
@@ -100,7 +106,7 @@ CASES = {
 @pytest.mark.parametrize("shape", [(32, 32), (24, 40)])
 @pytest.mark.parametrize("name", CASES)
 def test_pixels_lie_where_the_affine_says(name, shape):
-    views = make_views(ramps(32, *shape), CASES[name], generator_for(0, 0))
+    views = draw_views(ramps(32, *shape), CASES[name], generator_for(0, 0))
     assert worst(views, *shape) < 1e-3  # pixels
 
 
@@ -119,11 +125,11 @@ def test_any_composition_is_exact(seed, height, width, flip, shift, degrees, low
     chosen = ViewSettings(
         flip=flip,
         shift=shift,
-        crop=Crop(scale=(low, 1)),
-        affine=Affine(degrees=degrees),
+        crop=CropRanges(scale=(low, 1)),
+        affine=AffineRanges(degrees=degrees),
         randaugment=moves,
     )
-    views = make_views(ramps(8, height, width), chosen, generator_for(seed))
+    views = draw_views(ramps(8, height, width), chosen, generator_for(seed))
     seen, said, inside = seen_and_said(views, height, width)
     assert (seen - said)[inside].abs().max().item() < 2e-3 if inside.any() else True
 
@@ -131,7 +137,7 @@ def test_any_composition_is_exact(seed, height, width, flip, shift, degrees, low
 @pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
 def test_the_gather_equals_the_sampling(fill):
     images = torch.randint(0, 256, (64, 3, 12, 17), generator=generator_for(1), dtype=torch.uint8)
-    views = make_views(images, ViewSettings(shift=4, flip=True, fill=fill), generator_for(2))
+    views = draw_views(images, ViewSettings(shift=4, flip=True, fill=fill), generator_for(2))
     sampled = warp_images(images, views.affines.double(), (12, 17), fill) / 255
     assert torch.allclose(views.images, sampled, atol=1e-4)
 
@@ -139,7 +145,7 @@ def test_the_gather_equals_the_sampling(fill):
 def test_a_flip_by_hand():
     images = torch.zeros(16, 1, 3, 5, dtype=torch.uint8)
     images[:, 0, 1, 0] = 255
-    views = make_views(images, ViewSettings(flip=True), generator_for(3))
+    views = draw_views(images, ViewSettings(flip=True), generator_for(3))
     for image, affine in zip(views.images, views.affines, strict=True):
         row, column, _ = affine @ torch.tensor([1.5, 0.5, 1.0])
         assert image[0, int(row), int(column)] == 1 and image.sum() == 1
@@ -189,7 +195,7 @@ def test_inverse_and_crop_windows():
         torch.eye(3, dtype=torch.float64).expand(50, 3, 3),
     )
     top, left, height, width = geometry.draw_crop_windows(
-        Draws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
+        BatchDraws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
     )
     share = height * width / 600
     assert (
@@ -274,7 +280,7 @@ def test_each_image_gets_its_own_operation():
     names = ("identity", *OPERATIONS)
     pixels = torch.from_numpy(np.stack([IMAGES["noise"]] * len(names))).permute(0, 3, 1, 2).float()
     levels = torch.full((len(names), 1), -0.5, dtype=torch.float64)
-    done = apply_colours(
+    done = apply_colour_operations(
         pixels.clone(), DrawnOperations(names, torch.arange(len(names))[:, None], levels)
     )
     assert torch.equal(done[0], pixels[0])
@@ -287,7 +293,7 @@ def test_each_image_gets_its_own_operation():
 def test_order_is_the_order_drawn():
     names = ("invert", "posterize")
     pixels = torch.full((2, 1, 4, 4), 100.0)
-    done = apply_colours(
+    done = apply_colour_operations(
         pixels,
         DrawnOperations(
             names, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.float64)
@@ -306,7 +312,9 @@ def test_values_at_magnitude_10_and_limits_beyond():
 
 
 def test_all_names_are_drawn_and_both_signs():
-    drawn = draw_operations(RandAugment(operations=2, magnitude=5), Draws(generator_for(0), 2000))
+    drawn = draw_operations(
+        RandAugment(operations=2, magnitude=5), BatchDraws(generator_for(0), 2000)
+    )
     assert set(drawn.choices.unique().tolist()) == set(range(14)) and set(
         drawn.levels.unique().tolist()
     ) == {-0.5, 0.5}
@@ -316,7 +324,7 @@ def test_all_names_are_drawn_and_both_signs():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_views_stay_in_range(name):
     images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
-    views = make_views(
+    views = draw_views(
         images,
         ViewSettings(randaugment=RandAugment(magnitude=30, names=(name, "rotate"))),
         generator_for(2),
@@ -328,7 +336,7 @@ def test_views_stay_in_range(name):
 
 def test_colours_alone_move_nothing():
     images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
-    views = make_views(
+    views = draw_views(
         images, ViewSettings(randaugment=RandAugment(names=("identity",))), generator_for(2)
     )
     assert torch.equal(views.images, identity_view(images)) and torch.equal(
@@ -358,7 +366,7 @@ def jittered_by_torchvision(images, drawn):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jitter_equals_torchvisions_to_a_grey_level(channels):
     images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
-    drawn = colour.draw_jitter(JITTER, Draws(generator_for(1), 64))
+    drawn = colour.draw_jitter(JITTER, BatchDraws(generator_for(1), 64))
     ours = colour.jitter_colours(images.float(), drawn) / 255
     theirs = jittered_by_torchvision(images / 255, drawn)
     assert (ours - theirs).abs().max() < 1 / 255
@@ -367,7 +375,7 @@ def test_jitter_equals_torchvisions_to_a_grey_level(channels):
 
 def test_jitter_draws_every_order_and_factors_within_their_ranges():
     settings = colour.ColourJitter(brightness=0.12, contrast=1.5)
-    order, factors = colour.draw_jitter(settings, Draws(generator_for(0), 6000))
+    order, factors = colour.draw_jitter(settings, BatchDraws(generator_for(0), 6000))
     _, times = order.unique(dim=0, return_counts=True)
     assert len(times) == 6 and times.min() > 850  # 1000 each, standard error 29
     low, high = factors.aminmax(dim=0)
@@ -377,18 +385,18 @@ def test_jitter_draws_every_order_and_factors_within_their_ranges():
 
 def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
     images = torch.randint(0, 256, (16, 3, 8, 8), generator=generator_for(2), dtype=torch.uint8)
-    views = make_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    views = draw_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert views.dtype == torch.float32 and 0 <= views.min() and views.max() <= 1
-    again = make_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    again = draw_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert torch.equal(views, again)
     assert not torch.equal(views[0], identity_view(images)[0])
     still = ViewSettings(jitter=colour.ColourJitter())
-    assert torch.equal(make_views(images, still, generator_for(3)).images, identity_view(images))
+    assert torch.equal(draw_views(images, still, generator_for(3)).images, identity_view(images))
     erased = ViewSettings(jitter=JITTER, erasing=1.0)
-    assert (make_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
+    assert (draw_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
 
 
 def test_saturation_leaves_grey_images_as_they_are():
     images = torch.randint(0, 256, (8, 1, 6, 6), generator=generator_for(2), dtype=torch.uint8)
     settings = ViewSettings(jitter=colour.ColourJitter(saturation=0.9))
-    assert torch.equal(make_views(images, settings, generator_for(0)).images, identity_view(images))
+    assert torch.equal(draw_views(images, settings, generator_for(0)).images, identity_view(images))

@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.streams import generator_for
-from moecore.data.sampling import UnevenImages
+from moecore.data.image_warping import VariableSizeImages
+from moecore.data.views.invariance_transforms import draw_affines, transform_images
 from moecore.data.views.mix import Mix, mix_images
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.transforms import draw_affines, transform_images
 from moecore.data.views.views import (
-    Affine,
-    Crop,
+    AffineRanges,
+    CropRanges,
     ViewSettings,
+    draw_views,
     identity_view,
-    make_views,
 )
 from moecore.tasks.classification import Classification
 
 IMAGES = torch.randint(0, 256, (32, 3, 20, 20), generator=generator_for(0), dtype=torch.uint8)
 FULL = ViewSettings(
     shift=2,
-    crop=Crop(),
+    crop=CropRanges(),
     flip=True,
-    affine=Affine(degrees=10),
+    affine=AffineRanges(degrees=10),
     randaugment=RandAugment(),
     erasing=0.5,
     size=16,
@@ -46,7 +46,7 @@ def classes(number: int) -> Classification:
 
 def test_same_generator_same_views_and_global_state_untouched():
     before = torch.get_rng_state()
-    first, again, other = (make_views(IMAGES, FULL, generator_for(1, step)) for step in (5, 5, 6))
+    first, again, other = (draw_views(IMAGES, FULL, generator_for(1, step)) for step in (5, 5, 6))
     assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
     assert not torch.equal(first.images, other.images) and torch.equal(
         torch.get_rng_state(), before
@@ -63,8 +63,8 @@ def test_images_one_by_one_have_the_views_of_a_batch(fill):
     """Where they happen to have one shape; what is cut out changes the rounding alone."""
     rows = [image.permute(1, 2, 0).numpy() for image in IMAGES]
     moving = FULL.model_copy(update={"fill": fill, "shift": 9, "erasing": 0.0})
-    together = make_views(IMAGES, moving, generator_for(1))
-    apart = make_views(UnevenImages(rows, 20, torch.device("cpu")), moving, generator_for(1))
+    together = draw_views(IMAGES, moving, generator_for(1))
+    apart = draw_views(VariableSizeImages(rows, 20, torch.device("cpu")), moving, generator_for(1))
     assert torch.equal(together.affines, apart.affines)
     assert (together.images - apart.images).abs().mean() < 1e-5
     torch.testing.assert_close(together.images, apart.images, atol=1 / 255, rtol=0)
@@ -76,8 +76,10 @@ def test_a_view_of_images_of_different_shapes_is_each_ones_own():
         torch.randint(0, 256, (height, width, 3), generator=random, dtype=torch.uint8).numpy()
         for height, width in ((20, 50), (33, 21), (20, 20), (64, 24))
     ]
-    settings = ViewSettings(crop=Crop(scale=(0.05, 1.0)), flip=True)
-    views = make_views(UnevenImages(rows, 16, torch.device("cpu")), settings, generator_for(7))
+    settings = ViewSettings(crop=CropRanges(scale=(0.05, 1.0)), flip=True)
+    views = draw_views(
+        VariableSizeImages(rows, 16, torch.device("cpu")), settings, generator_for(7)
+    )
     assert views.images.shape == (4, 3, 16, 16)
     # by hand: where each pixel of a view comes from, with the nearest four of the original
     back = torch.linalg.inv(views.affines.double())
@@ -100,14 +102,14 @@ def bilinear(image, row: float, column: float) -> torch.Tensor:
 
 
 def test_images_that_are_kept_whole_need_a_crop():
-    whole = UnevenImages([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
+    whole = VariableSizeImages([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
     with pytest.raises(UserError, match=r"views: found crop: null, but .* allowed: a crop"):
-        make_views(whole, ViewSettings(flip=True), generator_for(0))
+        draw_views(whole, ViewSettings(flip=True), generator_for(0))
     assert identity_view(whole).shape == (2, 3, 16, 16)
 
 
 def test_the_default_changes_nothing():
-    views = make_views(IMAGES, ViewSettings(), generator_for(0))
+    views = draw_views(IMAGES, ViewSettings(), generator_for(0))
     assert torch.equal(views.images, identity_view(IMAGES)) and torch.equal(
         views.affines, torch.eye(3).expand(len(IMAGES), 3, 3)
     )
@@ -115,7 +117,7 @@ def test_the_default_changes_nothing():
 
 def test_erasing_blacks_out_a_rectangle():
     white = torch.full((2000, 1, 20, 20), 255, dtype=torch.uint8)
-    views = make_views(white, ViewSettings(erasing=0.25), generator_for(0)).images[:, 0]
+    views = draw_views(white, ViewSettings(erasing=0.25), generator_for(0)).images[:, 0]
     hidden = (views == 0).float()
     erased = hidden.sum((1, 2)) > 0
     assert (
@@ -129,7 +131,7 @@ def test_erasing_blacks_out_a_rectangle():
 
 
 def test_half_of_the_images_are_mirrored():
-    views = make_views(
+    views = draw_views(
         torch.zeros(4000, 1, 4, 4, dtype=torch.uint8), ViewSettings(flip=True), generator_for(0)
     )
     assert (views.affines[:, 1, 1] < 0).float().mean() == pytest.approx(0.5, abs=0.03)

@@ -7,18 +7,18 @@ import torch
 from scipy.ndimage import map_coordinates
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout
+from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
-from moecore.data.sampling import fold_indices, is_inside
+from moecore.data.image_warping import in_range_mask, wrap_indices
 from moecore.data.views.views import (
-    Affine,
-    Crop,
+    AffineRanges,
+    CropRanges,
     ViewSettings,
-    make_views,
+    draw_views,
 )
 from moecore.data.views.views3d import (
     centred_volume_affines,
-    volume_flips,
+    volume_flip_affines,
     volume_rotations,
     warp_volumes,
 )
@@ -28,7 +28,7 @@ SIZE = (6, 8, 10)
 FULL = ViewSettings(
     shift=1,
     flip=True,
-    affine=Affine(degrees=20, translate=0.1, scale=(0.8, 1.2)),
+    affine=AffineRanges(degrees=20, translate=0.1, scale=(0.8, 1.2)),
 )
 VOLUMES = torch.rand(16, 1, *SIZE, generator=generator_for(9)).half()
 
@@ -43,7 +43,7 @@ def ramps(count: int, size=SIZE) -> torch.Tensor:
 
 def test_a_function_of_seed_and_step_that_leaves_the_data_alone():
     before = VOLUMES.clone()
-    first, again, other = (make_views(VOLUMES, FULL, generator_for(1, step)) for step in (5, 5, 6))
+    first, again, other = (draw_views(VOLUMES, FULL, generator_for(1, step)) for step in (5, 5, 6))
     assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
     assert not torch.equal(first.affines, other.affines)
     assert torch.equal(VOLUMES, before)
@@ -54,8 +54,8 @@ def test_a_view_does_not_depend_on_the_other_volumes():
     alone = VOLUMES.clone()
     alone[1:] = 0
     assert torch.equal(
-        make_views(VOLUMES, FULL, generator_for(1)).images[0],
-        make_views(alone, FULL, generator_for(1)).images[0],
+        draw_views(VOLUMES, FULL, generator_for(1)).images[0],
+        draw_views(alone, FULL, generator_for(1)).images[0],
     )
 
 
@@ -67,10 +67,10 @@ def one_by_one(volumes, shifts, mirrored, fill):
             places = torch.arange(length)
             if axis == 1 and turned:
                 places = places.flip(0)
-            volume = volume.index_select(axis, fold_indices(places - move, length, fill))
+            volume = volume.index_select(axis, wrap_indices(places - move, length, fill))
             volume = volume.clone()
             if fill == "zeros":
-                volume.movedim(axis, 0)[~is_inside(places - move, length)] = 0
+                volume.movedim(axis, 0)[~in_range_mask(places - move, length)] = 0
         yield volume.float()
 
 
@@ -83,15 +83,15 @@ def test_a_batch_has_the_bits_of_its_volumes_one_by_one(fill, kind, channels):
     draws = generator_for(4)
     shifts = torch.randint(-3, 4, (9, 3), generator=draws)
     mirrored = torch.rand(9, generator=draws) < 0.5
-    views = make_views(volumes, ViewSettings(shift=3, flip=True, fill=fill), generator_for(4))
+    views = draw_views(volumes, ViewSettings(shift=3, flip=True, fill=fill), generator_for(4))
     assert torch.equal(views.images, torch.stack([*one_by_one(volumes, shifts, mirrored, fill)]))
     assert torch.equal(volumes, before) and mirrored.any() and not mirrored.all()
 
 
 def test_flips_mirror_the_first_axis_half_of_the_time():
-    views = make_views(torch.rand(400, 1, 2, 2, 2), ViewSettings(flip=True), generator_for(0))
+    views = draw_views(torch.rand(400, 1, 2, 2, 2), ViewSettings(flip=True), generator_for(0))
     volumes = VOLUMES
-    flipped = make_views(volumes, ViewSettings(flip=True), generator_for(3))
+    flipped = draw_views(volumes, ViewSettings(flip=True), generator_for(3))
     turned = flipped.affines[:, 0, 0] < 0
     assert turned.any() and not turned.all()
     assert torch.equal(flipped.images[turned], volumes[turned].float().flip(2)) and torch.equal(
@@ -108,7 +108,7 @@ def test_flips_mirror_the_first_axis_half_of_the_time():
 @pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
 def test_whole_voxel_moves_are_exact_and_agree_with_sampling(fill):
     settings = ViewSettings(shift=2, flip=True, fill=fill)
-    views = make_views(VOLUMES, settings, generator_for(2))
+    views = draw_views(VOLUMES, settings, generator_for(2))
     assert set(views.affines[:, :3, 3].unique().tolist()) <= set(range(-2, 9))
     sampled = warp_volumes(VOLUMES, views.affines.double(), fill)
     torch.testing.assert_close(views.images, sampled, atol=1e-4, rtol=0)
@@ -125,7 +125,7 @@ def test_the_affine_says_where_every_voxel_went(settings):
     """A ramp's value is the original place; so a view's voxel p must hold A⁻¹ p, wherever that lies
     inside the voxel centres.
     """
-    views = make_views(ramps(8), settings, generator_for(4))
+    views = draw_views(ramps(8), settings, generator_for(4))
     centres = torch.stack(
         torch.meshgrid(*(torch.arange(length) + 0.5 for length in SIZE), indexing="ij"), dim=-1
     ).double()
@@ -141,7 +141,7 @@ def test_the_affine_says_where_every_voxel_went(settings):
 
 
 def test_sampling_is_scipys():
-    affine = make_views(
+    affine = draw_views(
         VOLUMES[:1], ViewSettings(affine=FULL.affine), generator_for(8)
     ).affines.double()
     back = torch.linalg.inv(affine[0])
@@ -187,9 +187,9 @@ def test_rotations_keep_lengths_and_the_middle():
 
 
 def test_scale_and_translation_have_their_range():
-    views = make_views(
+    views = draw_views(
         torch.zeros(300, 1, *SIZE),
-        ViewSettings(affine=Affine(scale=(0.5, 2.0), translate=0.25)),
+        ViewSettings(affine=AffineRanges(scale=(0.5, 2.0), translate=0.25)),
         generator_for(5),
     )
     factors = views.affines[:, 0, 0]
@@ -203,9 +203,9 @@ def test_scale_and_translation_have_their_range():
 
 def test_cubes_find_their_partners_through_the_affines():
     """A volume mirrored along the first axis: the cube (i, j, k) is partner of (1 − i, j, k)."""
-    layout = Layout(1, (2, 2, 2), (8, 8, 8))
+    layout = TokenLayout(1, (2, 2, 2), (8, 8, 8))
     plain = torch.eye(4)[None]
-    mirrored = volume_flips(torch.tensor([True]), 8.0).float()
+    mirrored = volume_flip_affines(torch.tensor([True]), 8.0).float()
     found = match_patches(plain, mirrored, layout)
     assert found.index[0].tolist() == [4, 5, 6, 7, 0, 1, 2, 3] and found.found.all()
 
@@ -213,10 +213,10 @@ def test_cubes_find_their_partners_through_the_affines():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (ViewSettings(crop=Crop()), "crop"),
-        (ViewSettings(affine=Affine(shear=5)), "affine.shear"),
+        (ViewSettings(crop=CropRanges()), "crop"),
+        (ViewSettings(affine=AffineRanges(shear=5)), "affine.shear"),
     ],
 )
 def test_settings_of_images_are_refused(settings, named):
     with pytest.raises(UserError, match=f"found {named}"):
-        make_views(VOLUMES, settings, generator_for(0))
+        draw_views(VOLUMES, settings, generator_for(0))

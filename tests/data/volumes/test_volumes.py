@@ -13,21 +13,25 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.data import prepared
-from moecore.data.loader import few_shot_indices, to_device
+from moecore.data.loader import few_shot_indices, place_split
 from moecore.data.prepared import Prepared
-from moecore.data.volumes.cohort_splits import CohortSplits, split_cohort
+from moecore.data.volumes.cohort_splits import CohortSettings, split_cohort
 from moecore.data.volumes.grids import (
     Grid,
-    brain_window,
+    brain_window_start,
     cut_window,
     resample_inside,
     resample_volume,
 )
+from moecore.data.volumes.stored_volumes import (
+    VolumeWithRegions,
+    normalise_intensities,
+    read_volume,
+)
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
 from moecore.data.volumes.volume_checks import volume_flags
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumePart, write_volumes
-from moecore.data.volumes.volumes import StoredVolume, normalise_intensities, read_volume
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
 from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
@@ -36,7 +40,7 @@ GRID = Grid(voxel_mm=6, size=(32, 32, 32))
 RAS = np.diag([6.0, 6, 6, 1])
 
 
-class Made(CohortSplits):
+class Made(CohortSettings):
     kind: str = "made"
 
 
@@ -114,7 +118,7 @@ def test_the_background_does_not_darken_the_rim():
 def test_the_brain_is_in_the_middle_of_the_window(low, sides):
     mask = np.zeros((42, 41, 43), bool)
     mask[tuple(slice(a, a + n) for a, n in zip(low, sides, strict=True))] = True
-    found = cut_window(mask, brain_window(mask, (16, 32, 48)), (16, 32, 48))
+    found = cut_window(mask, brain_window_start(mask, (16, 32, 48)), (16, 32, 48))
     assert found.shape == (16, 32, 48) and found.sum() == mask.sum()  # nothing lost
     for axis, length in enumerate(found.shape):
         where = np.flatnonzero(found.any(axis=tuple({0, 1, 2} - {axis})))
@@ -176,7 +180,7 @@ def subjects(number, seed=0, sessions=1):
 @settings(max_examples=25, deadline=None)
 def test_splits_are_by_participant_and_stratified(number, seed, sessions):
     people = subjects(number, seed, sessions)
-    splits = split_cohort(people, CohortSplits(seed=seed, age_groups=4))
+    splits = split_cohort(people, CohortSettings(seed=seed, age_groups=4))
     assert sorted(row for rows in splits.values() for row in rows) == list(range(len(people)))
     who = {split: {people[row].participant_id for row in rows} for split, rows in splits.items()}
     assert (
@@ -200,14 +204,14 @@ def test_splits_are_by_participant_and_stratified(number, seed, sessions):
 
 def test_splits_do_not_depend_on_the_order_and_follow_the_seed():
     people = subjects(60)
-    one = split_cohort(people, CohortSplits())
-    two = split_cohort(people[::-1], CohortSplits())
+    one = split_cohort(people, CohortSettings())
+    two = split_cohort(people[::-1], CohortSettings())
     assert {people[row].participant_id for row in one["test"]} == {
         people[::-1][row].participant_id for row in two["test"]
     }
-    assert one["test"] != split_cohort(people, CohortSplits(seed=1))["test"]
+    assert one["test"] != split_cohort(people, CohortSettings(seed=1))["test"]
     with pytest.raises(UserError, match="no participant of 2 is in validation, test"):
-        split_cohort(subjects(2), CohortSplits(validation=0.1, test=0.1))
+        split_cohort(subjects(2), CohortSettings(validation=0.1, test=0.1))
 
 
 def written(folder, **changed):
@@ -223,7 +227,7 @@ def written(folder, **changed):
     ]
     rows = [VolumeSubject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
     parts = {
-        split: VolumePart(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
+        split: VolumeSplit(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
     }
     facts = VolumeDatasetInfo(
@@ -264,7 +268,7 @@ def test_card_and_arrays_of_volumes(tmp_path):
 def test_ages_that_are_all_the_same_are_refused(tmp_path):
     _, volumes, rows = written(tmp_path)
     with pytest.raises(UserError, match=r"all ages of train are 30\.1"):
-        written(tmp_path / "out", train=VolumePart(rows[:1], volumes[:1]))
+        written(tmp_path / "out", train=VolumeSplit(rows[:1], volumes[:1]))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +290,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
     written(tmp_path)
     train = Prepared.open(tmp_path).train
     for limit in (1 << 30, 1):
-        images, labels = to_device(train, "cpu", limit).take(torch.tensor([1, 0]))
+        images, labels = place_split(train, "cpu", limit).take(torch.tensor([1, 0]))
         assert (
             images.dtype == torch.float16
             and labels.dtype == torch.float32
@@ -327,7 +331,7 @@ def test_the_cache_keeps_a_subject_until_a_file_or_a_setting_changes(tmp_path, r
     cache = VolumeCache(tmp_path / "cache", {})
     path = cache.subject_path({"t1": file})
     assert cache.subject_path({"t1": file}) == path
-    made = StoredVolume(np.ones((1, 2, 2, 2), np.float16), regions)
+    made = VolumeWithRegions(np.ones((1, 2, 2, 2), np.float16), regions)
     save_stored(path, made)
     kept = load_stored(path)
     assert np.array_equal(kept.image, made.image) and kept.image.dtype == np.float16

@@ -9,34 +9,38 @@ import torch
 from scipy.stats import spearmanr
 from torch import nn
 
-from moecore.core.records import Layout, ModelOutput, RoutingRecord
+from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.prepared import Prepared
-from moecore.measure.base import MeasuredSubject, compute_without_cache
-from moecore.measure.cohort_checks import CohortChecks, measure_region_experts, untried_reasons
-from moecore.measure.probes.cubes import (
-    Cubes,
-    estimate_over_people,
-    score_correlation,
-    tissue_agreement,
-    tissue_amounts,
+from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.cohort_checks import (
+    CohortChecks,
+    measure_region_generalisation,
+    region_skip_reasons,
 )
-from moecore.measure.probes.generalisation import (
+from moecore.measure.probes.expert_tissue_agreement import (
+    RoutedCubes,
+    cube_tissue_agreement,
+    estimate_over_people,
+    tissue_by_cube,
+    tissue_score_correlation,
+)
+from moecore.measure.probes.region_generalisation import (
     OTHERS,
-    Generalisation,
-    ProbeSizes,
-    Scans,
-    isolation_rule,
+    BatchAndResamples,
+    GeneralisationSettings,
+    VolumesAndTissues,
+    keep_one_tissue,
+    keep_tissue_mixture,
     measure_generalisation,
-    measure_volumes,
-    mixture_rule,
-    other_scans,
+    measure_tissue_routing,
     own_scans,
-    route_masked_scans,
+    route_masked_cubes,
+    simulate_other_scans,
 )
 from tests.volumes import GREY, balls, write_cohort
 
 TISSUES = ("wm", "gm", "csf")
-SIZES = ProbeSizes(batch=3, resamples=100)
+SIZES = BatchAndResamples(batch=3, resamples=100)
 
 
 class ByBrightness(nn.Module):
@@ -44,7 +48,7 @@ class ByBrightness(nn.Module):
     so do all experts the special token. Two experts a token.
     """
 
-    layout = Layout(1, (4, 4, 4), (16, 16, 16))
+    layout = TokenLayout(1, (4, 4, 4), (16, 16, 16))
 
     def __init__(self, greys: tuple[float, ...] = tuple(GREY.values())) -> None:
         super().__init__()
@@ -62,15 +66,15 @@ class ByBrightness(nn.Module):
         return ModelOutput(mean.mean(1, keepdim=True), (first, RoutingRecord(*[logits] * 5)))
 
 
-def drawn(seed: int, people: int = 5, places: int = 7, tissues: int = 3) -> Cubes:
+def drawn(seed: int, people: int = 5, places: int = 7, tissues: int = 3) -> RoutedCubes:
     """Cubes of which some hold nothing, with scores that lean towards what is held."""
     random = np.random.default_rng(seed)
     held = random.integers(0, 50, (people, places, tissues))
     held[random.random((people, places)) < 0.3] = 0
-    return Cubes(held, held / 50 + random.normal(0, 0.5, held.shape))
+    return RoutedCubes(held, held / 50 + random.normal(0, 0.5, held.shape))
 
 
-def slow(found: Cubes) -> tuple[list[float], list[float], list[list[float]], list[float]]:
+def slow(found: RoutedCubes) -> tuple[list[float], list[float], list[list[float]], list[float]]:
     """A loop over people, cubes and, for chance, all orders of a person's cubes."""
     rights, chances, rates, placed = [], [], [], []
     for person, (held, scores) in enumerate(zip(found.amounts, found.scores, strict=True)):
@@ -97,7 +101,7 @@ def slow(found: Cubes) -> tuple[list[float], list[float], list[list[float]], lis
 def test_agreement_against_loops_over_all_orders(seed):
     cubes = drawn(seed)
     rights, chances, rates, placed = slow(cubes)
-    found = tissue_agreement([cubes], 200)
+    found = cube_tissue_agreement([cubes], 200)
     assert found.people == 5
     assert found.cubes == int(cubes.amounts.any(axis=-1).sum())
     assert found.share.value == pytest.approx(np.mean(rights))
@@ -110,17 +114,17 @@ def test_agreement_against_loops_over_all_orders(seed):
 
 def test_several_sorts_of_volumes_are_one_set_of_cubes():
     one, other = drawn(0), drawn(1)
-    joined = Cubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert tissue_agreement([one, other], 100) == tissue_agreement([joined], 100)
+    joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
+    assert cube_tissue_agreement([one, other], 100) == cube_tissue_agreement([joined], 100)
 
 
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
-    found = tissue_agreement([same], 100)
+    found = cube_tissue_agreement([same], 100)
     assert found.over_chance.value == pytest.approx(0)
     assert found.share.value == pytest.approx(found.permuted)
-    right = tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))], 100)
+    right = cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))], 100)
     assert right.share.value == 1
     assert right.share.high == 1
 
@@ -129,10 +133,10 @@ def test_who_holds_no_tissue_is_left_out():
     cubes = drawn(4)
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
-    without = Cubes(cubes.amounts[left], cubes.scores[left])
-    assert tissue_agreement([cubes], 100) == tissue_agreement([without], 100)
-    (alone,) = [Cubes(cubes.amounts[:1], cubes.scores[:1])]
-    one = tissue_agreement([alone], 100)
+    without = RoutedCubes(cubes.amounts[left], cubes.scores[left])
+    assert cube_tissue_agreement([cubes], 100) == cube_tissue_agreement([without], 100)
+    (alone,) = [RoutedCubes(cubes.amounts[:1], cubes.scores[:1])]
+    one = cube_tissue_agreement([alone], 100)
     assert one.same_place is None
     assert one.share.low is None
 
@@ -144,10 +148,10 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = score_correlation(cubes, 1, 100)
+    found = tissue_score_correlation(cubes, 1, 100)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert score_correlation(flat, 1, 100).value == 0
+    assert tissue_score_correlation(flat, 1, 100).value == 0
 
 
 def test_limits_stay_where_shares_are():
@@ -157,7 +161,7 @@ def test_limits_stay_where_shares_are():
 
 def test_amounts_are_sums_over_cubes():
     shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
-    found = tissue_amounts(shares, (2, 3, 1))
+    found = tissue_by_cube(shares, (2, 3, 1))
     assert found.shape == (2, 6, 3)
     for person, tissue, (a, b) in product(range(2), range(3), product(range(2), range(3))):
         cube = shares[person, tissue, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2]
@@ -166,8 +170,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = mixture_rule(0, 2, 0.25, seed=3)(5)(shares)
-    much = mixture_rule(0, 2, 0.75, seed=3)(5)(shares)
+    little = keep_tissue_mixture(0, 2, 0.25, seed=3)(5)(shares)
+    much = keep_tissue_mixture(0, 2, 0.75, seed=3)(5)(shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all()
         assert (found[1] == 0).all()
@@ -175,8 +179,10 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert (found[2][some] == shares[2][some]).all()
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
-    assert not np.array_equal(little, mixture_rule(0, 2, 0.25, seed=3)(6)(shares)), "people differ"
-    assert not np.array_equal(little, mixture_rule(0, 2, 0.25, seed=4)(5)(shares))
+    assert not np.array_equal(little, keep_tissue_mixture(0, 2, 0.25, seed=3)(6)(shares)), (
+        "people differ"
+    )
+    assert not np.array_equal(little, keep_tissue_mixture(0, 2, 0.25, seed=4)(5)(shares))
 
 
 def test_what_is_left_is_what_the_model_sees():
@@ -191,13 +197,13 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    found = route_masked_scans(Watching(), Scans(images, shares), isolation_rule(1), 3)
+    found = route_masked_cubes(Watching(), VolumesAndTissues(images, shares), keep_one_tissue(1), 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
     inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
     np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
-    whole = route_masked_scans(Watching(), Scans(images, shares), None, 3)
+    whole = route_masked_cubes(Watching(), VolumesAndTissues(images, shares), None, 3)
     assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
     assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
 
@@ -209,7 +215,7 @@ def cohort(tmp_path_factory) -> Prepared:
 
 def test_experts_that_know_their_tissue(cohort):
     found = measure_generalisation(
-        ByBrightness(), cohort, TISSUES, Generalisation(volumes=6), (20, 90), 0, SIZES
+        ByBrightness(), cohort, TISSUES, GeneralisationSettings(volumes=6), (20, 90), 0, SIZES
     )
     assert found.other is None, "the balls have 16³ voxels"
     assert found.test.isolated.share.value == 1
@@ -227,7 +233,7 @@ def test_experts_that_know_their_tissue(cohort):
 def test_experts_of_the_wrong_tissues(cohort):
     # wm's expert likes grey matter, gm's fluid, csf's white matter
     wrong = ByBrightness((GREY["gm"], GREY["csf"], GREY["wm"]))
-    found = measure_volumes(wrong, own_scans(cohort, TISSUES, 6), TISSUES, SIZES)
+    found = measure_tissue_routing(wrong, own_scans(cohort, TISSUES, 6), TISSUES, SIZES)
     assert found.isolated.share.value == 0
     assert found.isolated.over_chance.high < 0
 
@@ -236,22 +242,22 @@ def test_the_order_of_names_is_the_order_of_experts(cohort):
     turned = ("csf", "wm")
     model = ByBrightness((GREY["csf"], GREY["wm"]))
     found = measure_generalisation(
-        model, cohort, turned, Generalisation(volumes=6), (20, 90), 0, SIZES
+        model, cohort, turned, GeneralisationSettings(volumes=6), (20, 90), 0, SIZES
     )
     assert found.tissues == turned
     assert found.test.isolated.share.value == 1
     assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(turned))
     one = measure_generalisation(
-        model, cohort, ("csf",), Generalisation(volumes=6), (20, 90), 0, SIZES
+        model, cohort, ("csf",), GeneralisationSettings(volumes=6), (20, 90), 0, SIZES
     )
     assert one.mixed is None and one.mixtures == ()
 
 
 def test_no_result_depends_on_the_batch(cohort):
-    settings = Generalisation(volumes=5, shares=(0.5,))
+    settings = GeneralisationSettings(volumes=5, shares=(0.5,))
     one, other = (
         measure_generalisation(
-            ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, ProbeSizes(batch, 100)
+            ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, BatchAndResamples(batch, 100)
         )
         for batch in (1, 4)
     )
@@ -268,24 +274,26 @@ def test_a_volume_of_each_participant(tmp_path):
 
 
 def test_people_of_the_other_generator():
-    found = other_scans(("csf", "gm"), 2, (30.0, 80.0), 1)
+    found = simulate_other_scans(("csf", "gm"), 2, (30.0, 80.0), 1)
     assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
-    again = other_scans(("gm",), 2, (30.0, 80.0), 1)
+    again = simulate_other_scans(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
-    assert not np.array_equal(other_scans(("gm",), 2, (30.0, 80.0), 2).images, found.images)
+    assert not np.array_equal(
+        simulate_other_scans(("gm",), 2, (30.0, 80.0), 2).images, found.images
+    )
     assert OTHERS > 1_000_000 * 400, "above the seeds of every cohort"
 
 
 def test_who_is_not_tried_and_why(cohort):
     settings = CohortChecks(resamples=100)
-    dense = MeasuredSubject(ByBrightness(), cohort)
-    assert measure_region_experts(dense, settings, compute_without_cache) is None
-    assert "no region experts" in untried_reasons(dense)["generalisation"]
+    dense = MeasuredModel(ByBrightness(), cohort)
+    assert measure_region_generalisation(dense, settings, compute_without_cache) is None
+    assert "no region experts" in region_skip_reasons(dense)["generalisation"]
     named = dense._replace(regions=TISSUES)
-    assert list(untried_reasons(named)) == ["other generator"]
-    assert measure_region_experts(named, settings, compute_without_cache).tissues == TISSUES
+    assert list(region_skip_reasons(named)) == ["other generator"]
+    assert measure_region_generalisation(named, settings, compute_without_cache).tissues == TISSUES
     bare = SimpleNamespace(card=cohort.card | {"regions": []})
     unmapped = named._replace(data=bare)
-    assert measure_region_experts(unmapped, settings, compute_without_cache) is None
-    assert "no tissue maps" in untried_reasons(unmapped)["generalisation"]
+    assert measure_region_generalisation(unmapped, settings, compute_without_cache) is None
+    assert "no tissue maps" in region_skip_reasons(unmapped)["generalisation"]

@@ -8,26 +8,26 @@ import torch
 from scipy.stats import spearmanr
 from torch import nn
 
-from moecore.core.records import ModelOutput
+from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import SPLITS
-from moecore.measure.probes import people
-from moecore.measure.probes.linear_probe import PENALTIES, linear_probe, read_by_head
-from moecore.measure.probes.people import (
-    People,
-    age_subjects,
+from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.probes.ageing_and_rescans import (
+    UnseenPeople,
     compare_sessions,
-    monotone_share,
+    predict_ageing,
+    predict_rescans,
     predicted_ages,
     rank_correlations,
-    rescan_people,
+    rising_step_share,
     session_pairs,
 )
-from moecore.measure.probes.tissues import (
-    VolumeErrors,
-    order_tissues,
+from moecore.measure.probes.linear_probe import PENALTIES, fit_ridge_probe, predict_with_features
+from moecore.measure.probes.single_tissue_errors import (
+    ModelAndProbeErrors,
+    brain_age_errors,
     predict_volumes,
     summarize_errors,
-    volume_errors,
+    tissue_error_differences,
 )
 from tests.measure.subjects import Brightness, Source
 
@@ -46,7 +46,7 @@ class Pooled(nn.Module):
 
 def test_what_the_head_reads_and_says():
     images, model = torch.rand(7, 1, 2, 2, 2), Pooled().train()
-    said, read = read_by_head(model, images, 3)
+    said, read = predict_with_features(model, images, 3)
     flat = images.flatten(1)
     np.testing.assert_allclose(read, torch.stack([flat.mean(1), flat.amax(1)], dim=1), rtol=1e-6)
     np.testing.assert_allclose(said, model(images).prediction[:, 0].detach(), rtol=1e-6)
@@ -57,7 +57,7 @@ def test_against_the_normal_equations():
     random = np.random.default_rng(0)
     features, ages = random.normal(3, 5, (60, 4)), random.normal(50, 10, 60)
     others = random.normal(3, 5, (30, 4)), random.normal(50, 10, 30)
-    probe, penalty = linear_probe((features, ages), others)
+    probe, penalty = fit_ridge_probe((features, ages), others)
     errors = {}
     for tried in PENALTIES:  # minimise |y - mean - Xw|^2 + 60 * penalty * |w|^2 of standardised X
         x = (features - features.mean(0)) / features.std(0)
@@ -78,8 +78,8 @@ def test_the_validation_split_chooses_the_penalty():
         return np.c_[ages + random.normal(0, 1, count), random.normal(0, 1, (count, 8))], ages
 
     train, validation = drawn(12), drawn(400)
-    probe, penalty = linear_probe(train, validation)
-    loose, _ = linear_probe(train, train)
+    probe, penalty = fit_ridge_probe(train, validation)
+    loose, _ = fit_ridge_probe(train, train)
     assert penalty > PENALTIES[0]
     assert (
         np.abs(probe.predict(validation[0]) - validation[1]).mean()
@@ -89,7 +89,7 @@ def test_the_validation_split_chooses_the_penalty():
 
 def test_features_that_do_not_vary_say_the_mean_age():
     ages = np.array([20.0, 30.0, 70.0])
-    probe, penalty = linear_probe((np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2]))
+    probe, penalty = fit_ridge_probe((np.ones((3, 2)), ages), (np.ones((2, 2)), ages[:2]))
     assert (
         probe.predict(np.ones((1, 2))).tolist() == pytest.approx([40]) and penalty == PENALTIES[-1]
     )
@@ -115,7 +115,7 @@ def test_every_tissue_has_its_own_map():
 def test_an_offset_does_not_count_for_the_probe(cohort):
     places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
     found = {
-        name: summarize_errors(volume_errors(Brightness(), cohort, place, 16, 256), 100, None)
+        name: summarize_errors(brain_age_errors(Brightness(), cohort, place, 16, 256), 100, None)
         for name, place in places.items()
     }
     # a third of the brightness is 40 years too young, and as good a measure
@@ -130,7 +130,7 @@ def test_an_offset_does_not_count_for_the_probe(cohort):
 def test_each_split_has_its_part_in_the_probe(cohort):
     # By hand: least squares of age on brightness over the training split, with the penalty that is
     # best for the validation split.
-    found = volume_errors(Brightness(), cohort, None, 16, None)
+    found = brain_age_errors(Brightness(), cohort, None, 16, None)
     train, validation, test = (
         predict_volumes(Brightness(), cohort, split, None, 16, None) for split in SPLITS
     )
@@ -160,8 +160,8 @@ def test_few_volumes_are_spread_over_the_split(cohort):
     np.testing.assert_allclose(few.predicted, [whole[age] / 3 for age in few.ages], rtol=2e-3)
 
 
-def errors(*probe: float) -> VolumeErrors:
-    return VolumeErrors(raw=probe, probe=probe)
+def errors(*probe: float) -> ModelAndProbeErrors:
+    return ModelAndProbeErrors(raw=probe, probe=probe)
 
 
 def test_tissues_are_compared_on_the_same_volumes():
@@ -171,19 +171,19 @@ def test_tissues_are_compared_on_the_same_volumes():
         "gm": errors(4, 5, 6, 7),
         "csf": errors(6, 6, 6, 6),
     }
-    first, second = order_tissues(tissues, 200)
+    first, second = tissue_error_differences(tissues, 200)
     assert (first.less, first.more, first.difference) == ("csf", "gm", -0.5)
     assert first.low < -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert (second.less, second.more) == ("gm", "wm")
     assert second.difference == second.low == second.high == 1.0
-    assert order_tissues({"whole": tissues["whole"]}, 200) is None
+    assert tissue_error_differences({"whole": tissues["whole"]}, 200) is None
 
 
 def test_steps_that_rise():
     # 5 of 6: the second subject's last step falls; standing still is no rise.
-    assert monotone_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == pytest.approx(5 / 6)
-    assert monotone_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
+    assert rising_step_share(np.array([[1.0, 2, 3, 4], [1, 2, 3, 2.5]])) == pytest.approx(5 / 6)
+    assert rising_step_share(np.array([[1.0, 1.0, 2.0]])) == 0.5
 
 
 def test_rank_correlations_are_spearmans():
@@ -199,7 +199,7 @@ def test_rank_correlations_are_spearmans():
 
 def test_only_age_changes_when_a_subject_is_aged():
     source = Source()
-    found = age_subjects(Brightness(), People(source), 3, (20, 50, 80), 2)
+    found = predict_ageing(Brightness(), UnseenPeople(source), 3, (20, 50, 80), 2)
     assert np.allclose(found.predictions, [[20, 50, 80]] * 3, atol=1e-4)
     assert found.monotone_share == 1
     assert found.rank_correlation == pytest.approx(1)
@@ -211,7 +211,7 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    found = rescan_people(Brightness(), People(source), ages, 2, 100)
+    found = predict_rescans(Brightness(), UnseenPeople(source), ages, 2, 100)
     assert found.mean_abs_difference == pytest.approx(0.1, abs=1e-4)
     assert found.other_site_mean_abs_difference == pytest.approx(10.1, abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
@@ -232,9 +232,9 @@ def test_sessions_of_one_person_are_compared_less_the_years_between(cohort, monk
     rows = cohort.subjects("test")
     (a, b) = [place for place, row in enumerate(rows) if row["participant_id"] == "sub-test001"]
     years = abs(float(rows[a]["age"]) - float(rows[b]["age"]))
-    monkeypatch.setattr(people, "RESCAN_YEARS", years / 2)
+    monkeypatch.setattr(ageing_and_rescans, "RESCAN_YEARS", years / 2)
     assert session_pairs(rows) == []
-    monkeypatch.setattr(people, "RESCAN_YEARS", years + 1)
+    monkeypatch.setattr(ageing_and_rescans, "RESCAN_YEARS", years + 1)
     pairs = session_pairs(rows)
     assert len(pairs) == 1
     found = compare_sessions(Brightness(), cohort, pairs, 2, 100)

@@ -11,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingRecord
-from moecore.measure.exploring.overlays import expert_grid, overlay_experts
-from moecore.measure.routing_metrics.eligibility import (
-    below_k_rate,
-    fallback_rate,
-    tail_mass,
-    tail_of_probs,
-)
-from moecore.measure.routing_metrics.expert_use import (
+from moecore.core.routing_records import RoutingRecord
+from moecore.measure.exploring.overlays import encode_expert_overlays, expert_grid
+from moecore.measure.routing_metrics.layer_metrics import (
+    change_after_capacity,
     change_of_choice,
-    change_of_processing,
     choice_iou,
     expert_agreement,
     expert_counts,
     load_cv2,
+    mean_token_entropy,
     normalised_entropy,
     routing_confidence,
-    token_entropy,
 )
-from moecore.measure.routing_metrics.layer_use import map_shares
+from moecore.measure.routing_metrics.layer_use import map_border_shares
+from moecore.measure.routing_metrics.unchosen_weight import (
+    below_k_eligible_rate,
+    fallback_rate,
+    tail_mass,
+    tail_of_probs,
+)
 
 
 def masks(*rows: str) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_change_of_choice_and_of_processing_differ_under_capacity():
     )  # the second token lost expert 2
     full = record(chosen)
     assert change_of_choice([full], [record(chosen, weights)]) == [0.0]
-    assert change_of_processing([full], [record(chosen, weights)]) == [0.25]
+    assert change_after_capacity([full], [record(chosen, weights)]) == [0.25]
     assert change_of_choice((), ()) == []
 
 
@@ -128,7 +128,7 @@ def test_overlays_skip_the_tokens_before_the_patches(prefix):
     for patch in range(8):  # the last patch is dropped
         combine[0, prefix + patch, patch + 3] = 0.5
         combine[0, prefix + patch, 0] = 0.1
-    stored = overlay_experts(images, (record(combine > 0, combine),))
+    stored = encode_expert_overlays(images, (record(combine > 0, combine),))
     assert stored.grids == ((("3 4 5", "6 7 8", "9 10 -"),),) and stored.experts == 12
     assert expert_grid(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
     assert np.array_equal(stored.images(), images)
@@ -169,7 +169,7 @@ def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts
         shares = (
             load_cv2(counts),
             normalised_entropy(counts),
-            token_entropy(a),
+            mean_token_entropy(a),
             expert_agreement(a, b),
             choice_iou(mask, moved[..., order]),
         )
@@ -193,7 +193,7 @@ def shares(**at: float) -> torch.Tensor:
 
 def test_places_on_the_map_by_hand():
     # 0 3 12 15 are the corners; 5 6 9 10 lie inside
-    found = map_shares(shares(e0=0.1, e3=0.2, e4=0.3, e10=0.4), shares(e5=0.5, e1=0.5))
+    found = map_border_shares(shares(e0=0.1, e3=0.2, e4=0.3, e10=0.4), shares(e5=0.5, e1=0.5))
     expected = {
         "border_load": 0.6,
         "border_mass": 0.5,
@@ -213,7 +213,7 @@ def test_places_on_the_map_by_hand():
 )
 def test_even_routing_has_the_shares_of_the_cells(experts, border, corners):
     even = torch.full((experts,), 1 / experts, dtype=torch.float64)
-    found = map_shares(even, even)
+    found = map_border_shares(even, even)
     assert found.border_load == found.border_mass == found.border_cells == pytest.approx(border)
     assert found.corner_load == pytest.approx(corners)
     assert found.inner_load == pytest.approx(1 - border)
@@ -222,7 +222,7 @@ def test_even_routing_has_the_shares_of_the_cells(experts, border, corners):
 @pytest.mark.parametrize(("experts", "corners"), [(8, 4 / 8), (7, 2 / 7), (4, 1.0), (1, 1.0)])
 def test_a_narrow_map_is_all_border(experts, corners):
     even = torch.full((experts,), 1 / experts, dtype=torch.float64)
-    found = map_shares(even, even)
+    found = map_border_shares(even, even)
     assert found.border_load == pytest.approx(1) and found.corner_cells == pytest.approx(corners)
     assert found.inner_load is found.inner_mass is found.inner_cells is None
 
@@ -254,7 +254,7 @@ def slow_tail_mass(scores, threshold, k):
 
 def test_rates_by_hand():
     assert fallback_rate(SCORES, 0.5) == 0.25
-    assert [below_k_rate(SCORES, 0.5, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [below_k_eligible_rate(SCORES, 0.5, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
     assert fallback_rate(SCORES, -1.0) == 0 and fallback_rate(SCORES, 0.9) == 1
     assert fallback_rate(SCORES.expand(3, -1, -1), 0.5) == 0.25  # images count alike
 
@@ -280,8 +280,8 @@ def test_bounds_and_definition(scores, threshold, k):
     assert mass is None or (mass == 0) == bool((sizes <= k).all())
     assert (
         fallback_rate(scores, threshold)
-        == below_k_rate(scores, threshold, 1)
-        <= below_k_rate(scores, threshold, k)
+        == below_k_eligible_rate(scores, threshold, 1)
+        <= below_k_eligible_rate(scores, threshold, k)
         <= 1
     )
     order = torch.arange(scores.shape[-1]).flip(0)

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout, ModelOutput, RoutingRecord
-from moecore.measure.routing_metrics.augmentations import PRESETS, two_views
+from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.measure.routing_metrics.consistency import (
     Matches,
+    agreeing_pair_counts,
     epoch_agreement,
     match_ratios,
-    matched_pairs,
 )
 from moecore.measure.routing_metrics.matching import NAMES, augmented_row
+from moecore.measure.routing_metrics.view_pairs import PRESETS, draw_two_views
 from tests.routed import KINDS, tiny
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
@@ -27,7 +27,7 @@ class ByPixel(nn.Module):
     level e / 16 is expert e, the second is e + 1.
     """
 
-    layouts = (Layout(0, (4, 4), (8, 8)),)
+    layouts = (TokenLayout(0, (4, 4), (8, 8)),)
 
     def forward(self, images: Tensor) -> ModelOutput:
         expert = (images[:, 0, ::2, ::2].flatten(1) * 255 / 16).round().long() % 8
@@ -49,7 +49,7 @@ def coded(count: int) -> np.ndarray:
 
 
 def test_partners_of_mirrored_views_are_found_through_the_affines():
-    views = two_views(coded(250), PRESETS["flip"], 0)
+    views = draw_two_views(coded(250), PRESETS["flip"], 0)
     mirrored = (views.affines[:250] != views.affines[250:]).flatten(1).any(1)
     assert 90 < mirrored.sum() < 160, "about half of the pairs differ"
     found = augmented_row("x", ByPixel(), views, 64)
@@ -73,7 +73,7 @@ def test_shares_by_hand():
     found = augmented_row(
         "x",
         ByPixel(),
-        type(two_views(first, PRESETS["identity"], 0))(pixels, torch.eye(3).expand(4, 3, 3)),
+        type(draw_two_views(first, PRESETS["identity"], 0))(pixels, torch.eye(3).expand(4, 3, 3)),
         4,
     )
     assert [getattr(found, name) for name in NAMES] == [0.5, 0.5, 0.5]
@@ -83,7 +83,7 @@ def test_shares_by_hand():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_view_twice_matches_everywhere(name):
-    found = augmented_row("x", tiny(name), two_views(IMAGES, PRESETS["identity"], 0), 24)
+    found = augmented_row("x", tiny(name), draw_two_views(IMAGES, PRESETS["identity"], 0), 24)
     names = (*NAMES, "match_top1_low", "match_top1_high")
     assert [getattr(found, key) for key in names] == [1] * 5
 
@@ -91,7 +91,7 @@ def test_the_same_view_twice_matches_everywhere(name):
 @pytest.mark.parametrize("name", ["vmoe", "ermoe", "expert_choice"])
 @pytest.mark.parametrize("kind", ["noise", "crop", "randaugment"])
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
-    views = two_views(IMAGES, PRESETS[kind], 3)
+    views = draw_two_views(IMAGES, PRESETS[kind], 3)
     found, parts = (augmented_row("x", tiny(name), views, batch) for batch in (24, 5))
     assert (
         found.match_top2_ordered <= min(found.match_top1, found.match_top2_sets)
@@ -163,7 +163,7 @@ def test_pairs_are_counted_image_by_image():
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
     # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1), of which the second and the
     # third are there.
-    assert matched_pairs(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
+    assert agreeing_pair_counts(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
     assert match_ratios(ours, theirs, found) == Matches(3 / 7, 2 / 7, 4 / 7)
 
 

@@ -16,38 +16,38 @@ import torch
 from torch import nn
 
 from moecore.core.files import UserError
-from moecore.core.records import Layout, ModelOutput, RoutingRecord
+from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data.views.views import make_views
+from moecore.data.views.views import draw_views
 from moecore.measure.exploring.watched import (
-    explored_places,
+    explorer_image_indices,
     read_epoch_traces,
     spread_places,
     watched_epochs,
     write_epoch_trace,
 )
-from moecore.measure.routing_metrics.augmentations import (
-    PRESETS,
-    Augmentation,
-    Preset,
-    two_views,
-)
-from moecore.measure.routing_metrics.imed import mean_class_maps
-from moecore.measure.routing_metrics.regions import region_rows, shuffle_shares
+from moecore.measure.routing_metrics.imed import class_expert_probs
+from moecore.measure.routing_metrics.regions import region_rows, shuffle_tissue_voxels
 from moecore.measure.routing_metrics.sweeps import (
-    Sweep,
-    Sweeps,
-    SweepSample,
+    RoutingSweeps,
+    SweepImages,
+    SweepSettings,
     copy_with_router,
-    routing_means,
+    mean_setting_values,
     run_sweeps,
     sweep_k,
     sweep_threshold,
 )
+from moecore.measure.routing_metrics.view_pairs import (
+    PRESETS,
+    Preset,
+    TwoViewAugmentation,
+    draw_two_views,
+)
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import trace_images
+from moecore.nn.routing_traces import build_image_trace
 from moecore.tasks.classification import Classification
-from moecore.training.tissue_isolation import isolate_tissue
+from moecore.training.single_tissue_volumes import keep_only_tissue
 from tests.measure.subjects import images, moe, subject, volumes
 from tests.routed import KINDS, METHODS, tiny
 from tests.volumes import ball
@@ -60,7 +60,7 @@ class Bright(nn.Module):
     0.5; the best one is chosen.
     """
 
-    layout = Layout(1, (2, 2, 2), (4, 4, 4))
+    layout = TokenLayout(1, (2, 2, 2), (4, 4, 4))
 
     def forward(self, images):
         cubes = torch.nn.functional.adaptive_max_pool3d(images, self.layout.grid).flatten(1)
@@ -107,24 +107,24 @@ def test_a_share_scales_the_voxels():
         torch.full((1, 1, 1, 1, 2), 0.8),
         torch.tensor([[[[255, 51]]]], dtype=torch.uint8),
     )
-    torch.testing.assert_close(isolate_tissue(volume, share).flatten(), torch.tensor([0.8, 0.16]))
-    assert isolate_tissue(volume.half(), share).dtype == torch.float16
+    torch.testing.assert_close(keep_only_tissue(volume, share).flatten(), torch.tensor([0.8, 0.16]))
+    assert keep_only_tissue(volume.half(), share).dtype == torch.float16
 
 
 def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
     share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
-    found = shuffle_shares(share, brain, 3)
+    found = shuffle_tissue_voxels(share, brain, 3)
     assert (
         torch.equal(found[brain].sort().values, share[brain].sort().values)
         and (found[~brain] == 0).all()
     )
     assert (
         not torch.equal(found, share)
-        and torch.equal(found, shuffle_shares(share, brain, 3))
-        and not torch.equal(found, shuffle_shares(share, brain, 4))
+        and torch.equal(found, shuffle_tissue_voxels(share, brain, 3))
+        and not torch.equal(found, shuffle_tissue_voxels(share, brain, 4))
     )
-    two = shuffle_shares(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
+    two = shuffle_tissue_voxels(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
 
@@ -137,7 +137,7 @@ def test_means_over_images_and_tokens_by_hand():
     probs = torch.tensor(
         [[[1.0, 0, 0], [0, 1, 0]], [[0, 0, 1], [0, 0, 1]], [[1, 0, 0], [0, 0, 1]]]
     )  # three images, two tokens
-    maps = mean_class_maps(
+    maps = class_expert_probs(
         [record_of(probs), record_of(probs.flip(-1))], torch.tensor([1, 0, 1]), 2
     )
     assert maps.shape == (2, 2, 3) and maps.dtype == torch.float64
@@ -153,10 +153,12 @@ def test_order_of_images_does_not_matter_and_maps_sum_to_one():
         torch.randint(0, 4, (40,), generator=generator),
     )
     maps, order = (
-        mean_class_maps([record_of(probs)], labels, 4),
+        class_expert_probs([record_of(probs)], labels, 4),
         torch.randperm(40, generator=generator),
     )
-    torch.testing.assert_close(mean_class_maps([record_of(probs[order])], labels[order], 4), maps)
+    torch.testing.assert_close(
+        class_expert_probs([record_of(probs[order])], labels[order], 4), maps
+    )
     torch.testing.assert_close(
         maps.sum(-1), torch.ones(4, 1, dtype=torch.float64), atol=1e-6, rtol=0
     )
@@ -165,7 +167,7 @@ def test_order_of_images_does_not_matter_and_maps_sum_to_one():
 
 
 def test_a_class_without_images_is_nan():
-    maps = mean_class_maps([record_of(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
+    maps = class_expert_probs([record_of(torch.full((2, 1, 4), 0.25))], torch.tensor([0, 2]), 3)
     assert maps[1].isnan().all() and maps[[0, 2]].isfinite().all()
 
 
@@ -175,19 +177,19 @@ PICTURES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uin
 @pytest.mark.parametrize("kind", get_args(Preset))
 def test_views_are_functions_of_seed_and_place(kind):
     random = torch.get_rng_state()
-    views = two_views(PICTURES, PRESETS[kind], 1, 7)
+    views = draw_two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(torch.get_rng_state(), random) and PRESETS[kind].name == kind
     assert (
         views.images.shape == (24, 1, 8, 8)
         and views.affines.shape == (24, 3, 3)
         and 0 <= views.images.min() <= views.images.max() <= 1
     )
-    again = two_views(PICTURES, PRESETS[kind], 1, 7)
+    again = draw_two_views(PICTURES, PRESETS[kind], 1, 7)
     assert torch.equal(views.images, again.images) and torch.equal(views.affines, again.affines)
     others = [
-        two_views(PICTURES, PRESETS[kind], 2, 7),
-        two_views(PICTURES, PRESETS[kind], 1, 8),
-        two_views(PICTURES, PRESETS[kind], 1),
+        draw_two_views(PICTURES, PRESETS[kind], 2, 7),
+        draw_two_views(PICTURES, PRESETS[kind], 1, 8),
+        draw_two_views(PICTURES, PRESETS[kind], 1),
     ]
     assert all(torch.equal(views.images, other.images) == (kind == "identity") for other in others)
     assert torch.equal(views.images[:12], views.images[12:]) == (kind == "identity")
@@ -197,12 +199,15 @@ def test_views_are_functions_of_seed_and_place(kind):
 
 def test_first_images_keep_their_views_when_there_are_more():
     images = np.random.default_rng(0).integers(0, 256, (130, 1, 8, 8), dtype=np.uint8)
-    few, many = two_views(images[:100], PRESETS["crop"], 0), two_views(images, PRESETS["crop"], 0)
+    few, many = (
+        draw_two_views(images[:100], PRESETS["crop"], 0),
+        draw_two_views(images, PRESETS["crop"], 0),
+    )
     assert torch.equal(many.images[:100], few.images[:100]) and torch.equal(
         many.affines[130:230], few.affines[100:]
     )
     generator = generator_for(derived_seed("measured_views", 0), 100, 1)
-    by_hand = make_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
+    by_hand = draw_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
     assert torch.equal(many.images[230:], by_hand.images) and torch.equal(
         many.affines[230:], by_hand.affines
     )
@@ -210,7 +215,7 @@ def test_first_images_keep_their_views_when_there_are_more():
 
 def test_noise_has_its_size_and_moves_nothing():
     grey = np.full((40, 1, 8, 8), 128, np.uint8)
-    views = two_views(grey, Augmentation(name="noise", noise=0.1), 0)
+    views = draw_two_views(grey, TwoViewAugmentation(name="noise", noise=0.1), 0)
     noise = views.images - 128 / 255
     assert float(noise.std()) == pytest.approx(0.1, rel=0.04) and float(
         noise.mean()
@@ -230,8 +235,8 @@ def test_places_are_spread_and_stay():
 
 
 def test_there_are_fewer_volumes_than_images(tmp_path):
-    assert len(explored_places(images(), 32)) == 32
-    assert len(explored_places(volumes(tmp_path).data, 32)) == 6
+    assert len(explorer_image_indices(images(), 32)) == 32
+    assert len(explorer_image_indices(volumes(tmp_path).data, 32)) == 6
 
 
 def test_watched_epochs():
@@ -250,11 +255,11 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
         write_epoch_trace(tmp_path, epoch, model.model, data)
     found = read_epoch_traces(tmp_path, data, 2)
     assert [one.epoch for one in found] == [1, 2]
-    where = explored_places(data, 32)
+    where = explorer_image_indices(data, 32)
     for one in found:
         assert one.images == tuple(where)
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
-        assert one.trace == trace_images(*seen, data.task)
+        assert one.trace == build_image_trace(*seen, data.task)
     assert found[0].trace != found[1].trace
 
 
@@ -266,7 +271,7 @@ def test_a_missing_epoch_is_named(tmp_path):
 
 
 IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-SAMPLE = SweepSample(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
+SAMPLE = SweepImages(IMAGES, torch.arange(12) % 2, Classification(classes=("a", "b")))
 WITH_K = [name for name in KINDS if METHODS[name].router.kind != "soft_slots"]
 ERMOE = [name for name in KINDS if METHODS[name].router.kind == "eigenbasis"]
 
@@ -332,8 +337,8 @@ def test_the_threshold_reaches_the_choice():
 
 
 def test_routers_without_the_setting_have_no_rows():
-    settings = Sweeps(k=(1, 2), threshold=(0.1,))
-    assert run_sweeps(tiny("soft_moe"), SAMPLE, settings, 12) == Sweep(k=(), threshold=())
+    settings = SweepSettings(k=(1, 2), threshold=(0.1,))
+    assert run_sweeps(tiny("soft_moe"), SAMPLE, settings, 12) == RoutingSweeps(k=(), threshold=())
     vmoe = run_sweeps(tiny("vmoe"), SAMPLE, settings, 12)
     assert len(vmoe.k) == 2
     assert vmoe.threshold == ()
@@ -371,7 +376,7 @@ SECOND = record(
 
 
 def test_without_a_threshold():
-    means = routing_means([FIRST, SECOND], k=2, threshold=None)
+    means = mean_setting_values([FIRST, SECOND], k=2, threshold=None)
     assert means["load_cv2"] == pytest.approx((15 / 4 / (7 / 4) ** 2 - 1 + 1) / 2)
     # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
     tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
@@ -380,13 +385,13 @@ def test_without_a_threshold():
 
 
 def test_with_a_threshold():
-    means = routing_means([FIRST, FIRST], k=2, threshold=0.5)
+    means = mean_setting_values([FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
     assert means["fallback"] == 0.25
     assert means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
 
 
 def test_a_layer_without_eligible_experts_leaves_no_mean():
-    means = routing_means([FIRST, SECOND], k=2, threshold=0.5)
+    means = mean_setting_values([FIRST, SECOND], k=2, threshold=0.5)
     assert means["tail_mass"] is None
     assert means["fallback"] == (0.25 + 1) / 2

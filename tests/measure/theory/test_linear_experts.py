@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 from moecore.measure.linear_experts import (
     LinearExperts,
     Result,
-    Theorem1Row,
+    Theorem1OverSeeds,
     evaluate_theorem_2,
     measure,
 )
-from moecore.measure.theory.drawn_parts import ExpertData, angled_subspaces, draw_expert_data
 from moecore.measure.theory.linear_experts import (
-    expert_projections,
+    expert_subspace_bases,
     least_squares,
-    stack_parts,
-    theorem_1,
+    stack_expert_data,
+    theorem_1_sides,
     theorem_2,
 )
+from moecore.measure.theory.subspace_data import ExpertPoints, angled_subspaces, draw_expert_data
 
 SIZES = {"dimension": 24, "rank": 3, "samples": 9}
 
 
-def part(points, targets) -> ExpertData:
-    return ExpertData(np.array(points, dtype=float), np.array(targets, dtype=float))
+def part(points, targets) -> ExpertPoints:
+    return ExpertPoints(np.array(points, dtype=float), np.array(targets, dtype=float))
 
 
-def random_parts(seed: int) -> list[ExpertData]:
+def random_parts(seed: int) -> list[ExpertPoints]:
     """2 to 4 experts with 1 to 6 points in 1 to 6 dimensions; some points repeat or vanish."""
     generator = np.random.default_rng(seed)
     dimension = generator.integers(1, 7)
@@ -44,7 +44,7 @@ def random_parts(seed: int) -> list[ExpertData]:
     ]
     if seed % 3 == 0:
         points[0][0], points[1][:1] = 0, points[0][-1:]
-    return [ExpertData(x, generator.standard_normal(len(x))) for x in points]
+    return [ExpertPoints(x, generator.standard_normal(len(x))) for x in points]
 
 
 # --- least squares
@@ -87,7 +87,7 @@ def test_no_points_but_zeros():
 
 def test_orthogonal_points_reach_the_bound():
     # w1 = (1, 0), w2 = (0, 3), w* = (1, 3): 10 = 1 + 9, and nothing is subtracted
-    found = theorem_1([part([[2, 0]], [2]), part([[0, 1]], [3])])
+    found = theorem_1_sides([part([[2, 0]], [2]), part([[0, 1]], [3])])
     assert found.dense == pytest.approx(math.sqrt(10)) and list(found.experts) == pytest.approx(
         [1, 3]
     )
@@ -105,19 +105,19 @@ def test_orthogonal_points_of_equal_length_too():
     # XᵀX = 2·1, of which every basis is a basis of singular vectors; the one along the data has
     # ε1 = 0
     parts = [part([[1, 1]], [2]), part([[1, -1]], [0.5])]
-    found = theorem_1(parts)
+    found = theorem_1_sides(parts)
     assert found.epsilon_1 == pytest.approx(0, abs=1e-14) and found.epsilon_2 == pytest.approx(
         0, abs=1e-14
     )
     assert found.right == pytest.approx(found.dense**2)
-    first, second = expert_projections(parts)
+    first, second = expert_subspace_bases(parts)
     assert first.shape == second.shape == (2, 1) and abs(first[:, 0] @ [1, -1]) < 1e-14
 
 
 def test_opposite_points_leave_the_dense_model_nothing():
     # X1 = −X2, y1 = y2: Xᵀy = 0, so w* = 0, while both experts fit their points
     points, targets = [[1, 2], [0, 1]], [1, 1]
-    found = theorem_1([part(points, targets), part(-np.array(points), targets)])
+    found = theorem_1_sides([part(points, targets), part(-np.array(points), targets)])
     assert found.dense == pytest.approx(0, abs=1e-14)
     # w1 solves w1 + 2 w2 = 1, w2 = 1: (−1, 1), and the other expert its negative
     assert list(found.experts) == pytest.approx([math.sqrt(2)] * 2)
@@ -127,7 +127,7 @@ def test_opposite_points_leave_the_dense_model_nothing():
 def test_opposite_points_in_one_dimension_by_hand():
     # Z⁺ = 1/2, Z_i⁺ = 1; the only singular vector is the first expert's: ε1 = max(|1/2 − 1|,
     # |0 − 1|) = 1, ε2 = 1
-    found = theorem_1([part([[1]], [1]), part([[-1]], [1])])
+    found = theorem_1_sides([part([[1]], [1]), part([[-1]], [1])])
     assert (found.dense, found.epsilon_1, found.epsilon_2) == (
         pytest.approx(0, abs=1e-15),
         pytest.approx(1),
@@ -141,7 +141,7 @@ def test_opposite_points_in_one_dimension_by_hand():
 def test_the_theorem_as_printed_is_false(experts):
     # E points 1 with target 1: w* = w_i* = 1, ε1 = ε2 = 1, ‖Xᵀy‖ = E, so each bracket is 1 − E −
     # (E − 1) = 2 − 2E
-    found = theorem_1([part([[1]], [1])] * experts)
+    found = theorem_1_sides([part([[1]], [1])] * experts)
     assert found.dense == pytest.approx(1) and found.right == 0 and found.holds
     assert (
         found.literal == pytest.approx(experts * (2 - 2 * experts) ** 2) and not found.literal_holds
@@ -152,7 +152,7 @@ def test_two_points_at_sixty_degrees_by_hand():
     # x1 = (1, 0), x2 = (1/2, √3/2). Both singular vectors overlap both points alike, so the first
     # expert has them, the second none: ε1 = max(‖Z⁻¹ − x1x1ᵀ‖, ‖x2x2ᵀ‖) with Z⁻¹ = [[1, −1/√3],
     # [−1/√3, 5/3]]; λ² − 5/3 λ − 1/3 = 0 gives (5 + √37)/6.  ε2 = cos 60°
-    found = theorem_1([part([[1, 0]], [1]), part([[0.5, math.sqrt(3) / 2]], [1])])
+    found = theorem_1_sides([part([[1, 0]], [1]), part([[0.5, math.sqrt(3) / 2]], [1])])
     assert found.epsilon_1 == pytest.approx(
         (5 + math.sqrt(37)) / 6
     ) and found.epsilon_2 == pytest.approx(0.5)
@@ -171,8 +171,8 @@ def test_brackets_by_hand_with_given_bases():
     # is above 0, one below
     h = 0.1
     x2, one, square = np.array([h, 1]), np.eye(2), 1 + h * h
-    found = theorem_1(
-        [part([[1, 0]], [1]), ExpertData(x2[None], np.array([0.1]))], [one[:, :1], one[:, 1:]]
+    found = theorem_1_sides(
+        [part([[1, 0]], [1]), ExpertPoints(x2[None], np.array([0.1]))], [one[:, :1], one[:, 1:]]
     )
     second = np.array([[0, 0], [-h, square]]) - np.outer(x2, x2) / square**2
     epsilon_1, epsilon_2 = max(h, float(np.linalg.svd(second)[1][0])), h / math.sqrt(square)
@@ -194,14 +194,14 @@ def test_brackets_by_hand_with_given_bases():
 @given(st.integers(0, 10**6))
 def test_the_bound_holds_for_any_data(seed):
     parts = random_parts(seed)
-    found = theorem_1(parts)
+    found = theorem_1_sides(parts)
     assert found.holds and found.right <= found.literal * (1 + 1e-12)
-    whole = least_squares(stack_parts(parts)).span
+    whole = least_squares(stack_expert_data(parts)).span
     rotated = (
         whole @ np.linalg.qr(np.random.default_rng(seed).standard_normal((whole.shape[1],) * 2))[0]
     )
     cuts = np.sort(np.random.default_rng(seed + 1).integers(0, whole.shape[1] + 1, len(parts) - 1))
-    assert theorem_1(parts, np.split(rotated, cuts, axis=1)).holds, (
+    assert theorem_1_sides(parts, np.split(rotated, cuts, axis=1)).holds, (
         "any orthogonal bases of the span will do"
     )
 
@@ -211,8 +211,8 @@ def test_the_bound_holds_for_any_data(seed):
 def test_projections_are_a_basis_of_the_span(seed):
     parts = random_parts(seed)
     vectors, whole = (
-        np.concatenate(expert_projections(parts), axis=1),
-        least_squares(stack_parts(parts)).span,
+        np.concatenate(expert_subspace_bases(parts), axis=1),
+        least_squares(stack_expert_data(parts)).span,
     )
     np.testing.assert_allclose(vectors.T @ vectors, np.eye(vectors.shape[1]), atol=1e-10)
     np.testing.assert_allclose(vectors @ vectors.T, whole @ whole.T, atol=1e-8)
@@ -220,7 +220,7 @@ def test_projections_are_a_basis_of_the_span(seed):
 
 def test_projections_go_to_the_nearest_expert():
     # singular vectors e1 (length 3) and e2 (length 2); the second expert's point is e1
-    first, second = expert_projections([part([[0, 2]], [0]), part([[3, 0]], [0])])
+    first, second = expert_subspace_bases([part([[0, 2]], [0]), part([[3, 0]], [0])])
     np.testing.assert_allclose(np.abs(first), [[0], [1]], atol=1e-14)
     np.testing.assert_allclose(np.abs(second), [[1], [0]], atol=1e-14)
 
@@ -271,7 +271,7 @@ def test_floor_and_noise():
 @pytest.mark.parametrize("targets", ["shared", "opposed", "drawn"])
 def test_orthogonal_subspaces_give_one_over_root_e(experts, targets):
     parts, _ = draw_expert_data(experts, 90.0, targets, experts, dimension=96, rank=3, samples=9)
-    found = theorem_1(parts)
+    found = theorem_1_sides(parts)
     assert found.ratio == pytest.approx(1 / math.sqrt(experts), rel=1e-9)
     assert (
         found.right == pytest.approx(found.dense**2, rel=1e-6)
@@ -291,20 +291,20 @@ def test_the_ratio_in_closed_form(experts, angle):
         ("shared", (1 + (experts - 1) * cosine) / experts),
         ("opposed", (1 - cosine) / experts),
     ):
-        found = theorem_1(draw_expert_data(experts, angle, targets, 1, **SIZES)[0])
+        found = theorem_1_sides(draw_expert_data(experts, angle, targets, 1, **SIZES)[0])
         assert found.ratio**2 == pytest.approx(expected, rel=1e-8) and found.holds
 
 
 def test_equal_subspaces_with_equal_targets_gain_nothing():
-    assert theorem_1(draw_expert_data(4, 0.0, "shared", 1, **SIZES)[0]).ratio == pytest.approx(
-        1, rel=1e-9
-    )
+    assert theorem_1_sides(
+        draw_expert_data(4, 0.0, "shared", 1, **SIZES)[0]
+    ).ratio == pytest.approx(1, rel=1e-9)
 
 
 # --- Theorem 2
 
 
-def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[ExpertData], np.ndarray]:
+def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[ExpertPoints], np.ndarray]:
     """Two directions u1, u2 at ``degrees`` from the first axis, one above and one below it;
     β = (u1, ±u2).
     """
@@ -312,7 +312,7 @@ def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[ExpertDa
     lines = np.array([[math.cos(a), math.sin(a)], [math.cos(a), -math.sin(a)]])
     betas = lines * [[1], [sign]]
     points = [np.concatenate([line[None], floor * np.eye(2)]) for line in lines]
-    return [ExpertData(x, x @ beta) for x, beta in zip(points, betas, strict=True)], betas
+    return [ExpertPoints(x, x @ beta) for x, beta in zip(points, betas, strict=True)], betas
 
 
 # u1·w = 1 and u2·w = −1: w* = (0, 1/sin a). Δ_1 = β_1 − w*, ‖Δ_1‖² = 1 − 2 + 1/sin² a = cot² a.
@@ -381,7 +381,7 @@ def test_theorem_2_is_the_papers_and_true(seed, experts, angle, targets):
     )
     found = theorem_2(parts, betas)
     dense, own = (
-        least_squares(stack_parts(parts)).weights,
+        least_squares(stack_expert_data(parts)).weights,
         [least_squares(one).weights for one in parts],
     )
     assert found.ratio_squared == pytest.approx(
@@ -400,7 +400,7 @@ def test_the_corollary_asks_for_small_residuals():
     # the residual lies along the floor's rows only: η_i = r / 0.01 there, so 0.02 gives length
     # 2 > ‖β‖ = 1
     noisy = [
-        ExpertData(
+        ExpertPoints(
             parts[0].points,
             parts[0].targets
             + [0, -0.02 * math.sin(math.radians(10)), 0.02 * math.cos(math.radians(10))],
@@ -428,7 +428,7 @@ def found() -> Result:
     return measure(SETTINGS)
 
 
-def row(targets, experts, angle, rows) -> Theorem1Row:
+def row(targets, experts, angle, rows) -> Theorem1OverSeeds:
     (one,) = [
         row for row in rows if (row.targets, row.experts, row.angle) == (targets, experts, angle)
     ]

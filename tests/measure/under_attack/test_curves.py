@@ -7,30 +7,30 @@ import pytest
 import torch
 
 from moecore.attacks.apgd import Apgd
+from moecore.attacks.attack_setup import Target
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.attacks.target import Target
 from moecore.measure.base import Skipped
 from moecore.measure.under_attack import audit as module
+from moecore.measure.under_attack.attack_curve_checks import (
+    check_apgd_beats_pgd,
+    check_larger_epsilon,
+    check_pgd_beats_fgsm,
+)
 from moecore.measure.under_attack.audit import (
-    Audit,
-    check_chance,
+    AuditSettings,
     check_deterministic,
+    check_huge_radius,
     check_more_steps,
     check_surrogate,
     check_zero_gradients,
     run_audit,
 )
-from moecore.measure.under_attack.compared_curves import (
-    check_apgd_beats_pgd,
-    check_larger_epsilon,
-    check_pgd_beats_fgsm,
-)
 from moecore.measure.under_attack.curves import (
     AttackRow,
     AuditLine,
     Curve,
-    LeftScores,
+    ScoresAtEpsilon,
     measured_curves,
     worst_case,
 )
@@ -96,16 +96,16 @@ def curve(*scores: float, loss: float = 1.0, hits: tuple[int, ...] = (1,)) -> Cu
 
 def test_a_share_with_wilsons_interval():
     _, low, high = wilson(3, 4)
-    found = LeftScores.of(0.1, CLASSES, hits(1, 0, 1, 1))
+    found = ScoresAtEpsilon.of(0.1, CLASSES, hits(1, 0, 1, 1))
     assert (found.score, found.low, found.high) == (0.75, low, high)
     assert CLASSES.decode_scores(found.scores, 4).tolist() == [True, False, True, True]
 
 
 def test_a_mean_error_with_its_bootstrap_interval():
-    found = LeftScores.of(0.1, YEARS, errors(1, 2, 6))
+    found = ScoresAtEpsilon.of(0.1, YEARS, errors(1, 2, 6))
     assert (found.score, found.low, found.high) == bootstrap_mean(errors(1, 2, 6).numpy())
     assert found.score == 3 and 0 <= found.low < 3 < found.high <= 6 and found.scores == (1, 2, 6)
-    even = LeftScores.of(0.1, YEARS, torch.full((5,), 2.5))
+    even = ScoresAtEpsilon.of(0.1, YEARS, torch.full((5,), 2.5))
     assert (even.score, even.low, even.high) == (2.5, 2.5, 2.5)
 
 
@@ -247,15 +247,15 @@ def test_one_black_pixel_of_sixteen_is_a_share_and_no_blind_image():
 
 
 def test_a_hidden_gradient_keeps_accuracy_above_chance():
-    assert check_chance(of_classes(Smooth()), PGD, 0.5).holds is True
-    line = check_chance(of_classes(Blind(Smooth())), PGD, 0.5)
+    assert check_huge_radius(of_classes(Smooth()), PGD, 0.5).holds is True
+    line = check_huge_radius(of_classes(Blind(Smooth())), PGD, 0.5)
     assert line.holds is False
     assert "accuracy 100.0%" in line.text and "a guess has 25.0%" in line.text
 
 
 def test_a_hidden_gradient_keeps_the_error_below_a_constants():
-    assert check_chance(of_years(Regressor(WEIGHT)), PGD, 0.5).holds is True
-    line = check_chance(of_years(Blind(Regressor(WEIGHT))), PGD, 0.5)
+    assert check_huge_radius(of_years(Regressor(WEIGHT)), PGD, 0.5).holds is True
+    line = check_huge_radius(of_years(Blind(Regressor(WEIGHT))), PGD, 0.5)
     assert line.holds is False and "mean absolute error 0.1" in line.text
 
 
@@ -264,8 +264,8 @@ def test_an_interval_around_chance_is_chance():
     given = of_classes(Blind(Smooth()), images=4)
     wrong = (given.labels + 1) % 4
     half = given._replace(labels=torch.where(torch.arange(4) < 2, given.labels, wrong))
-    assert check_chance(half, PGD, 0.5).holds is True
-    assert check_chance(given, PGD, 0.5).holds is False, "4 of 4 (51 % to 100 %) is"
+    assert check_huge_radius(half, PGD, 0.5).holds is True
+    assert check_huge_radius(given, PGD, 0.5).holds is False, "4 of 4 (51 % to 100 %) is"
 
 
 def test_too_few_steps_show_in_hits():
@@ -333,14 +333,14 @@ def test_all_lines_of_classes_are_there_and_only_the_first_images_are_used(monke
     monkeypatch.setattr(module, "check_deterministic", note)
     given = of_classes(Smooth())._replace(only=torch.zeros(40, dtype=torch.bool))
     curves = {"pgd": curve(0.5, hits=(1,) * 40)}
-    lines = run_audit(given, Audit(images=8, steps=2), 0.1, curves, [Pgd()])
+    lines = run_audit(given, AuditSettings(images=8, steps=2), 0.1, curves, [Pgd()])
     assert [line.name for line in lines] == [*LINES] and seen == [(8, 8, None)]
 
 
 def test_all_lines_of_a_real_target_are_there():
     attacks = [Fgsm(), Pgd(steps=5), Apgd(steps=5)]
     curves = {"fgsm": curve(1, 2), "pgd-5": curve(1, 2), "apgd-5": curve(1, 2)}
-    settings = Audit(images=12, steps=3)
+    settings = AuditSettings(images=12, steps=3)
     lines = run_audit(of_years(Regressor(WEIGHT)), settings, 0.1, curves, attacks)
     assert [line.name for line in lines] == [*LINES, "larger_epsilon"]
     assert [line.name for line in lines if line.holds is not True] == ["surrogate"]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.sources import ROOT
+from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
-from moecore.nn.backbones.text_tower import TextTower, TextTransformer
-from moecore.nn.layers.moe import MoE
+from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer
+from moecore.nn.layers.moe import MoESettings
 from moecore.study.reading.document import load_yaml
 from moecore.training.method import Method
 from tests.nn.backbones.test_language_model import WORDS, text
@@ -28,8 +28,8 @@ LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.5, "group_size": 
 BLOCK = 12
 
 
-def moe_of(router: dict, experts: dict = EXPERTS) -> MoE:
-    return MoE.model_validate({"router": router, "experts": experts, "blocks": "all"})
+def moe_of(router: dict, experts: dict = EXPERTS) -> MoESettings:
+    return MoESettings.model_validate({"router": router, "experts": experts, "blocks": "all"})
 
 
 def read_logits(model: LanguageTransformer, words: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def read_logits(model: LanguageTransformer, words: Tensor) -> Tensor:
     return model(words).prediction
 
 
-def assert_causal(moe: MoE) -> None:
+def assert_causal(moe: MoESettings) -> None:
     torch.manual_seed(0)
     words = torch.randint(WORDS, (2, 1, BLOCK))
     model = LanguageModel(width=8, depth=2, heads=2, span=4).build(text(BLOCK, 0), moe).double()
@@ -58,7 +58,7 @@ REFUSED = {"teacher_routed", "hash_moe", "expert_choice", "soft_moe"}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_later_word_never_moves_an_earlier_logit(name):
-    moe = MoE(router=METHODS[name].router, experts=METHODS[name].experts, blocks="all")
+    moe = MoESettings(router=METHODS[name].router, experts=METHODS[name].experts, blocks="all")
     if name in REFUSED:
         with pytest.raises(UserError, match=f"^router.kind: found {moe.router.kind}"):
             LanguageModel(width=8, heads=2).build(text(), moe)
@@ -98,14 +98,14 @@ def test_what_looks_ahead_is_refused_and_would_move_earlier_logits(key, router, 
     moe = moe_of(router)
     with pytest.raises(UserError, match=f"^router.{key}: found .*; allowed"):
         LanguageModel(width=8, heads=2).build(text(), moe)
-    monkeypatch.setattr(MoE, "check_text", lambda self: None)
+    monkeypatch.setattr(MoESettings, "check_text", lambda self: None)
     with pytest.raises(AssertionError):
         assert_causal(moe)
 
 
 @pytest.mark.parametrize(("key", "router"), LOOKAHEADS)
 def test_a_causal_text_tower_refuses_them_and_one_with_full_attention_does_not(key, router):
-    tower = TextTower(width=16, depth=1, heads=2, moe=moe_of(router))
+    tower = TextTowerSettings(width=16, depth=1, heads=2, moe=moe_of(router))
     with pytest.raises(UserError, match=f"^text.router.{key}: found .*; allowed"):
         TextTransformer(tower, TASK)
     TextTransformer(tower.model_copy(update={"mask": "full"}), TASK)

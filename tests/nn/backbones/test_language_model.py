@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from moecore.core.files import UserError
-from moecore.core.records import Guidance, RoutingContext
-from moecore.nn.backbones.image import ImageSpec
+from moecore.core.routing_records import Guidance, RoutingContext
+from moecore.nn.backbones.base_model import EncodeOptions, parameter_counts
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.model import EncodeOptions, parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.language_block import (
@@ -22,18 +22,18 @@ from moecore.nn.layers.language_block import (
     BlockState,
     LanguageBlock,
     MomentumBlock,
-    SpanAttention,
+    SlidingWindowAttention,
     relative_shift,
     undo_relative_shift,
 )
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.classification import Classification
 from moecore.tasks.next_token import NextToken
 
 WORDS = 11
-MOE = MoE(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
+MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
 
 
 def text(block=4, context=3):
@@ -76,7 +76,7 @@ def test_the_slant_is_undone():
 
 def test_attention_is_that_of_the_loop():
     torch.manual_seed(0)
-    attention = SpanAttention(8, 2)
+    attention = SlidingWindowAttention(8, 2)
     tokens, before, positions = torch.randn(2, 5, 8), torch.randn(2, 3, 8), torch.randn(4, 3)
     found, weights = attention(tokens, before, positions, weights=True)
     every = torch.cat([before, tokens], dim=1)
@@ -228,7 +228,9 @@ def test_parameters_are_as_many_as_printed():
         (215.7e6, 352, 6, 1024, 512),
     ):
         spec = text(block).model_copy(update={"task": NextToken(words=267_735)})
-        moe = MoE(router=TopKSoftmax(k=2), experts=Mlp(number=16, hidden_ratio=1.0), blocks="all")
+        moe = MoESettings(
+            router=TopKSoftmax(k=2), experts=Mlp(number=16, hidden_ratio=1.0), blocks="all"
+        )
         with torch.device("meta"):
             made = LanguageModel(width=width, depth=depth, heads=8, span=span).build(spec, moe)
         assert math.isclose(parameter_counts(made)["parameters"], wanted, rel_tol=2e-3)
@@ -240,7 +242,7 @@ def test_parameters_are_as_many_as_printed():
         ({"heads": 3}, MOE, "model.heads: found 3; allowed: a divisor of model.width = 8"),
         (
             {},
-            MoE(router=TeacherRouted(k=1), experts=Mlp(number=4), blocks="all"),
+            MoESettings(router=TeacherRouted(k=1), experts=Mlp(number=4), blocks="all"),
             "router.kind: found teacher_routed, which reads teacher",
         ),
     ],
@@ -268,8 +270,8 @@ IMAGE = ImageSpec(
 ROUTER = {"kind": "noisy_top_k", "k": 1}
 
 
-def moe(**settings) -> MoE:
-    return MoE(
+def moe(**settings) -> MoESettings:
+    return MoESettings(
         **(
             {
                 "router": ROUTER,

@@ -11,30 +11,30 @@ from pydantic import ValidationError
 
 from moecore.core.config import replace_and_validate
 from moecore.core.files import UserError
-from moecore.core.records import Layout, RoutingContext
-from moecore.data.loader import to_device
+from moecore.core.routing_records import RoutingContext, TokenLayout
+from moecore.data.loader import place_split
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import EncodeOptions
+from moecore.nn.backbones.base_model import EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.window_attention import WindowAttention, log_coordinates, pair_index
 from moecore.nn.layers.windows import PatchMerging, Windows, merged_grid
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.traces import covering_patches
+from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
-from moecore.training.artifacts import load_for_images, load_model, save_guide, save_model
+from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
 from moecore.training.guide import aligned_blocks, attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import train_job
 from moecore.training.method import Method
 from moecore.training.objective import Objective
-from moecore.training.recipes import build_pretraining
+from moecore.training.phase_trainings import build_pretraining
 from moecore.training.teachers.torchvision_operators import define_missing_operators
-from moecore.training.upcycle import inherit_position_windows, upcycle_model
+from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.nn.test_every_method import SHIFTED
 from tests.training.small import CPU, images
@@ -262,8 +262,8 @@ def trained(name: str, kind: str):
     model = config.build(IMAGE, method.moe)
     made = TrainingJob(
         model,
-        to_device(images(16), "cpu"),
-        to_device(images(8, 1), "cpu"),
+        place_split(images(16), "cpu"),
+        place_split(images(8, 1), "cpu"),
         Objective(method.losses, distillation=method.distillation),
         guide,
         method.views,
@@ -285,7 +285,7 @@ def test_a_method_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, n
         assert torch.equal(ours.chosen, theirs.chosen)
         assert ours.probs.shape == (5, math.prod(layout.grid), 8)
     if METHODS[name].moe:
-        assert model.layouts == (Layout(0, (8, 8), (8, 8)), Layout(0, (4, 4), (8, 8)))
+        assert model.layouts == (TokenLayout(0, (8, 8), (8, 8)), TokenLayout(0, (4, 4), (8, 8)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,10 +293,10 @@ def test_other_images_take_its_weights(tmp_path, kind):
     torch.manual_seed(0)
     model = swin(kind, window=8).build(IMAGE).eval()
     save_model(tmp_path, model)
-    same = load_for_images(tmp_path, IMAGE, None).eval()
+    same = load_adapted_model(tmp_path, IMAGE, None).eval()
     pixels = torch.rand(2, 1, 8, 8)
     torch.testing.assert_close(same(pixels).prediction, model(pixels).prediction)
-    larger = load_for_images(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
+    larger = load_adapted_model(tmp_path, IMAGE.model_copy(update={"size": 16}), None)
     attention = larger.layers[1].blocks[0].attn
     assert attention.windows.size == (8, 8), "it was 4 × 4, as the grid was"
     before = model.layers[1].blocks[0].attn
@@ -320,7 +320,7 @@ def test_upcycled_it_computes_what_the_dense_model_does(kind, router):
         for parameter in dense.parameters():  # norms of V2 start at 0
             parameter.add_(0.1 * torch.randn_like(parameter))
     sparse = upcycle_model(
-        swin(kind).build(IMAGE, MoE(router=router, experts=EXPERTS)), dense
+        swin(kind).build(IMAGE, MoESettings(router=router, experts=EXPERTS)), dense
     ).eval()
     pixels = torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(
@@ -338,17 +338,17 @@ def test_upcycled_at_another_size_it_is_the_dense_model_at_that_size(tmp_path, k
         for parameter in dense.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     image = IMAGE.model_copy(update={"size": size})
-    config = inherit_position_windows(swin(kind, window=window), image, dense)
+    config = inherit_pretrained_windows(swin(kind, window=window), image, dense)
     learned = config.trained_on(image).pretrained_windows
     assert learned == (None if kind == "swin" else (8, 8))
-    moe = MoE(router=TOP_1, experts=EXPERTS)
+    moe = MoESettings(router=TOP_1, experts=EXPERTS)
     sparse = upcycle_model(config.build(image, moe), dense).eval()
     moved = dense.config.trained_on(dense.image).model_copy(update={"window": window}).build(image)
     moved.load_state_dict(moved.adapt_weights(dict(dense.state_dict()), dense.config, dense.image))
     moved.eval()
     if window == dense.config.window:
         save_model(tmp_path, dense)
-        moved = load_for_images(tmp_path, image, None).eval()
+        moved = load_adapted_model(tmp_path, image, None).eval()
     pixels = torch.rand(3, 1, size, size)
     torch.testing.assert_close(
         sparse(pixels).prediction, moved(pixels).prediction, atol=1e-5, rtol=1e-5
@@ -371,7 +371,7 @@ def test_pretraining_begins_as_its_teacher_of_another_size(tmp_path, kind):
         method, swin(kind, window=8), SHIFTED, data, tmp_path, 0, "cpu"
     ).model
     save_model(tmp_path / "dense", dense)
-    moved = load_for_images(tmp_path / "dense", learned.image, None)
+    moved = load_adapted_model(tmp_path / "dense", learned.image, None)
     pixels = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(
         learned.eval()(pixels).prediction, moved.eval()(pixels).prediction, atol=1e-5, rtol=1e-5
@@ -385,12 +385,12 @@ def test_a_bias_that_was_learned_for_these_windows_is_left_as_it_is():
     for size in (8, (4, 8)):
         image = IMAGE.model_copy(update={"size": size})
         config = swin("swin_moe", window=8)
-        assert inherit_position_windows(config, image, config.build(image)) is config
+        assert inherit_pretrained_windows(config, image, config.build(image)) is config
 
 
 def test_top_1_routing_gets_almost_no_task_gradient_in_v2():
     """Behind a norm, p · E(x) does not depend on p: the reason for kind swin_moe."""
-    moe = MoE(router={"kind": "noisy_top_k", "k": 1, "renormalise": False}, experts=EXPERTS)
+    moe = MoESettings(router={"kind": "noisy_top_k", "k": 1, "renormalise": False}, experts=EXPERTS)
     shares = {}
     for kind in ("swin_moe", "swin_v2"):
         torch.manual_seed(0)
@@ -420,7 +420,7 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
     torch.manual_seed(0)
     model = Swin(patch=2, width=8, depths=(1, 1), heads=(1, 2), window=3).build(
         ImageSpec(channels=1, size=10, task=TWO, mean=(0.0,), std=(1.0,)),
-        MoE(router={"kind": "hash", "by": "patch"}, experts=EXPERTS, blocks="all"),
+        MoESettings(router={"kind": "hash", "by": "patch"}, experts=EXPERTS, blocks="all"),
     )
     pixels = torch.rand(2, 1, 10, 10)
     contexts = model.routing_contexts(pixels, EncodeOptions())
@@ -430,8 +430,8 @@ def test_routers_see_patches_and_attention_of_their_own_stage():
     ]
     corner = contexts[1].patches[0, 8].view(4, 4)
     assert torch.equal(corner[:2, :2], pixels[0, 0, 8:, 8:]) and not corner[2:].any()
-    assert model.layouts == (Layout(0, (5, 5), (10, 10)), Layout(0, (3, 3), (12, 12)))
-    assert covering_patches(model.layouts[1], model.layouts[0]).view(5, 5)[0].tolist() == [
+    assert model.layouts == (TokenLayout(0, (5, 5), (10, 10)), TokenLayout(0, (3, 3), (12, 12)))
+    assert coarse_patch_indices(model.layouts[1], model.layouts[0]).view(5, 5)[0].tolist() == [
         0,
         0,
         1,
@@ -474,7 +474,7 @@ def test_other_models_weights_are_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_blocks_are_compiled_whole(kind):
-    moe = MoE(router={"kind": "noisy_top_k", "k": 2}, experts=EXPERTS, blocks=(1, 3))
+    moe = MoESettings(router={"kind": "noisy_top_k", "k": 2}, experts=EXPERTS, blocks=(1, 3))
     torch.manual_seed(0)
     stage = swin(kind, window=3).build(IMAGE, moe).train().layers[0]
     tokens = torch.rand(2, 64, 16)

@@ -10,16 +10,16 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.data.loader import to_device
+from moecore.data.loader import place_split
 from moecore.data.prepared import Split
-from moecore.nn.backbones.image import ImageSpec
-from moecore.nn.backbones.model import parameter_counts
-from moecore.nn.backbones.text_tower import TextTower, TextTransformer, caption_marks
+from moecore.nn.backbones.base_model import parameter_counts
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.tasks.image_text import ImageText
-from moecore.training.artifacts import load_for_images, load_model, save_model
+from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import train_job
@@ -33,7 +33,7 @@ TASK = ImageText(words=20, context=7, captions=2, end=2, vocabulary="0" * 64)
 IMAGE = ImageSpec(channels=1, size=8, mean=(0.5,), std=(0.3,), task=TASK)
 SMALL = TwoTowers(
     image=Vit(patch=4, width=16, depth=4, heads=2),
-    text=TextTower(width=16, depth=2, heads=2),
+    text=TextTowerSettings(width=16, depth=2, heads=2),
     joint=6,
 )
 SETTINGS = Training(epochs=2, batch=10, learning_rate=1e-2, log_every=2, views={"shift": 1})
@@ -67,7 +67,7 @@ def captioned(method: Method, backbone: TwoTowers = SMALL) -> TrainingJob:
     guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
     model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
-    train, validation = to_device(split(40), "cpu"), to_device(split(12, 1), "cpu")
+    train, validation = place_split(split(40), "cpu"), place_split(split(12, 1), "cpu")
     return TrainingJob(model, train, validation, objective, guide, method.views)
 
 
@@ -102,7 +102,7 @@ def slow(tower: TextTransformer, tokens: list[int], quick: bool = False) -> torc
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
 def test_the_text_tower_is_clips(activation):
     torch.manual_seed(1)
-    config = TextTower(width=16, depth=2, heads=2, activation=activation)
+    config = TextTowerSettings(width=16, depth=2, heads=2, activation=activation)
     tower = TextTransformer(config, TASK.model_copy(update={"width": 6})).eval()
     tokens = torch.from_numpy(captions(5).reshape(-1, 7))
     found, records = tower(tokens)
@@ -117,14 +117,16 @@ def test_what_pads_changes_nothing_under_a_causal_mask():
     tokens = torch.tensor([[1, 5, 6, 2, 0, 0, 0], [1, 5, 6, 2, 9, 8, 7]])
     first, second = model.text(tokens)[0]
     torch.testing.assert_close(first, second)
-    full = TwoTowers(image=SMALL.image, text=TextTower(width=16, heads=2, mask="full")).build(IMAGE)
+    full = TwoTowers(
+        image=SMALL.image, text=TextTowerSettings(width=16, heads=2, mask="full")
+    ).build(IMAGE)
     first, second = full.eval().text(tokens)[0]
     assert not torch.allclose(first, second)  # SigLIP's attends to them
 
 
 def test_a_class_token_reads_the_whole_context():
     torch.manual_seed(1)
-    text = TextTower(width=16, heads=2, mask="full", pooling="class")
+    text = TextTowerSettings(width=16, heads=2, mask="full", pooling="class")
     model = TwoTowers(image=SMALL.image, text=text, joint=6).build(IMAGE)
     found = model.targets(torch.from_numpy(captions(3)))
     assert found.shape == (3, 2, 9) and model.text.last is not None
@@ -159,7 +161,7 @@ def test_the_scale_ends_at_100_and_comes_back():
 
 def test_marks_tell_captions_apart():
     tokens = torch.from_numpy(captions(3000, 5).reshape(-1, 7))
-    found = caption_marks(tokens)
+    found = caption_fingerprints(tokens)
     assert (found < 2**23).all() and torch.equal(found, found.round())
     different = len(torch.unique(tokens, dim=0))
     assert len(torch.unique(found, dim=0)) == different > 3000
@@ -234,16 +236,16 @@ def test_it_goes_on_with_larger_images_and_the_same_words(tmp_path):
     model = captioned(Method()).model.eval()
     save_model(tmp_path, model)
     larger = IMAGE.model_copy(update={"size": 16})
-    moved = load_for_images(tmp_path, larger, None)
+    moved = load_adapted_model(tmp_path, larger, None)
     assert moved.layout.grid == (4, 4)
     words = torch.from_numpy(captions(3))
     assert torch.equal(moved.targets(words), model.targets(words))
     assert torch.equal(
-        load_for_images(tmp_path, IMAGE, None).visual.pos_embed, model.visual.pos_embed
+        load_adapted_model(tmp_path, IMAGE, None).visual.pos_embed, model.visual.pos_embed
     )
     other = larger.model_copy(update={"task": TASK.model_copy(update={"vocabulary": "1" * 64})})
     with pytest.raises(UserError, match="other words: captions of 20 words"):
-        load_for_images(tmp_path, other, None)
+        load_adapted_model(tmp_path, other, None)
 
 
 def test_active_parameters_are_those_of_both_towers():

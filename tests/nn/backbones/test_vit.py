@@ -11,18 +11,18 @@ from pydantic import ValidationError
 from torch.nn.functional import conv3d, unfold
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.image import ImageSpec
+from moecore.nn.backbones.base_model import EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
-from moecore.nn.backbones.model import EncodeOptions
 from moecore.nn.backbones.swin import SwinSettings
-from moecore.nn.backbones.text_tower import TextTower
+from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import PatchEmbed, cut_patches
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
-from moecore.training.artifacts import load_for_images, load_model, save_model
+from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.teachers.timm import vit_settings
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from moecore.training.upcycle import upcycle_model
@@ -84,7 +84,7 @@ def test_dense_logits_equal_timms(settings):
 
 def test_a_dense_model_has_no_records_and_an_moe_model_one_per_layer():
     assert Vit(patch=8, width=48, depth=3).build(IMAGE)(torch.rand(2, 3, 32, 32)).routing == ()
-    moe = MoE(
+    moe = MoESettings(
         router={"kind": "noisy_top_k", "k": 2}, experts={"kind": "mlp", "number": 4}, blocks=[0, 2]
     )
     routing = Vit(patch=8, width=48, depth=3).build(IMAGE, moe)(torch.rand(2, 3, 32, 32)).routing
@@ -114,14 +114,14 @@ SPEC = ImageSpec(
     task=Regression(target="age", unit="years", mean=60.0, deviation=15.0),
 )
 SMALL_3D = Vit3d(patch=4, width=24, depth=2, heads=2)
-MOE = MoE(
+MOE = MoESettings(
     router={"kind": "hash", "k": 1},
     experts={"kind": "mlp", "number": 4, "hidden_ratio": 1},
     blocks=[1],
 )
 
 
-def drawn(config: Vit3d = SMALL_3D, spec: ImageSpec = SPEC, moe: MoE | None = None):
+def drawn(config: Vit3d = SMALL_3D, spec: ImageSpec = SPEC, moe: MoESettings | None = None):
     torch.manual_seed(0)
     model = config.build(spec, moe).eval()
     for parameter in model.parameters():
@@ -228,7 +228,7 @@ def test_saved_loaded_and_transferred_to_the_same_volumes_it_is_the_same(tmp_pat
     model = drawn(SMALL_3D.model_copy(update={"positions": positions}), moe=MOE)
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
-    for other in (load_model(tmp_path), load_for_images(tmp_path, SPEC, MOE).eval()):
+    for other in (load_model(tmp_path), load_adapted_model(tmp_path, SPEC, MOE).eval()):
         torch.testing.assert_close(other(volumes).prediction, model(volumes).prediction)
 
 
@@ -236,7 +236,7 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     model = drawn()
     volumes = torch.rand(2, 1, 8, 12, 4)
     save_model(tmp_path, model)
-    other = load_for_images(
+    other = load_adapted_model(
         tmp_path,
         SPEC.model_copy(update={"task": Regression(target="age", mean=30.0, deviation=5.0)}),
         None,
@@ -244,7 +244,7 @@ def test_transfer_to_another_cohort_keeps_what_it_says_in_years(tmp_path):
     torch.testing.assert_close(
         other(volumes).prediction, model(volumes).prediction, atol=1e-4, rtol=1e-5
     )
-    height = load_for_images(
+    height = load_adapted_model(
         tmp_path, SPEC.model_copy(update={"task": Regression(target="height")}), None
     )
     # another question has a fresh head
@@ -256,15 +256,15 @@ def test_transfer_to_a_larger_grid_interpolates_along_each_axis(tmp_path):
     model.pos_embed.data = torch.zeros(1, 7, 24)
     model.pos_embed.data[0, 4:] = 1.0  # patches (1, 0…2, 0): a step along the first axis
     save_model(tmp_path, model)
-    larger = load_for_images(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None)
+    larger = load_adapted_model(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None)
     # trilinear with half-pixel centres: 2 places 0, 1 become 4 places 0, 1/4, 3/4, 1, the same
     # along the other axes
     expected = torch.tensor([0, 0.25, 0.75, 1]).view(4, 1, 1).expand(4, 3, 2)
     torch.testing.assert_close(larger.pos_embed[0, 1:, 0].view(4, 3, 2), expected)
     with pytest.raises(UserError, match="bicubic"):
-        load_for_images(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None, "bicubic")
+        load_adapted_model(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None, "bicubic")
     with pytest.raises(UserError, match="axes"):
-        load_for_images(
+        load_adapted_model(
             tmp_path,
             ImageSpec(channels=1, size=8, mean=(0.4,), std=(0.2,), task=Regression(target="age")),
             None,
@@ -274,7 +274,9 @@ def test_transfer_to_a_larger_grid_interpolates_along_each_axis(tmp_path):
 def test_upcycled_it_computes_what_the_dense_model_does():
     dense = drawn(SMALL_3D.model_copy(update={"mlp_ratio": 1.0}))
     router = {"kind": "noisy_top_k", "k": 2, "renormalise": True}
-    moe = MoE(router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[1])
+    moe = MoESettings(
+        router=router, experts={"kind": "mlp", "number": 4, "hidden_ratio": 1}, blocks=[1]
+    )
     sparse = upcycle_model(
         SMALL_3D.model_copy(update={"mlp_ratio": 1.0}).build(SPEC, moe), dense
     ).eval()
@@ -282,7 +284,7 @@ def test_upcycled_it_computes_what_the_dense_model_does():
     torch.testing.assert_close(sparse(volumes).prediction, dense(volumes).prediction)
 
 
-@pytest.mark.parametrize("kind", [Vit, Vit3d, SwinSettings, TextTower, LanguageModel])
+@pytest.mark.parametrize("kind", [Vit, Vit3d, SwinSettings, TextTowerSettings, LanguageModel])
 def test_a_hidden_layer_has_a_unit(kind):
     with pytest.raises(ValidationError, match=r"(?s)mlp_ratio.*allowed: 0.\d+ or more"):
         kind(mlp_ratio=1e-9)

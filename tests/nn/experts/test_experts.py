@@ -14,7 +14,7 @@ from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.experts.base import default_rank
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.soft_slots import SoftSlots
@@ -301,7 +301,7 @@ def test_flat_weights_lie_within_their_bound():
 
 @pytest.mark.parametrize("router", [SoftSlots(), ExpertChoice(), FrozenCopy()])
 def test_dropout_needs_single_choices(router):
-    moe = MoE(router=router, experts=Mlp(number=3, dropout=0.5), blocks="all")
+    moe = MoESettings(router=router, experts=Mlp(number=3, dropout=0.5), blocks="all")
     if router.chooses_per_token:
         moe.build(8).train()(torch.rand(2, 3, 8))
     else:

@@ -19,9 +19,9 @@ from moecore.nn.layers.block import (
     drop_rates,
     softmax_attention,
 )
-from moecore.nn.layers.moe import MoE
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
-from moecore.nn.layers.smooth import soften_model
+from moecore.nn.layers.smooth_moe import soften_model
 from moecore.nn.routers import NoisyTopK
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
@@ -164,7 +164,7 @@ def test_both_branches_of_a_block_drop_as_timms_do():
 
 def layer_of(width=8, experts=4, seed=0, hidden_ratio=4.0, **router):
     torch.manual_seed(seed)
-    layer = MoE(
+    layer = MoESettings(
         router=NoisyTopK(**router), experts=Mlps(number=experts, hidden_ratio=hidden_ratio)
     ).build(width)
     for parameter in layer.parameters():
@@ -282,7 +282,7 @@ def test_double_precision_gradients():
 
 
 def moe(blocks):
-    return MoE(router=NoisyTopK(), experts=Mlps(), blocks=blocks)
+    return MoESettings(router=NoisyTopK(), experts=Mlps(), blocks=blocks)
 
 
 def test_blocks():

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch.nn.functional import gelu
 
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoELayer
 

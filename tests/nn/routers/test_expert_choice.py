@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.nn.routers.expert_choice import ExpertChoice, top_tokens_per_expert
-from moecore.nn.routers.expert_plan import ExpertPlan
+from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
 from tests.nn.routers import reference
 
 
@@ -148,7 +148,7 @@ def test_the_plans_gradients_in_fp64():
     scale = torch.randn(9, 1, dtype=torch.float64)
 
     def there_and_back(tokens, weights):
-        plan = ExpertPlan(order, weights, (2, 3))
+        plan = ExpertChoicePlan(order, weights, (2, 3))
         return plan.combine((plan.dispatch(tokens).values * scale).sin())
 
     assert torch.autograd.gradcheck(there_and_back, (tokens, weights))
@@ -156,7 +156,7 @@ def test_the_plans_gradients_in_fp64():
 
 def test_bf16_rows_are_added_up_in_fp32():
     # 256 + 1 + 1 is 258 in fp32 and after rounding; in bf16 256 + 1 rounds back to 256 each time.
-    plan = ExpertPlan(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), (1, 1))
+    plan = ExpertChoicePlan(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), (1, 1))
     rows = torch.tensor([[256.0], [1], [1]], dtype=torch.bfloat16)
     assert plan.combine(rows).item() == 258 and plan.combine(rows).dtype == torch.bfloat16
     token = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.routers.hash import Hash, experts_by_position, hash_directions
 from tests.nn.routers import reference
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SlotsPlan, SoftSlots, unit_vectors

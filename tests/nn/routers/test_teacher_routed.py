@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.records import RoutingContext
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.training.regularizers.router_kl import router_kl
 from tests.nn.routers import reference

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.records import Batch, ModelOutput, RoutingRecord, Step
+from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord, StepContext
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.entropy import Entropy, entropy
 from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load
-from moecore.training.regularizers.region_routing import RegionRouting, region_routing
+from moecore.training.regularizers.region_routing import RegionRouting, region_routing_loss
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
 from moecore.training.regularizers.teacher_router import TeacherRouter, teacher_router_terms
 from moecore.training.regularizers.z_loss import ZLoss, z_loss
@@ -231,7 +231,7 @@ def test_teacher_router_without_guidance_is_explained():
 
 def step_of(scores, belongs):
     record = RoutingRecord(*[scores] * 5)
-    return Step(
+    return StepContext(
         Batch(None, None, None, 1, belongs),
         ModelOutput(None, (record, record._replace(logits=3 * scores))),
         SimpleNamespace(),
@@ -244,9 +244,9 @@ def test_by_hand():
     scores = torch.tensor([[[0.0, 0.1], [5.0, 0.0], [0.2, 0.0]]])
     belongs = torch.tensor([[1, -1, 0]])
     expected = (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-2))) / 2
-    assert float(region_routing(scores=scores, belongs=belongs, temperature=0.1)) == pytest.approx(
-        expected
-    )
+    assert float(
+        region_routing_loss(scores=scores, belongs=belongs, temperature=0.1)
+    ) == pytest.approx(expected)
     # the second layer's scores are three times as large; the mean of both layers
     steep = (math.log(1 + math.exp(-3)) + math.log(1 + math.exp(-6))) / 2
     assert float(RegionRouting()(step_of(scores, belongs))) == pytest.approx((expected + steep) / 2)
@@ -254,7 +254,7 @@ def test_by_hand():
 
 def test_no_label_no_loss():
     scores = torch.rand(1, 3, 2, requires_grad=True)
-    loss = region_routing(scores=scores, belongs=torch.full((1, 3), -1), temperature=0.1)
+    loss = region_routing_loss(scores=scores, belongs=torch.full((1, 3), -1), temperature=0.1)
     loss.backward()
     assert loss == 0 and (scores.grad == 0).all()
     assert RegionRouting()(step_of(torch.rand(1, 3, 2), None)) == 0
@@ -262,6 +262,6 @@ def test_no_label_no_loss():
 
 def test_its_gradient_raises_the_expert_and_lowers_the_others():
     scores = torch.zeros(1, 1, 4, requires_grad=True)
-    region_routing(scores=scores, belongs=torch.tensor([[1]]), temperature=0.5).backward()
+    region_routing_loss(scores=scores, belongs=torch.tensor([[1]]), temperature=0.5).backward()
     # softmax is 1/4 each; (1/4 − [e = 1]) / temperature
     torch.testing.assert_close(scores.grad[0, 0], torch.tensor([0.5, -1.5, 0.5, 0.5]))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.records import Batch, Layout, ModelOutput, Step
+from moecore.core.routing_records import Batch, ModelOutput, StepContext, TokenLayout
 from moecore.training.regularizers.jensen_shannon import JensenShannon, jensen_shannon
 from moecore.training.regularizers.pairwise_consistency import (
     PairwiseConsistency,
@@ -25,7 +25,7 @@ SPREAD = torch.tensor(
 ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
-def two_views(*layers, special=1, columns=2, views=2, move=0.0):
+def draw_two_views(*layers, special=1, columns=2, views=2, move=0.0):
     """A step of two views, layers (2B, T, E) with ``columns`` patches of 4 × 4 in a row; the second
     view is ``move`` pixels further right.
     """
@@ -33,9 +33,9 @@ def two_views(*layers, special=1, columns=2, views=2, move=0.0):
     affines = torch.eye(3).repeat(count, 1, 1)
     affines[count // 2 :, 1, 2] = move
     blank = torch.zeros(count)
-    layout = Layout(special, (1, columns), (4, 4 * columns))
+    layout = TokenLayout(special, (1, columns), (4, 4 * columns))
     model = SimpleNamespace(layouts=(layout,) * len(layers))
-    return Step(
+    return StepContext(
         Batch(blank, blank, affines, views),
         ModelOutput(blank, tuple(record(probs=layer) for layer in layers)),
         model,
@@ -160,7 +160,9 @@ def test_partners_of_a_step_by_hand():
     # 0]], diagonal (1 + 1)/2 = 1, off the diagonal 0. With the class tokens (e0, e1): S = [[1, 1],
     # [0, 0]], diagonal (0 + 1)/2, off the diagonal (1 + 0)/2.
     e0, e1 = torch.eye(2)
-    moved = two_views(torch.stack([torch.stack([e0, e0, e1]), torch.stack([e1, e1, e0])]), move=4)
+    moved = draw_two_views(
+        torch.stack([torch.stack([e0, e0, e1]), torch.stack([e1, e1, e0])]), move=4
+    )
     assert PairwiseConsistency(diagonal=0.1, off_diagonal=0.01)(moved).item() == pytest.approx(0.1)
     assert PairwiseConsistency(diagonal=0.1, off_diagonal=0.01, special=True)(
         moved
@@ -168,13 +170,13 @@ def test_partners_of_a_step_by_hand():
 
 
 def test_views_of_different_resolution_may_change_places():
-    step = two_views(SPREAD, columns=2)
+    step = draw_two_views(SPREAD, columns=2)
     affines = step.batch.affines.clone()
     affines[1, 0, 0] = affines[1, 1, 1] = (
         2  # its centres 2 and 6 → 1 and 3, both patch 0 of the other
     )
     given = step._replace(batch=step.batch._replace(affines=affines))
-    turned = two_views(SPREAD.flip(0), columns=2)
+    turned = draw_two_views(SPREAD.flip(0), columns=2)
     turned = turned._replace(batch=turned.batch._replace(affines=affines.flip(0)))
     assert PairwiseConsistency()(given).item() == pytest.approx(
         PairwiseConsistency()(turned).item()
@@ -183,17 +185,17 @@ def test_views_of_different_resolution_may_change_places():
 
 
 def test_layers_are_summed_and_the_weight_is_left_to_the_objective():
-    one = PairwiseConsistency()(two_views(SPREAD)).item()
+    one = PairwiseConsistency()(draw_two_views(SPREAD)).item()
     assert one > 0 and PairwiseConsistency(weight=7.0)(
-        two_views(SPREAD, SPREAD)
+        draw_two_views(SPREAD, SPREAD)
     ).item() == pytest.approx(2 * one)
     assert PairwiseConsistency.needs == {"routing", "two_views"}
 
 
 def test_one_view_and_dense_models_are_refused():
     with pytest.raises(UserError, match=r"pairwise_consistency: the batch has 1 view\(s\)"):
-        PairwiseConsistency()(two_views(SPREAD, views=1))
-    dense = two_views(SPREAD)
+        PairwiseConsistency()(draw_two_views(SPREAD, views=1))
+    dense = draw_two_views(SPREAD)
     with pytest.raises(UserError, match="no MoE layer"):
         PairwiseConsistency()(dense._replace(output=ModelOutput(torch.zeros(2))))
 
@@ -248,7 +250,7 @@ def test_layers_are_summed_and_pairs_come_from_the_affines():
     # with q = (½, ½).
     e0, e1, even = torch.tensor([1.0, 0]), torch.tensor([0, 1.0]), torch.tensor([0.5, 0.5])
     layer = torch.stack([torch.stack([e0, e0, e1]), torch.stack([e1, e1, even])])
-    moved = two_views(layer, layer, move=4)
+    moved = draw_two_views(layer, layer, move=4)
     assert JensenShannon(weight=7.0)(moved).item() == pytest.approx(2 * VALUE)
     assert JensenShannon(special=True)(moved).item() == pytest.approx(
         VALUE + math.log(2)
@@ -263,9 +265,9 @@ def test_layers_with_other_grids_have_pairs_of_their_own():
     loss = PairwiseConsistency(special=False)
 
     def step(*given):
-        made = two_views(*(layer for layer, _ in given), special=0)
+        made = draw_two_views(*(layer for layer, _ in given), special=0)
         return made._replace(model=SimpleNamespace(layouts=tuple(layout for _, layout in given)))
 
-    both = (fine, Layout(0, (2, 2), (8, 8))), (coarse, Layout(0, (1, 1), (8, 8)))
+    both = (fine, TokenLayout(0, (2, 2), (8, 8))), (coarse, TokenLayout(0, (1, 1), (8, 8)))
     alone = [loss(step(one)) for one in both]
     assert loss(step(*both)).item() == pytest.approx(sum(alone).item())

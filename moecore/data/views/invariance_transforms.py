@@ -1,0 +1,79 @@
+"""The twelve transforms of MoGE's table 1: small rotations, scalings, translations and shears of
+test images.
+
+They follow torchvision's RandomAffine, which the paper names: rotation, translation and shear are
+uniform between −limit and +limit, about the centre, the shear moves columns, translations are
+rounded to whole pixels, outside is black. Two readings are ours: a scaling by s is by exactly s
+(the paper gives one number where RandomAffine takes a range), and pixels are interpolated
+(torchvision's default takes the nearest).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.core.streams import BatchDraws, generator_for
+from moecore.data.image_warping import warp_images
+from moecore.data.views import geometry
+
+
+class Transform(NamedTuple):
+    """A family of affines; the default changes nothing."""
+
+    degrees: float = 0.0  # rotation from −degrees to +degrees
+    # horizontal, vertical: at most this share of the side
+    translate: tuple[float, float] = (0.0, 0.0)
+    scale: float = 1.0  # exactly
+    shear: float = 0.0  # from −shear to +shear degrees
+
+
+TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
+    "rotation 5": Transform(degrees=5),
+    "rotation 10": Transform(degrees=10),
+    "rotation 15": Transform(degrees=15),
+    "scaling 0.5": Transform(scale=0.5),
+    "scaling 0.8": Transform(scale=0.8),
+    "scaling 1.1": Transform(scale=1.1),
+    "translation (0, 0.1)": Transform(translate=(0, 0.1)),
+    "translation (0.1, 0)": Transform(translate=(0.1, 0)),
+    "translation (0.1, 0.1)": Transform(translate=(0.1, 0.1)),
+    "shear 5": Transform(shear=5),
+    "shear 10": Transform(shear=10),
+    "shear 15": Transform(shear=15),
+}
+
+
+def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
+    """``count`` draws of TRANSFORMS[name] for images of ``size`` (height, width): affines (count,
+    3, 3) fp64.
+
+    A function of the arguments alone, so that every model is measured on the same pictures.
+    """
+    settings = TRANSFORMS[name]
+    generator = generator_for(seed, *name.encode())
+
+    def within(limit: float) -> Tensor:
+        return geometry.uniform_draws(BatchDraws(generator, count), -limit, limit)
+
+    turn = within(settings.degrees).deg2rad()
+    shear = within(settings.shear).deg2rad().tan()
+    right, down = (
+        within(share * side).round()
+        for share, side in zip(settings.translate, size[::-1], strict=True)
+    )
+    linear = (
+        geometry.rotation_affines(turn)
+        @ geometry.scaling_affines(settings.scale, settings.scale, count)
+        @ geometry.shearing_affines(0, shear, count)
+    )
+    return geometry.centred_affines(
+        geometry.translation_affines(down, right, count) @ linear, *size
+    )
+
+
+def transform_images(images: Tensor, affines: Tensor) -> Tensor:
+    """Images uint8 (N, C, H, W) under affines (N, 3, 3), rounded to uint8."""
+    height, width = images.shape[-2:]
+    moved = warp_images(images, affines, (height, width), "zeros")
+    return moved.round().clamp(0, 255).to(torch.uint8)

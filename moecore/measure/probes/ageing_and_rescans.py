@@ -1,0 +1,167 @@
+"""Simulated people who are in no split of a cohort, aged and scanned again; sessions of real ones.
+
+S subjects, A ages; ages and predictions in years.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.data.prepared import Prepared
+from moecore.data.sources.phantom import Phantom
+from moecore.data.thread_map import map_in_threads
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.predict import predict_in_batches
+from moecore.statistics.intervals import bootstrap_mean
+
+RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
+PEOPLE = 1000  # set aside; those who are scanned again begin at half of them
+
+
+class ScanRequest(NamedTuple):
+    """Which scan of whom is drawn."""
+
+    age: float
+    sex: str
+    person: int  # their seed
+    scan: int = 0
+    site: int = 0
+
+
+class UnseenPeople(NamedTuple):
+    """People of a cohort's simulation who are in no split."""
+
+    source: Phantom
+
+    def person(self, number: int) -> int:
+        """The seed of person ``number``, below ``PEOPLE``."""
+        return self.source.person_seed(self.source.subjects + number)
+
+    def draw(self, scans: Sequence[ScanRequest]) -> np.ndarray:
+        """Volumes float16 (N, 1, D, H, W), as `prepare` would store them."""
+        return np.stack(list(map_in_threads(lambda scan: self.source.draw(*scan)[0], scans)))
+
+
+def alternating_sex(number: int) -> str:
+    """Women and men in turn."""
+    return "FM"[number % 2]
+
+
+def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np.ndarray:
+    """Years (N,) fp64, of volumes (N, 1, D, H, W)."""
+    prediction, _ = predict_in_batches(model, volumes, batch, routing=False)
+    return prediction[:, 0].double().numpy()
+
+
+class Ageing(Config):
+    """What the model says of simulated subjects who age while all else stays."""
+
+    ages: tuple[float, ...]
+    predictions: tuple[tuple[float, ...], ...]  # [subject][age]
+    monotone_share: float  # of the steps from one age to the next: those that rise
+    rank_correlation: float  # Spearman's, mean over subjects
+
+
+def predict_ageing(
+    model: Model, people: UnseenPeople, subjects: int, ages: Sequence[float], batch: int
+) -> Ageing:
+    """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay."""
+    rows = []
+    for number in range(subjects):
+        person = people.person(number)
+        scans = [ScanRequest(age, alternating_sex(number), person) for age in ages]
+        rows.append(predicted_ages(model, people.draw(scans), batch))
+    predictions = np.stack(rows)
+    return Ageing(
+        ages=ages,
+        predictions=predictions.tolist(),
+        monotone_share=rising_step_share(predictions),
+        rank_correlation=float(np.mean(rank_correlations(ages, predictions))),
+    )
+
+
+def rising_step_share(predictions: np.ndarray) -> float:
+    """Share of all subjects' steps in which the prediction rises; predictions (S, A), A ≥ 2."""
+    return float((np.diff(predictions, axis=1) > 0).mean())
+
+
+def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[float]:
+    """Spearman's correlation of age (A,) and prediction (S, A), per subject; 0 if constant."""
+    # Here: scipy.stats takes a second, and all stages import the table of measurements.
+    from scipy.stats import rankdata
+
+    wanted = rankdata(ages) - (len(ages) + 1) / 2
+    centred_ranks = rankdata(predictions, axis=1) - (len(ages) + 1) / 2
+    lengths = np.sqrt((wanted @ wanted) * (centred_ranks * centred_ranks).sum(axis=1))
+    return [
+        float(total / length) if length else 0.0
+        for total, length in zip(centred_ranks @ wanted, lengths, strict=True)
+    ]
+
+
+class Rescan(Config):
+    """The mean absolute difference of two scans or sessions of a person, with its 95 % limits."""
+
+    mean_abs_difference: float
+    low: float | None
+    high: float | None
+    other_site_mean_abs_difference: float | None = None  # simulated scans only
+    other_site_low: float | None = None
+    other_site_high: float | None = None
+
+
+def predict_rescans(
+    model: Model,
+    people: UnseenPeople,
+    ages: Sequence[float] | np.ndarray,
+    batch: int,
+    resamples: int,
+) -> Rescan:
+    """One person of each of the ages, scanned again at the same site, and at another one."""
+    who = [
+        (float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
+        for number, age in enumerate(ages)
+    ]
+    first, again, elsewhere = (
+        predicted_ages(model, people.draw([ScanRequest(*one, scan, site) for one in who]), batch)
+        for scan, site in ((0, 0), (1, 0), (1, 1))
+    )
+    same = bootstrap_mean(np.abs(again - first), resamples)
+    other = bootstrap_mean(np.abs(elsewhere - first), resamples)
+    return Rescan(
+        mean_abs_difference=same.value,
+        low=same.low,
+        high=same.high,
+        other_site_mean_abs_difference=other.value,
+        other_site_low=other.low,
+        other_site_high=other.high,
+    )
+
+
+def compare_sessions(
+    model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int, resamples: int
+) -> Rescan:
+    """Two sessions of a test participant, less the years between; pairs of places, one or more."""
+    places, where = np.unique(pairs, return_inverse=True)
+    over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
+    earlier, later = over[where.reshape(-1, 2)].T
+    whose = data.test.people_at(np.array(pairs)[:, 0])
+    apart = bootstrap_mean(np.abs(later - earlier), resamples, people=whose)
+    return Rescan(mean_abs_difference=apart.value, low=apart.low, high=apart.high)
+
+
+def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:
+    """Pairs of places: consecutive sessions of one person at most RESCAN_YEARS apart."""
+    visits = sorted(
+        (subject["participant_id"], float(subject["age"]), place)
+        for place, subject in enumerate(subjects)
+    )
+    return [
+        (earlier, later)
+        for (who, age, earlier), (other, older, later) in pairwise(visits)
+        if who == other and older - age <= RESCAN_YEARS
+    ]

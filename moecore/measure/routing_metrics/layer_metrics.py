@@ -1,0 +1,159 @@
+"""Routing metrics: pure functions of one MoE layer's tensors, or of several layers' records.
+
+B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingRecord
+
+
+class Confidence(Config):
+    """How sure a router is: highest, second and other probs, mean over tokens (PRC, table 5)."""
+
+    highest: float
+    second: float
+    others: float
+
+
+def expert_counts(chosen: Tensor) -> Tensor:
+    """Tokens that chose each expert; (B, T, E) bool to (E,) int64."""
+    return chosen.flatten(0, -2).sum(dim=0)
+
+
+def load_cv2(counts: Tensor) -> float:
+    """Squared coefficient of variation of the counts (E,): population variance / mean².
+
+    0 at perfect balance, E − 1 at collapse.
+    Raises UserError where no token chose an expert.
+    """
+    _check_counts(counts)
+    counts = counts.double()
+    return float(counts.var(unbiased=False) / counts.mean().square())
+
+
+def normalised_entropy(counts: Tensor) -> float:
+    """Entropy of expert use / ln E, from the counts (E,) (TGR).
+
+    1 at perfect balance, 0 at collapse; 1 where there is one expert.
+    Raises UserError where no token chose an expert.
+    """
+    _check_counts(counts)
+    if len(counts) == 1:
+        return 1.0
+    share = counts.double() / counts.sum()
+    return float(torch.special.entr(share).sum() / math.log(len(counts)))
+
+
+def routing_confidence(probs: Tensor) -> Confidence:
+    """Mean highest, second and remaining probability of a token (PRC, table 5); probs (B, T, E)."""
+    ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
+    return Confidence(
+        highest=float(ordered[0]), second=float(ordered[1:2].sum()), others=float(ordered[2:].sum())
+    )
+
+
+def mean_token_entropy(probs: Tensor) -> float:
+    """Mean entropy of a token's probs (B, T, E), in nats.
+
+    0 where every token is certain, ln E where none prefers an expert.
+    """
+    return float(torch.special.entr(probs.double()).sum(dim=-1).mean())
+
+
+def expert_agreement(ours: Tensor, theirs: Tensor) -> float:
+    """Share of tokens with the same most probable expert in both (TGR); probs (B, T, E)."""
+    _check_same_shape(ours, theirs)
+    return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
+
+
+def agreement_by_image(ours: Tensor, theirs: Tensor) -> Tensor:
+    """``expert_agreement`` of each image by itself, (B,) fp64."""
+    _check_same_shape(ours, theirs)
+    return (ours.argmax(-1) == theirs.argmax(-1)).double().mean(dim=-1)
+
+
+def choice_iou(before: Tensor, after: Tensor) -> float:
+    """Mean over tokens of |before ∩ after| / |before ∪ after|, 1 for empty ones; (B, T, E)."""
+    return float(_token_iou(before, after).mean())
+
+
+def iou_by_image(before: Tensor, after: Tensor) -> Tensor:
+    """``choice_iou`` of each image by itself, (B,) fp64."""
+    return _token_iou(before, after).mean(-1)
+
+
+def _token_iou(before: Tensor, after: Tensor) -> Tensor:
+    _check_same_shape(before, after)
+    common = (before & after).sum(-1).double()
+    either = (before | after).sum(-1).double()
+    return torch.where(either > 0, common / either.clamp(min=1), 1.0)
+
+
+def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """A function of the mean of ``rows`` (B, D) as one value a row, (B,), whose mean it is.
+
+    f(m) + ∇f(m)·(x − m): what each image does to it (infinitesimal jackknife; Efron, 1982). The
+    function is given the columns that are not all 0.
+    """
+    # A column of zeros has no influence, and an entropy no derivative there.
+    rows = rows[:, rows.any(dim=0)].double()
+    mean = rows.mean(dim=0)
+    with torch.enable_grad():
+        leaf = mean.clone().requires_grad_()
+        value = function(leaf)
+        (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach() + (rows - mean) @ gradient
+
+
+def change_of_choice(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[float]:
+    """Routing change 1 − IoU of the experts chosen before capacity, per layer."""
+    return [1 - choice_iou(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+
+
+def changes_by_image(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[Tensor]:
+    """``change_of_choice`` of each image by itself: per layer (N,) fp64."""
+    return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
+
+
+def change_after_capacity(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[float]:
+    """Routing change 1 − IoU of the experts that processed a token (under capacity)."""
+    return [
+        1 - choice_iou(a.combine != 0, b.combine != 0) for a, b in zip(before, after, strict=True)
+    ]
+
+
+def average_layers(layers: Sequence[Config], names: Iterable[str]) -> dict[str, Any]:
+    """Return the mean of each field over the MoE layers; None where a layer has none."""
+    return {name: mean_over_layers([getattr(layer, name) for layer in layers]) for name in names}
+
+
+def mean_over_layers(values: Sequence[float | None]) -> float | None:
+    """Return the mean of one value per layer; None where a layer has none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
+
+
+def _check_counts(counts: Tensor) -> None:
+    if int(counts.sum()) == 0:
+        none = f"no token chose any of the {len(counts)} experts"
+        raise UserError(f"routing: {none}; the router's records are empty")
+
+
+def _check_same_shape(a: Tensor, b: Tensor) -> None:
+    if a.shape != b.shape:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)} (images, tokens, experts)"
+        raise UserError(f"routing: records of shape {shapes} cannot be compared token by token")

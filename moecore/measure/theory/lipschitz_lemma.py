@@ -1,0 +1,112 @@
+"""Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained model's MoE layers.
+
+n tokens of width d; see nn/layers/smooth_moe.py for the lemma of one layer.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.streams import derived_seed
+from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.smooth_moe import LemmaTerms, lemma_1, why_lemma_fails
+from moecore.nn.predict import eval_mode, image_batches
+
+
+class LemmaOverLayers(Config):
+    """Lemma 1 over all MoE layers; None where it says nothing of the model, for a ``reason``."""
+
+    reason: str | None = None
+    violations: int | None = None  # tokens; above 0 the code is wrong
+    router_share: float | None = None  # of the bound, mean over layers
+
+
+class LemmaPoints(Config):
+    """The terms of Lemma 1 at each token of a layer, as its picture shows them."""
+
+    bound: tuple[float, ...]
+    jacobian: tuple[float, ...]
+    router: tuple[float, ...]
+
+
+class Lemma(Config):
+    """Lemma 1 of a model; no terms where it is undefined."""
+
+    lemma1: LemmaOverLayers
+    lemma_terms: tuple[LemmaPoints, ...]
+
+
+def evaluate_lemma(
+    model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
+) -> Lemma:
+    """Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``."""
+    if reason := why_lemma_undefined(model):
+        return Lemma(lemma1=LemmaOverLayers(reason=reason), lemma_terms=())
+    terms = lemma_terms_by_layer(model, images, tokens, batch, seed, device)
+    points = [
+        LemmaPoints(
+            bound=layer.bound.tolist(),
+            jacobian=layer.jacobian.tolist(),
+            router=layer.router.tolist(),
+        )
+        for layer in terms
+    ]
+    return Lemma(lemma1=summarize_lemma(terms), lemma_terms=points)
+
+
+def why_lemma_undefined(model: Model) -> str | None:
+    """Why the lemma says nothing of this model; None where it does."""
+    if model.moe is None:
+        return "dense: there is no router and there are no experts"
+    return why_lemma_fails(model.moe.router.kind)
+
+
+def lemma_terms_by_layer(
+    model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
+) -> list[LemmaTerms]:
+    """The lemma's terms at the tokens of each MoE layer, on the CPU."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    given = layer_tokens(model, images, tokens, batch, seed, device)
+    return [
+        LemmaTerms(*(term.cpu() for term in lemma_1(layer, own)))
+        for layer, own in zip(layers, given, strict=True)
+    ]
+
+
+def layer_tokens(
+    model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
+) -> list[Tensor]:
+    """Tokens (n, d) at the input of each MoE layer, the same places for every method."""
+    if not isinstance(model, BackboneModel):
+        raise TypeError(
+            "layer_tokens: a model that asks its teacher is not followed block by block"
+        )
+    blocks = model.experts_and_router.indices(model.depth)
+    with (
+        eval_mode(model),
+        torch.no_grad(),
+        torch.autocast(torch.device(device).type, enabled=False),
+    ):
+        encoded = [
+            model.encode(pixels, EncodeOptions("mlp_input", blocks)).features
+            for pixels in image_batches(images, batch, device)
+        ]
+    layers = [torch.cat(layer).flatten(0, 1) for layer in zip(*encoded, strict=True)]
+    return [layer[_token_places(len(layer), tokens, seed).to(layer.device)] for layer in layers]
+
+
+def _token_places(count: int, tokens: int, seed: int) -> Tensor:
+    """Return which tokens of ``count``; the same in layers that have as many."""
+    drawn = np.random.default_rng(derived_seed("measured_tokens", seed))
+    return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
+
+
+def summarize_lemma(terms: list[LemmaTerms]) -> LemmaOverLayers:
+    """Tokens of all layers at which the bound is below what it bounds, and the router's share."""
+    shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
+    return LemmaOverLayers(
+        violations=sum(int(layer.violated.sum()) for layer in terms),
+        router_share=sum(shares) / len(shares),
+    )

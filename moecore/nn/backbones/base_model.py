@@ -1,0 +1,258 @@
+"""What the models of all backbones have, and how large they are."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moecore.core.config import Config
+from moecore.core.routing_records import (
+    Feature,
+    Guidance,
+    ModelOutput,
+    RoutingContext,
+    RoutingRecord,
+    TokenLayout,
+)
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.correspondence import align_teacher_probs
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.patch_embed import Interpolation, cut_patches
+
+
+class EncodeOptions(NamedTuple):
+    """What ``encode`` gives beside the final tokens, and what routers may look at.
+
+    ``at``: "mlp_input" the input of a block's feed-forward, "block_out" its output, "final" the
+    normalised last tokens.
+    """
+
+    at: Feature | None = None
+    blocks: tuple[int, ...] = ()  # whose features are wanted
+    guidance: Guidance | None = None  # a teacher's, for routers that want it
+    progress: float = 1.0  # share of the training that is done
+
+    def select_tokens(self, entering: Tensor, leaving: Tensor) -> Tensor:
+        """Return the tokens that enter a feed-forward or leave the block, as ``at`` says."""
+        return entering if self.at == "mlp_input" else leaving
+
+    def select_features(self, blocks: Mapping[int, Tensor], final: Tensor) -> tuple[Tensor, ...]:
+        """Return the features of each wanted block, of those that were read of ``blocks``."""
+        return tuple(final if self.at == "final" else blocks[index] for index in self.blocks)
+
+
+class Encoded(NamedTuple):
+    """What the blocks of a backbone make of B inputs, T tokens each."""
+
+    tokens: Tensor  # (B, T, width), the final ones
+    routing: tuple[RoutingRecord, ...]
+    features: tuple[Tensor, ...]  # (B, T, width) of each block of the options
+
+
+class _OneStage(Protocol):
+    @property
+    def depth(self) -> int: ...
+
+
+class BackboneConfig(Config):
+    """The settings of a backbone; ``build(image, moe)`` gives the model."""
+
+    @property
+    def stages(self: _OneStage) -> tuple[int, ...]:
+        """Number of blocks of each stage, in which tokens keep their number and width."""
+        return (self.depth,)
+
+    def trained_on(self, image: ImageSpec) -> Self:
+        """The settings of a model that was trained on such images and goes on with others."""
+        return self
+
+
+class Model(nn.Module, ABC):
+    """``model(images)`` with images (B, C, *pixels) in [0, 1] gives a ModelOutput.
+
+    config: the backbone's settings.  moe: None for a dense model.  Normalisation lies inside.
+    """
+
+    head: nn.Module
+
+    def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
+        super().__init__()
+        self.config = config
+        self.image = image
+        self.moe = moe
+
+    @property
+    @abstractmethod
+    def layout(self) -> TokenLayout:
+        """Return where the tokens lie in the image."""
+
+    @property
+    def layouts(self) -> tuple[TokenLayout, ...]:
+        """Return where the tokens of each MoE layer lie; none of a dense model."""
+        if self.moe is None:
+            return ()
+        return tuple(map(self.layout_of, self.moe.indices(self.config.depth)))
+
+    def layout_of(self, block: int) -> TokenLayout:
+        """Return where a block's tokens lie: in all blocks alike, unless the backbone says more."""
+        return self.layout
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """Return what predictions are compared with: labels, unless the model reads them."""
+        return labels
+
+    def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
+        """The routing records of images, where nobody asks for predictions."""
+        return self(images).routing
+
+    def share_of(self, name: str) -> float:
+        """Share of the experts' parameter of this name that a token uses."""
+        if self.moe is None:
+            return 1.0
+        return self.moe.active_share
+
+    @property
+    def experts_and_router(self) -> MoESettings:
+        """The settings of its MoE layers. Raises ValueError for a dense model."""
+        if self.moe is None:
+            raise ValueError("a dense model has neither experts nor a router")
+        return self.moe
+
+
+class BackboneModel(Model):
+    """A model that a backbone built: ``model(images, guidance, progress)``.
+
+    guidance: a teacher's, for routers that want it.  progress: share of the training that is done.
+    """
+
+    moves: ClassVar[bool] = False  # whether ``adapt_weights`` knows weights of another image size
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
+        super().__init__(config, image, moe)
+        axes = [1] * len(image.shape)
+        for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
+            # not persistent: they are settings of the model, not weights
+            buffer = torch.tensor(values).view(1, -1, *axes)
+            self.register_buffer(name, buffer, persistent=False)
+
+    @property
+    @abstractmethod
+    def depth(self) -> int:
+        """Number of blocks."""
+
+    def forward(
+        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
+    ) -> ModelOutput:
+        """``guidance``: a teacher's; ``progress``: share of the training that is done."""
+        encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
+        heads = self.heads(encoded.tokens)
+        return ModelOutput(average_predictions(heads), encoded.routing, heads)
+
+    @abstractmethod
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return what the blocks make of images (B, C, *pixels)."""
+
+    def routing_contexts(self, images: Tensor, options: EncodeOptions) -> dict[int, RoutingContext]:
+        """Return what routers may look at, by block; the block adds the attention."""
+        if self.moe is None:
+            return {}
+        router = self.moe.router
+        shared = RoutingContext(progress=router.phase(options.progress))
+        contexts = {}
+        for layer, index in enumerate(self.moe.indices(self.depth)):
+            layout = self.layout_of(index)
+            context = shared
+            if "patches" in router.wants:
+                context = context._replace(patches=cut_tokens(images, layout))
+            if options.guidance is not None and "teacher" in router.wants:
+                probs = options.guidance.probs[layer]
+                tokens = layout.special + prod(layout.grid)
+                student = torch.Size((len(images), tokens, probs.shape[-1]))
+                context = context._replace(teacher=align_teacher_probs(probs, student))
+            contexts[index] = context
+        return contexts
+
+    def width_of(self, block: int) -> int:
+        """Width of a block's tokens: in all blocks alike, unless the backbone says more."""
+        return self.config.width
+
+    def adapt_weights(
+        self,
+        weights: dict[str, Tensor],
+        config: Any,
+        image: ImageSpec,
+        mode: Interpolation = "bilinear",
+    ) -> dict[str, Tensor]:
+        """The ``weights`` of a model of this backbone, with the settings ``config`` and for
+        ``image``, as they are for the images of this one: positions are interpolated.
+
+        Raises ValueError where that cannot be.
+        """
+        return weights
+
+    def renormalise_weights(
+        self, weights: dict[str, Tensor], image: ImageSpec
+    ) -> dict[str, Tensor]:
+        """Return the ``weights`` that change with the statistics that pixels are normalised by."""
+        return {}
+
+    def remember(self, streams: int, length: int | None = None) -> None:
+        """Keep what so many streams of this length leave from step to step; 0: nothing."""
+
+    def beside(self, labels: Tensor) -> tuple[Tensor, ...]:
+        """Return what a training step hands to the model behind (images, guidance, progress)."""
+        return ()
+
+    def begin_finetuning(self) -> None:
+        """Freeze what stays as it was pretrained."""
+
+    def begin_streams(self) -> None:
+        """Streams begin anew: forget what they left."""
+
+    def end_step(self) -> None:
+        """Update what the optimiser does not, after each of its steps; on every rank."""
+
+    @abstractmethod
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens to the outputs (B, K) of every head."""
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens to outputs (B, K), averaged over the heads (as DeiT does at inference)."""
+        return average_predictions(self.heads(tokens))
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Images in [0, 1] to the scale that the model was trained at."""
+        return (images - self.pixel_mean) / self.pixel_std
+
+
+def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
+    """Return the pixels (B, T, pixels) of each token; 0 beyond the image and of special ones."""
+    sizes = images.shape[2:]
+    beyond = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
+    padding = [side for length in reversed(beyond) for side in (0, length)]
+    sides = [covered // patches for covered, patches in zip(layout.size, layout.grid, strict=True)]
+    return pad(cut_patches(pad(images, padding), sides), (0, 0, layout.special, 0))
+
+
+def average_predictions(heads: tuple[Tensor, ...]) -> Tensor:
+    """Return the prediction of all heads; one head's own bits."""
+    if len(heads) == 1:
+        return heads[0]
+    return torch.stack(heads).mean(dim=0)
+
+
+def parameter_counts(model: Model) -> dict[str, int]:
+    """All parameters, and those that one token uses: of E experts only the k that are chosen."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    idle = sum(
+        parameter.numel() * (1 - model.share_of(name))
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    )
+    return {"parameters": total, "active_parameters": total - round(idle)}

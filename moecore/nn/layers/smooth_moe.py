@@ -1,0 +1,185 @@
+"""Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained layer, whose experts are all
+applied and weighed by the softmax of linear logits.
+
+n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2), as fits experts
+with d outputs.
+"""
+
+import copy
+from collections.abc import Callable
+from copy import deepcopy
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import Rows, SparsePlan
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.routers.soft_slots import SlotsPlan
+from moecore.nn.routers.token_choice import router_logits
+
+# routers whose logits are a linear map of the token
+DEFINED = ("noisy_top_k", "top_k_softmax", "frozen_copy")
+_UNDEFINED = {
+    "eigenbasis": (
+        "its scores are cosines with the attended token in the experts' bases, no linear map of "
+        "the token"
+    ),
+    "hash": "a fixed hash decides, so there are no probabilities that depend on the token",
+    "soft_slots": "its experts see mixtures of tokens: an output is no function of one token",
+    "expert_choice": "its experts choose among tokens: an output is no function of one token",
+    "teacher_routed": "the teacher's features decide, no linear map of the token",
+}
+_NUMBERS = 2**24  # of the experts' Jacobians at a time
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class LemmaTerms(NamedTuple):
+    """The lemma at each token; all (n,), fp64.
+
+    jacobian: ‖∇f(x)‖₂ of f = Σ_e p_e f_e, by autograd through the softmax and the experts together.
+    experts: Σ_e p_e ‖∇f_e(x)‖₂, with each expert's own slope at x where the paper has its global
+    constant L_fe, which is never smaller.
+    router: ‖Σ_e p_e f_e(x) (s_e − s̄)ᵀ‖₂ with s̄ = Σ_e p_e s_e; the (d, d) matrix is an outer
+    product, since f has d outputs.
+    """
+
+    jacobian: Tensor
+    experts: Tensor
+    router: Tensor
+
+    @property
+    def bound(self) -> Tensor:
+        """The right-hand side, (n,)."""
+        return self.experts + self.router
+
+    @property
+    def slack(self) -> Tensor:
+        """1 − left / right, (n,): 0 where the bound is reached; 0 too where both sides are 0."""
+        return torch.where(self.bound > 0, 1 - self.jacobian / self.bound, 0)
+
+    @property
+    def violated(self) -> Tensor:
+        """Return where the left side is larger by over 1e-6 of the right one, (n,): a bug."""
+        return self.jacobian > self.bound * (1 + 1e-6)
+
+
+def why_lemma_fails(router: str) -> str | None:
+    """Return why the lemma does not hold for a router of this kind; None where it does."""
+    if router in DEFINED:
+        return None
+    reason = _UNDEFINED.get(router, "its weights are no softmax of linear logits")
+    return f"router {router}: {reason}"
+
+
+def lemma_1(layer: MoELayer, tokens: Tensor) -> LemmaTerms:
+    """Both sides of Lemma 1 for the smooth form of an MoE layer, at its input tokens (n, d); fp64,
+    on the tokens' device.
+
+    layer: an ``MoELayer`` whose router has a ``weight`` (E, d) and perhaps a ``bias`` (E,), as
+    those of DEFINED; it is copied and left alone.
+    """
+    router = frozen_double_copy(layer.router).to(tokens.device)
+    experts = frozen_double_copy(layer.experts).to(tokens.device)
+    number, width = router.get_parameter("weight").shape
+    parts = tokens.double().split(max(1, _NUMBERS // (number * width * width)))
+    with torch.autocast(tokens.device.type, enabled=False):
+        sides = [_lemma_sides(router, experts, part) for part in parts]
+    return LemmaTerms(*(torch.cat(field) for field in zip(*sides, strict=True)))
+
+
+def dense_mixture_output(router: nn.Module, experts: nn.Module, tokens: Tensor) -> Tensor:
+    """f(x) = Σ_e p_e(x) f_e(x) over all experts; tokens and result (n, d)."""
+    outputs = outputs_by_expert(experts, tokens, len(router.get_parameter("weight")))
+    return torch.einsum("ne,end->nd", _router_probs(router, tokens), outputs)
+
+
+def outputs_by_expert(experts: nn.Module, tokens: Tensor, number: int) -> Tensor:
+    """The output (E, n, d) of each expert for each of the tokens (n, d)."""
+    return _apply_each_expert(experts, tokens.repeat(number, 1), number).unflatten(0, (number, -1))
+
+
+def _apply_each_expert(experts: nn.Module, rows: Tensor, number: int) -> Tensor:
+    """Rows (E·n, d), the first n for the first expert and so on, to their outputs (E·n, d)."""
+    numbers = torch.arange(1, number + 1, dtype=torch.int32, device=rows.device)
+    return experts(Rows(rows, numbers * (len(rows) // number)))
+
+
+def _router_probs(router: nn.Module, tokens: Tensor) -> Tensor:
+    logits = router_logits(tokens, router.get_parameter("weight"), getattr(router, "bias", None))
+    return torch.softmax(logits, dim=-1)
+
+
+def _lemma_sides(router: nn.Module, experts: nn.Module, tokens: Tensor) -> LemmaTerms:
+    weight = router.get_parameter("weight")
+    number = len(weight)
+    whole = row_jacobians(lambda x: dense_mixture_output(router, experts, x), tokens)
+    each = row_jacobians(
+        lambda rows: _apply_each_expert(experts, rows, number), tokens.repeat(number, 1)
+    )
+    slopes = torch.linalg.matrix_norm(each.unflatten(0, (number, -1)), ord=2)
+    with torch.no_grad():
+        probs = _router_probs(router, tokens)
+        outputs = outputs_by_expert(experts, tokens, number)
+        away = weight - (probs @ weight).unsqueeze(1)  # (n, E, d): s_e − s̄(x)
+        pulls = torch.einsum("ne,eno,nei->noi", probs, outputs, away)
+    return LemmaTerms(
+        torch.linalg.matrix_norm(whole, ord=2),
+        (probs.T * slopes).sum(dim=0),
+        torch.linalg.matrix_norm(pulls, ord=2),
+    )
+
+
+def frozen_double_copy(module: M) -> M:
+    """A copy in fp64 and evaluation mode, without gradients of parameters."""
+    return copy.deepcopy(module).double().eval().requires_grad_(False)
+
+
+def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Jacobian of each row of a function whose row b depends on row b of its input only: inputs
+    (B, …) and outputs (B, K) to (B, K, P).
+
+    One backward pass an output: the grouped products and the dispatch have no forward-mode
+    derivatives.
+    """
+    with torch.enable_grad():
+        leaf = inputs.detach().clone().requires_grad_(True)
+        outputs = function(leaf).sum(dim=0)
+        rows = [torch.autograd.grad(output, leaf, retain_graph=True)[0] for output in outputs]
+    return torch.stack(rows, dim=1).flatten(2)
+
+
+def soften_model(model: nn.Module) -> nn.Module:
+    """Return the model (sharing parameters and buffers) where a layer is Σ_e probs_e · expert_e(x).
+
+    Equal to the true model where all experts are chosen with their probs as weights (noisy top-k at
+    k = E). Soft slots stay: every expert already sees every token.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copy = deepcopy(model, shared)
+    for layer in [module for module in copy.modules() if isinstance(module, MoELayer)]:
+        layer.router = AllExpertsRouter(layer.router)
+    return copy
+
+
+class AllExpertsRouter(nn.Module):
+    """A router that sends tokens (B, T, d) to all experts, weighted by the probs inside."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan | SlotsPlan, RoutingRecord]:
+        plan, record = self.router(tokens, context)
+        if isinstance(plan, SlotsPlan):
+            return plan, record
+        number = record.probs.shape[-1]
+        experts = torch.arange(number, device=tokens.device).expand(record.probs.shape)
+        everyone = SparsePlan.build(experts, record.probs, None, number)
+        ones = torch.ones_like(record.probs)
+        return everyone, record._replace(load=ones, chosen=ones.bool(), combine=record.probs)

@@ -1,0 +1,68 @@
+"""What the routers share that let each token choose its experts.
+
+B images, T tokens per image, E experts, k choices per token, d width.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from moecore.core.routing_records import RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+
+
+def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """tokens (B, T, d) by weight (E, d) to logits (B, T, E), in fp32 at least; no autocast."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Indices (..., k) of the k largest scores (..., E), best first; ties go to the lowest index.
+
+    k times argmax: ``topk`` promises no order among ties, and a stable sort takes 20 times longer
+    at 400 experts.
+    """
+    left = scores.detach().clone()
+    best_first = []
+    for _ in range(k):
+        best = left.argmax(dim=-1, keepdim=True)
+        best_first.append(best)
+        left.scatter_(-1, best, -torch.inf)
+    return torch.cat(best_first, dim=-1)
+
+
+def plan_and_record(
+    *,
+    logits: Tensor,
+    probs: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    load: Tensor | None = None,
+    valid: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[SparsePlan, RoutingRecord]:
+    """The plan and the record of a token choice.
+
+    logits, probs, load: (B, T, E); without ``load`` it is 0 or 1 as chosen.
+    chosen: (B, T, k) expert ids, best first.  weights: (B, T, k) of their outputs.
+    valid: (B, T, k) bool, which of them are chosen at all (None: all).
+    kept: (B, T, k) bool, which lie within the experts' capacity (None: all).
+    """
+    processed = valid
+    if valid is None:
+        processed = kept
+    elif kept is not None:
+        processed = valid & kept
+    plan = SparsePlan.build(chosen, weights, processed, logits.shape[-1])
+    nothing = torch.zeros_like(logits, dtype=torch.bool)
+    mask = nothing.scatter(-1, chosen, True if valid is None else valid)
+    if load is None:
+        load = mask.to(logits.dtype)
+    return plan, RoutingRecord(
+        logits=logits,
+        probs=probs,
+        load=load,
+        chosen=mask,
+        combine=torch.zeros_like(logits).scatter(-1, chosen, plan.weights),
+    )

@@ -1,0 +1,129 @@
+"""The files of a report, without its numbers as JSON.
+
+The figures among them are for ``dvc plots show`` and ``diff``: they open without a network.
+"""
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from moecore.brain.age_measurement import AgeResult as Ages
+from moecore.measure.robustness import Result as Robustness
+from moecore.measure.sizes import Result as Sizes
+from moecore.measure.under_attack.curves import measured_curves
+from moecore.report.claims.claims_table import claims_markdown
+from moecore.report.claims.evaluation import Evaluated
+from moecore.report.figures.training_figures import training_curves
+from moecore.report.headline_quantities import shown_attack
+from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measures import sizes
+from moecore.report.measures.robustness import draw_attack_curve
+from moecore.report.page.explorer import FILE, explorer, has_explorer_images
+from moecore.report.page.report_page import render_report
+from moecore.report.page.templating import svg
+from moecore.report.page.view import Picture
+from moecore.report.tables.headline_metrics import render_run_metrics
+from moecore.training.outcome import Outcome
+
+INK = "#333"
+
+
+def render_report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
+    """Path below reports/ → content."""
+    phases = list(results.phases.values())
+    files = {
+        "index.html": render_report(
+            results, evaluated, FILE if has_explorer_images(results) else None
+        ),
+        FILE: explorer(results),
+        "claims.md": claims_markdown(evaluated),
+        "curves/training.csv": training_csv(results),
+    }
+    if any(phase.results(Robustness) for phase in phases):
+        files["curves/robustness.csv"] = robustness_csv(results)
+    if any(phase.task.kind == "regression" for phase in phases):
+        files["curves/table_s1.csv"] = table_s1_csv(results)
+    return files | render_run_metrics(results) | plot_files(results)
+
+
+def plot_files(results: Results) -> dict[str, str]:
+    """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
+    pictures = {}
+    for phase in results.phases.values():
+        trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
+        if trained:
+            picture = Picture(training_curves(trained), f"{phase.name}: training")
+            pictures[f"{phase.name}_training"] = picture
+        if attack := shown_attack(phase):
+            pictures[f"{phase.name}_attacks"] = draw_attack_curve(phase, attack)
+    if counted := results.alone.get(Sizes):
+        for name, figure in sizes.figures(counted):
+            pictures[f"sizes_{name}"] = Picture(figure, name.replace("_", " "))
+    texts = {name: svg(picture.figure, picture.label) for name, picture in pictures.items()}
+    ink = f'<svg color="{INK}"'  # alone in a page, a figure has no text colour to take over
+    return {f"plots/{name}.svg": text.replace("<svg", ink, 1) for name, text in texts.items()}
+
+
+Row = dict[str, Any]
+ITEM = ("phase", "method", "seed")
+ENDS = {"": "value", "_low": "low", "_high": "high"}
+NUMBERS = ("mae", "corr", "slope", "intercept")
+
+
+def training_csv(results: Results) -> str:
+    """Every logged point of every training: phase, method, seed, step, epoch, losses and scores."""
+    words = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
+    scores = [f"{split}_{word}" for word in words for split in ("train", "validation")]
+
+    def rows(model: Measured, phase: Phase) -> Iterator[Row]:
+        if trained := model.of(Outcome):
+            yield from trained.curve
+
+    return _csv(results, ("step", "epoch", "train_loss", *scores), rows)
+
+
+def robustness_csv(results: Results) -> str:
+    """Every attack of every model: phase, method, seed, attack, epsilon, score with its limits."""
+    scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
+
+    def rows(model: Measured, phase: Phase) -> Iterator[Row]:
+        if attacked := model.of(Robustness):
+            for name, curve in measured_curves(attacked.attacks).items():
+                for row in curve:
+                    values = row.model_dump(include={"epsilon", "low", "high"})
+                    yield values | {"attack": name, phase.task.history_name: row.score}
+
+    return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
+
+
+def table_s1_csv(results: Results) -> str:
+    """Every kind of prediction of every model: mae, corr, slope and intercept with their limits."""
+    columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
+
+    def rows(model: Measured, phase: Phase) -> Iterator[Row]:
+        for prediction in ("raw", "pooled", "sex_specific"):
+            if errors := getattr(model.of(Ages), prediction, None):
+                values = {
+                    column: getattr(getattr(errors, name), part)
+                    for column, (name, part) in columns.items()
+                }
+                yield {"prediction": prediction, **values}
+
+    return _csv(results, ("prediction", *columns), rows)
+
+
+def _csv(
+    results: Results, columns: Sequence[str], rows: Callable[[Measured, Phase], Iterator[Row]]
+) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(
+        text, (*ITEM, *columns), extrasaction="ignore", restval="", lineterminator="\n"
+    )
+    writer.writeheader()
+    for phase in results.phases.values():
+        for method, seeds in phase.models.items():
+            for seed, model in seeds.items():
+                item = dict(zip(ITEM, (phase.name, method, seed), strict=True))
+                writer.writerows(item | row for row in rows(model, phase))
+    return text.getvalue()

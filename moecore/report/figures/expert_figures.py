@@ -1,0 +1,181 @@
+"""Experts as pictures: which of them a class prefers (MoGE, figure 2), how many tokens each gets,
+and which patches, and which words of captions, each sees.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moecore.measure.exploring.overlays import MatchedCrops, Overlays, expert_grid
+from moecore.measure.retrieval import Read
+from moecore.nn.experts.base import map_shape
+from moecore.report.figures.drawing import (
+    PALETTE,
+    expert_colours,
+    new_figure,
+    share_axis,
+    strip_axes,
+    styled,
+)
+from moecore.report.figures.sheets import (
+    SheetLabels,
+    Tile,
+    displayable_image,
+    expert_tints,
+    heat_colours,
+    put,
+    sheet,
+)
+
+MOST = 12  # classes of a picture
+# Of pictures beside their captions.
+SIDE = 1.5  # inches of a picture, and of its row
+WIDE = 4.6  # inches of the words beside it
+LETTER = 0.075  # inches of a letter of equal width, with what stands around it
+LINE = 0.27  # inches
+BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+def class_expert_maps(
+    maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
+) -> Figure:
+    """Mean probability of each expert on the experts' grid: a column per class.
+
+    maps: a model, layer or epoch → (K, E), None where a class has no images (its panel stays
+    bare); all with the same E. Each row has one scale, from 0 to its largest value.
+    """
+    rows = {label: np.asarray(values, dtype=float)[:MOST] for label, values in maps.items()}
+    grid = map_shape(next(iter(rows.values())).shape[1])
+    height = min(2.0, max(0.35, grid[0] / grid[1])) * 0.85
+    largest = {label: _largest(values) for label, values in rows.items()}
+    tiles = [
+        [Tile(heat_colours(values.reshape(grid), largest[label])) for values in line]
+        for label, line in rows.items()
+    ]
+    frame = SheetLabels(
+        "Mean routing of each class",
+        list(rows),
+        list(classes)[:MOST],
+        [f"0 – {value:.2g}" for value in largest.values()],
+        f"{caption} A cell is an expert; on the right the scale of each row.".lstrip(),
+    )
+    return sheet(tiles, frame, 0.9, height)
+
+
+@styled
+def expert_load(layers: list[tuple[float, ...]]) -> Figure:
+    """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
+    figure = new_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
+    panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
+    for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
+        axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
+        axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
+        axes.grid(axis="x", visible=False)
+        axes.set_ylim(bottom=0)
+        share_axis(axes, f"MoE {number}")
+    panels[0].set_title("Expert load")
+    panels[-1].set_xlabel("Expert")
+    if len(layers[0]) <= 16:
+        panels[-1].set_xticks(range(len(layers[0])))
+    return figure
+
+
+def expert_overlays(stored: Overlays) -> Figure:
+    """Images with the expert of each patch in colour and number; the first row bare."""
+    images = stored.images()
+    colours = expert_colours(stored.experts)
+    tiles = [[Tile(displayable_image(image)) for image in images]]
+    for layer in stored.grids:
+        grids = [expert_grid(rows) for rows in layer]
+        tiles.append(
+            [
+                patch_experts_tile(image, grid, colours)
+                for image, grid in zip(images, grids, strict=True)
+            ]
+        )
+    names = ["Image", *(f"MoE {number + 1}" for number in range(len(stored.grids)))]
+    caption = "The expert with the largest weight in each patch."
+    return sheet(tiles, SheetLabels("Experts", names, caption=caption), 1.35, 1.35)
+
+
+def corresponding_patches(pair: MatchedCrops) -> Figure:
+    """Two crops of one image side by side; patches with the same number show the same."""
+    grids = [expert_grid(rows) for rows in pair.numbers]
+    colours = expert_colours(grids[0].size)
+    tiles = [
+        patch_experts_tile(view, grid, colours)
+        for view, grid in zip(pair.views.array(), grids, strict=True)
+    ]
+    caption = (
+        "Two random crops of a test image; patches of one number and colour show the same, bare "
+        "ones have no partner (PRC, figure 4)."
+    )
+    return sheet(
+        [tiles], SheetLabels("Corresponding patches", ["Crops"], caption=caption), 1.9, 1.9
+    )
+
+
+def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[str]) -> Tile:
+    """Return an image (C, H, W) with the colour and the number of each patch's expert."""
+    return Tile(
+        displayable_image(image),
+        expert_tints(grid, colours),
+        np.where(grid < 0, "", grid.astype(str)),
+    )
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
+
+
+@styled
+def captioned_expert_maps(
+    stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
+) -> Figure:
+    """A row per image: its patches in the colours of their experts in the last layer that has some,
+    and a caption's words in those of theirs, each with its expert's number. A dense tower's stay
+    bare.
+
+    captions: an image → layers of the text tower; experts: of one of its layers.
+    """
+    images = stored.images()
+    size = (SIDE + WIDE, SIDE * len(images) + 0.05)
+    caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."
+    figure = new_figure(*size, caption, raster=True)
+    figure.set_layout_engine("none")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
+    colours = expert_colours(stored.experts)
+    for row, image in enumerate(images):
+        grids = [expert_grid(layer[row]) for layer in stored.grids[-1:]]
+        put(
+            axes,
+            patch_experts_tile(image, grids[0], colours)
+            if grids
+            else Tile(displayable_image(image)),
+            0,
+            row,
+        )
+        if captions[row]:
+            write_words(axes, captions[row][-1], row, expert_colours(experts))
+    strip_axes(axes)
+    return figure
+
+
+def write_words(axes: Axes, words: Read, row: int, colours: Sequence[str]) -> None:
+    """Words one after another, in as many lines as they need."""
+    left, line = 0.0, 0
+    for word, expert in words:
+        text = word
+        box = {"boxstyle": "round,pad=0.2", "linewidth": 0, "facecolor": "none"}
+        if expert >= 0:
+            text += str(expert).translate(BELOW)
+            box |= {"facecolor": colours[expert], "alpha": 0.45}
+        width = LETTER * (len(text) + 1.5)
+        if left + width > WIDE - 0.2 and left:
+            left, line = 0.0, line + 1
+        x, y = (SIDE + 0.15 + left) / SIDE, row + (0.12 + LINE * line) / SIDE
+        axes.text(x, y, text, fontsize=8, family="monospace", va="center", bbox=box)
+        left += width

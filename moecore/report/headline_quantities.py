@@ -1,0 +1,244 @@
+"""The headline numbers: one list for the page's first table, MLflow, a run's file, the terminal.
+
+And of a phase the four that a person asks for first: score, score under attack, steadiness, cost.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from moecore.measure.robustness import Result as Robustness
+from moecore.report.column import Column, score_key
+from moecore.report.measured import Phase
+from moecore.report.measures.robustness import (
+    WORST,
+    attack_title,
+    attacked_name,
+    attacks_of,
+    largest_epsilon,
+)
+from moecore.report.tables.cells import Cell, Cells
+from moecore.report.tables.comparison import ComparisonTable
+from moecore.report.tables.number_format import NumberFormat
+from moecore.statistics.intervals import Interval
+
+
+class HeadlineColumn(NamedTuple):
+    """A column that is shown first."""
+
+    name: str  # of the column, a key of compare.json
+    short: str = ""  # its name in the table of all methods; "" where it is not in it
+    digits: str = ""  # how that table prints the mean
+    first: bool = False  # in the first table of a phase, and of MLflow's parent runs
+    run: bool = False  # in the file of a run
+    terminal: bool = False  # in the summary on the terminal
+
+
+HEADLINES = (
+    HeadlineColumn("test_accuracy", "accuracy", ".1%", first=True, run=True, terminal=True),
+    HeadlineColumn("test_mae", first=True, run=True, terminal=True),
+    HeadlineColumn("ppl", "PPL", ".1f", first=True, run=True, terminal=True),
+    HeadlineColumn("test_nats", first=True, run=True),
+    HeadlineColumn("swapped_ppl_15", "PPL, swapped", ".1f", terminal=True),
+    HeadlineColumn("image_to_text_r1", "image → text R@1", ".1%"),
+    HeadlineColumn("zero_shot_accuracy", "zero-shot", ".1%"),
+    HeadlineColumn("median_mae", first=True),
+    HeadlineColumn("mae_of_median", first=True, terminal=True),
+    HeadlineColumn("mae_pooled", first=True, run=True, terminal=True),
+    HeadlineColumn("ece_after", "ECE", ".3f", first=True, run=True, terminal=True),
+    HeadlineColumn("isolated_wm", first=True, terminal=True),
+    HeadlineColumn("isolated_gm", first=True, terminal=True),
+    HeadlineColumn("isolated_csf", first=True, terminal=True),
+    HeadlineColumn("probe_wm", first=True, terminal=True),
+    HeadlineColumn("probe_gm", first=True, terminal=True),
+    HeadlineColumn("probe_csf", first=True, terminal=True),
+    HeadlineColumn("own_expert_gain", first=True, run=True, terminal=True),
+    HeadlineColumn("monotone", first=True, terminal=True),
+    HeadlineColumn("rescan", first=True, terminal=True),
+    HeadlineColumn("accuracy_worst_case", "attacked", ".1%"),
+    HeadlineColumn("routing_change_pgd-10", "routing change", ".3f"),
+    HeadlineColumn("mce", "mCE", ".3f", first=True, run=True),
+    HeadlineColumn("noise_selection_change", "change by noise", ".3f", run=True),
+    HeadlineColumn("match_top1", "match top-1", ".1%", first=True, run=True),
+    HeadlineColumn("agreement_with_final", "agreement", ".1%"),
+    HeadlineColumn("imed", "IMED", ".4f", run=True),
+    HeadlineColumn("swapped_change_1_5", run=True),
+    HeadlineColumn("confidence_highest", "confidence", ".3f"),
+    HeadlineColumn("load_cv2", "load CV²", ".3f", first=True, run=True, terminal=True),
+    HeadlineColumn("entropy", "entropy", ".3f", run=True, terminal=True),
+    HeadlineColumn("fallback", "fallback", ".1%"),
+    HeadlineColumn("jumps", "jumps", ".2f"),
+    HeadlineColumn("lipschitz_margin_mean", "margin slope", ".0f"),
+    HeadlineColumn(
+        "active_parameters", "active parameters", ",.0f", first=True, run=True, terminal=True
+    ),
+    HeadlineColumn("gflops", "GFLOPs", ".4f"),
+    HeadlineColumn("latency_ms", "latency (ms)", ".2f", first=True, run=True),
+    HeadlineColumn("images_per_second", terminal=True),
+    HeadlineColumn("training_overhead", "training time", ".2f"),
+)
+PANELS = {  # titles in the overview
+    "noise_selection_change": "Routing: overlap\nunder noise",
+    "match_top1": "Routing: match of\ntwo views",
+    "agreement_with_final": "Routing: agreement\nwith the end",
+    "active_parameters": "Cost: million\nactive parameters",
+    "gflops": "Cost: million\nFLOPs an input",
+}
+STEADY = {  # how steady routing is where nothing was attacked or swapped, in order of preference
+    "noise_selection_change": "under noise routing overlap is {}",
+    "match_top1": "two views of an image share {} of the first experts",
+    "agreement_with_final": "{} of the first experts are settled halfway through training",
+}
+SWAPPED = "swapped_change_"
+CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steady is what is left of 1
+SCORED = ("on clean test data", "under the worst attack", "under attack")
+
+
+class MethodValues(NamedTuple):
+    """One number of every method that has it."""
+
+    words: str  # what it is, within a sentence; of steadiness with a place for the values
+    column: Column
+    cells: Mapping[str, Cell]
+    unit: str = ""  # of an error
+    remains: bool = False  # shown is what is left of 1: of a change, what stays
+
+    @property
+    def format(self) -> NumberFormat:
+        """How all its values are printed."""
+        return NumberFormat.of(self.column.form, map(self.interval, self.cells))
+
+    @property
+    def leader(self) -> str | None:
+        """The method that is better than every other, and not by chance."""
+        return next((method for method, cell in self.cells.items() if cell.leads), None)
+
+    def interval(self, method: str) -> Interval:
+        """Return the value to be shown."""
+        interval = self.cells[method].interval
+        if not self.remains:
+            return interval
+        if interval.limits is None:
+            return Interval(1 - interval.value)
+        low, high = interval.limits
+        return Interval(1 - interval.value, 1 - high, 1 - low)
+
+    def told(self, values: str) -> str:
+        """Its words with the values in their place."""
+        return self.words.format(values)
+
+    def ends(self) -> tuple[str, str]:
+        """The methods with the smallest and the largest value."""
+        values = {method: self.interval(method).value for method in self.cells}
+        return min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+
+
+class PhaseQuantities(NamedTuple):
+    """Those of one phase; None for what was not measured."""
+
+    score: MethodValues | None
+    attacked: MethodValues | None
+    steady: MethodValues | None
+    cost: MethodValues | None
+    text: bool = False  # which nothing attacks
+
+    def missing(self, routed: bool) -> list[str]:
+        """What the stages did not measure, and which of them would."""
+        wanted = []
+        if self.attacked is None and not self.text:
+            wanted.append("the score under attack")
+        if self.steady is None and routed and not self.text:
+            wanted.append("how steady the routing is")
+        return [f"Not measured: {words} (the stage robustness would)." for words in wanted]
+
+
+def phase_quantities(
+    phase: Phase, compared: ComparisonTable, controls: Collection[str] = ()
+) -> PhaseQuantities:
+    """Those of a phase, without its controls."""
+    columns = {metric.name: metric.column for metric in compared.metrics}
+    cells = {method: row for method, row in compared.cells.items() if method not in controls}
+
+    def choose(words_by_name: Mapping[str, str]) -> MethodValues | None:
+        """Return the first that any method has; words_by_name: a column → its words."""
+        for name, words in words_by_name.items():
+            having = cells_by_method(name, cells or compared.cells) if name in columns else {}
+            if having:
+                column = columns[name]
+                remains = name.startswith(CHANGES)
+                if remains:
+                    column = column._replace(form="share")
+                unit = phase.task.score.unit if words in SCORED else ""
+                return MethodValues(words, column, having, unit, remains)
+        return None
+
+    attacked, moved = attacked_names(phase)
+    steady = {moved: f"under {last_attack(phase)} routing overlap is {{}}"}
+    swaps = [name for name in columns if name.startswith(SWAPPED)]
+    if swaps:  # of most words
+        part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
+        steady[swaps[-1]] = f"with {part} swapped routing overlap is {{}}"
+    return PhaseQuantities(
+        choose({f"test_{score_key(phase.task.score)}": SCORED[0]}),
+        choose({attacked: SCORED[1] if attacked.endswith(WORST) else SCORED[2]}),
+        choose(steady | STEADY),
+        choose({"gflops": "GFLOPs", "active_parameters": "active parameters"}),
+        phase.task.long,
+    )
+
+
+def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
+    """method → its cell, of the methods that have one."""
+    return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
+
+
+def attacked_names(phase: Phase) -> tuple[str, str]:
+    """The columns of the score under attack, and of the change of the routing; "" for none.
+
+    Those of the worst case, or else of the last attack; the routing's is of the last attack.
+    """
+    attack = shown_attack(phase)
+    if not attack:
+        return "", ""
+    score = attacked_name(score_key(phase.task.score), attack)
+    return score, f"routing_change_{names_of_attacks(phase)[-1]}"
+
+
+def shown_attack(phase: Phase) -> str:
+    """Return the worst case, or else the last attack; "" where nothing was attacked."""
+    names = names_of_attacks(phase)
+    if names and any(result.worst_case for result in phase.results(Robustness)):
+        return WORST
+    return next(reversed(names), "")
+
+
+def last_attack(phase: Phase) -> str:
+    """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
+    for name in names_of_attacks(phase)[-1:]:
+        met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
+        return f"{attack_title(name)} (ε\u00a0=\u00a0{largest_epsilon(met, name)})"
+    return ""
+
+
+def names_of_attacks(phase: Phase) -> list[str]:
+    """The attacks that any model of the phase met."""
+    results = phase.results(Robustness)
+    return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
+
+
+def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
+    """Return which of these columns a phase's first table has, and MLflow's parent runs, too.
+
+    Under attack those of the worst case, or else of the last attack; of each kind of column about
+    swapped words the last, of most words.
+    """
+    score, moved = attacked_names(phase)
+    swapped = {}
+    for name in columns:
+        if phase.task.long and name.startswith(("swapped_ppl", SWAPPED)):
+            swapped[name.split("_")[1]] = name
+    names = [headline.name for headline in HEADLINES if headline.first]
+    place = names.index("isolated_wm")
+    names[place:place] = [*swapped.values(), score]
+    if phase.task.score.form == "share":
+        names.insert(names.index("isolated_wm"), moved)
+    return [name for name in names if name in columns]

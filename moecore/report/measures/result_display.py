@@ -1,0 +1,110 @@
+"""What the report has to say about one kind of result, and the pictures that measurements share."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.core.config import Config
+from moecore.report.column import Columns, decode_items
+from moecore.report.figures.charts import (
+    EVERYWHERE,
+    ChartSpec,
+    Limits,
+    curves_chart,
+    interval_caption,
+    points_over_seeds,
+)
+from moecore.report.measured import Phase
+from moecore.report.page.view import Block, Picture
+from moecore.report.reference_methods import column_context
+from moecore.tasks.base import Task
+
+Figures = Iterator[tuple[str, Figure]]
+Draw = Callable[[Any], Figures]
+
+
+class Shown(NamedTuple):
+    """One kind of result; a file in report/measures/ ends with its own."""
+
+    stage: str  # that writes the result, below artifacts/measured; "" for the trainings
+    title: str  # in the list of what was measured
+    result: type[Config]
+    columns: Sequence[Columns] = ()
+    figures: Draw = lambda result: iter(())
+    part: Callable[[Phase], Iterable[Block]] | None = None  # None: the figures, folded
+    applies: Callable[[Task], bool] = lambda task: True
+
+    def blocks(self, phase: Phase) -> list[Block]:
+        """What the page says of it."""
+        if self.part is not None:
+            return list(self.part(phase))
+        drawn = first_seed_pictures(phase, self.result, self.figures)
+        title = self.title[0].upper() + self.title[1:]
+        known = column_context(phase, self.result)
+        named = [column for entry in self.columns for column in entry.columns(known)]
+        about = next((column.name for column in named if column.better), "")
+        return [Block(title, pictures=drawn, about=about)]
+
+
+def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:
+    """The figures of every method's first seed."""
+    return [
+        picture
+        for of_name in pictures_by_name(phase, kind, figures).values()
+        for picture in of_name
+    ]
+
+
+def pictures_by_name(phase: Phase, kind: type[Config], figures: Draw) -> dict[str, list[Picture]]:
+    """A figure's name → that figure of every method's first seed; [] for an unknown name."""
+    pictures: dict[str, list[Picture]] = defaultdict(list)
+    for method, result in phase.first(kind).items():
+        for name, figure in figures(result):
+            label = f"{phase.name}: {name.replace('_', ' ')} of {method}"
+            caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
+            pictures[name].append(Picture(figure, label, caption))
+    return pictures
+
+
+def path_reader(path: str) -> Callable[[Any], Any]:
+    """Return what reads a dotted path of a result; None where a step of it is."""
+
+    def read(value: Any) -> Any:
+        for name in path.split("."):
+            value = None if value is None else getattr(value, name)
+        return value
+
+    return read
+
+
+def items_reader(name: str) -> Callable[[Any], np.ndarray | None]:
+    """Return what reads the items that a result, or its row, keeps under this name."""
+    return lambda kept: decode_items(kept.items.get(name))
+
+
+def draw_method_curves(
+    phase: Phase,
+    kind: type[Config],
+    read: Callable[[Any], Mapping[float, float | None]],
+    look: ChartSpec,
+    words: str,
+    label: str = "",
+    limits: Limits = EVERYWHERE,
+) -> list[Picture]:
+    """Return one chart with a line per method over its seeds, or [] where no method has points.
+
+    read: x → the value of one result, None where it has none; words: of the caption, before those
+    on the bands; label: the look's title where it is "".
+    """
+    seeds = phase.of(kind)
+    curves = {
+        method: points_over_seeds([read(result) for result in results], limits)
+        for method, results in seeds.items()
+    }
+    if not any(curves.values()):
+        return []
+    caption = f"{words} {interval_caption(seeds)}"
+    return [Picture(curves_chart(curves, look), f"{phase.name}: {label or look.title}", caption)]

@@ -1,0 +1,153 @@
+"""The report: one HTML file that needs nothing else, light or dark, readable on a phone.
+
+What it shows is built here, as the objects of ``view``; the templates lay it out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moecore.measure.linear_experts import Result as LinearExperts
+from moecore.measure.sizes import Result as Sizes
+from moecore.report.claims.claims_table import claims_section
+from moecore.report.claims.evaluation import Evaluated
+from moecore.report.figures import overview
+from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
+from moecore.report.measured import Phase, Results
+from moecore.report.measures import SHOWN, linear_experts, sizes
+from moecore.report.page.answer import describe_claims, describe_phase_findings
+from moecore.report.page.glossary import WORDS
+from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
+from moecore.report.page.templating import template_environment
+from moecore.report.page.view import Page, PageCell, PageTable, PhaseOverview, Section, TableRow
+from moecore.report.reference_methods import has_moe_method
+from moecore.report.tables.comparison import build_table
+
+NAMED = 20  # classes of data: of more only their number is told
+
+
+def render_report(
+    results: Results, evaluated: Sequence[Evaluated] = (), explorer: str | None = None
+) -> str:
+    """The whole page; the same results give the same text.
+
+    explorer: the address, from this page's folder, of the routing explorer; None where there is
+    none. Raises UserError where results do not fit together.
+    """
+    page = build_page(results, evaluated)._replace(explorer=explorer or "")
+    return template_environment().get_template("page.html.jinja").render(page=page)
+
+
+def build_page(results: Results, evaluated: Sequence[Evaluated]) -> Page:
+    sections = [claims_section(evaluated)] if evaluated else []
+    overviews = []
+    facts = []
+    known = {}
+    for name, phase in results.phases.items():
+        table = build_table(results, phase)
+        known[name] = phase_quantities(phase, table, results.controls)
+        overviews.append(build_overview(results, phase, known[name]))
+        sections.append(phase_section(results, phase, table))
+        facts.append(PageTable((), card_facts(phase), title=phase_title(phase)))
+    if linear := results.alone.get(LinearExperts):
+        blocks = list(linear_experts.section(linear))
+        sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
+    if counted_sizes := results.alone.get(Sizes):
+        blocks = list(sizes.section(counted_sizes))
+        sections.append(Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
+    return Page(
+        simulated=", ".join(results.simulated),
+        answer=main_finding(results, known, evaluated),
+        opening=report_introduction(results),
+        overviews=overviews,
+        sections=sections,
+        facts=facts,
+        settings=results.settings,
+        words=WORDS,
+    )
+
+
+def main_finding(
+    results: Results, known: Mapping[str, PhaseQuantities], evaluated: Sequence[Evaluated]
+) -> str:
+    """The title's answer: the claims' verdicts, or else what the first phase shows."""
+    if evaluated:
+        return describe_claims(evaluated)
+    phase = next(iter(results.phases.values()), None)
+    if phase is None:
+        counted = results.alone.get(Sizes)
+        return sizes.describe_reproduction(counted) if counted else "Nothing was trained."
+    return describe_phase_findings(
+        phase, phase_title(phase), known[phase.name], results.without_experts
+    )
+
+
+def build_overview(results: Results, phase: Phase, known: PhaseQuantities) -> PhaseOverview:
+    """The picture of the first screen, and what it lacks."""
+    notes = known.missing(has_moe_method(phase.models))
+    left_out = [method for method in phase.models if method in results.controls]
+    if left_out:
+        notes.append(f"Without {join_names(left_out)} (control).")
+    drawn = list(overview.overview_charts(phase, known))
+    return PhaseOverview(f"overview-{phase.name}", phase_title(phase), drawn, notes)
+
+
+def report_introduction(results: Results) -> str:
+    """Say what was compared, and what was measured of it."""
+    methods = results.methods
+    phases = list(results.phases.values())
+    if not phases:
+        return "Nothing was trained."
+    data = " → ".join(phase.card["name"] for phase in phases)
+    measured = [one.title for one in SHOWN if one.stage and phases[0].results(one.result)]
+    if phases[0].together:
+        measured.append("transfer of attacks")
+    score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")
+    alike = join_names([score, *measured])
+    each = " each" if len(methods) > 1 else ""
+    seeds = pluralize(phases[0].seeds, "seed")
+    compared = f"{pluralize(len(methods), 'method')}, {seeds}{each}, on {data}."
+    if len(methods) == 1:
+        return f"{compared} Measured: {alike}."
+    return f"{compared} Every model is measured alike: {alike}."
+
+
+def card_facts(phase: Phase) -> list[TableRow]:
+    """One row per fact, from the card that `prepare` wrote."""
+    card = phase.card
+    if phase.task.kind == "regression":
+        facts = cohort_facts(card)
+    else:
+        facts = image_facts(card, phase.task.answers)
+    facts |= {"Licence": card["licence"], "Source": card["source"], "Split seed": str(card["seed"])}
+    return [
+        TableRow(PageCell(name), [PageCell(words, look="words")]) for name, words in facts.items()
+    ]
+
+
+def image_facts(card: Mapping[str, Any], classes: tuple[str, ...]) -> dict[str, str]:
+    splits = card["images"].items()
+    return {
+        "Images": ", ".join(f"{split} {count:,}" for split, count in splits),
+        "Classes": ", ".join(classes) if len(classes) <= NAMED else str(len(classes)),
+        "Shape": f"{card['channels']} × {card['size']} × {card['size']}",
+    }
+
+
+def cohort_facts(card: Mapping[str, Any]) -> dict[str, str]:
+    low, high = card["target_range"]
+    unit = card["task"]["unit"]
+    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    return {
+        "Data": "SIMULATED" if card["simulated"] else "scans of people",
+        "Volumes": "; ".join(count_volumes(card, split) for split in card["counts"]),
+        "Ages in training": f"{low:.1f} to {high:.1f} {unit}",
+        "Shape": f"{' × '.join(map(str, card['size']))} voxels of {edges} mm",
+        "Tissue maps": ", ".join(card["regions"]) or "none",
+        "Left out": str(len(card["skipped"])),
+    }
+
+
+def count_volumes(card: Mapping[str, Any], split: str) -> str:
+    """train 60 (F 30, M 30)."""
+    sexes = ", ".join(f"{name} {number}" for name, number in card["counts"][split].items())
+    return f"{split} {card['images'][split]:,} ({sexes})"

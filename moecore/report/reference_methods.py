@@ -1,0 +1,92 @@
+"""The methods that all others are compared with: the baseline MoE, and the dense model.
+
+And the columns that are relative to the baseline.
+"""
+
+from moecore.measure import routing
+from moecore.report.column import Column, ColumnContext, mean_or_none
+from moecore.report.figures.training_figures import steps_until_baseline
+from moecore.report.measured import Measured, Models, Phase, drop_none
+from moecore.training.outcome import Outcome
+
+BASELINE = "vmoe"
+DENSE = "dense"
+
+
+def find_moe_baseline(models: Models) -> str:
+    """``vmoe`` where it is there, else the first method with MoE layers; "" where none has."""
+    if BASELINE in models:
+        return BASELINE
+    for method, seeds in models.items():
+        if any(has_experts(model) for model in seeds.values()):
+            return method
+    return ""
+
+
+def has_moe_method(models: Models) -> bool:
+    """Whether any method has experts to choose from."""
+    return bool(find_moe_baseline(models))
+
+
+def references(models: Models) -> list[str]:
+    """Those of the two that the study has."""
+    return [name for name in dict.fromkeys((find_moe_baseline(models), DENSE)) if name in models]
+
+
+def has_experts(model: Measured) -> bool:
+    """Whether its routing was measured, or a token uses a part of its parameters only."""
+    routed = model.of(routing.Result)
+    if routed is not None and routed.layers:
+        return True
+    trained = model.of(Outcome)
+    return trained is not None and trained.active_parameters != trained.parameters
+
+
+def column_context(phase: Phase, kind: type) -> ColumnContext:
+    """Return what columns of results of this type may depend on."""
+    method = find_moe_baseline(phase.models)
+    rivals = phase.models.get(method, {})
+    pairs = [
+        (model.of(kind), rivals[seed].of(kind))
+        for seeds in phase.models.values()
+        for seed, model in seeds.items()
+        if seed in rivals
+    ]
+    of_baseline, of_dense = (
+        drop_none(model.of(kind) for model in phase.models.get(name, {}).values())
+        for name in (method, DENSE)
+    )
+    beside = [pair for pair in pairs if None not in pair]
+    return ColumnContext(phase.task, phase.results(kind), method, of_baseline, of_dense, beside)
+
+
+def overhead_columns(seen: ColumnContext) -> list[Column]:
+    """Training time over the baseline's."""
+    seconds = mean_or_none([result.seconds for result in seen.of_baseline])
+    if not seconds:
+        return []
+    return [
+        Column(
+            "training_overhead",
+            f"Training time / {seen.baseline}",
+            lambda result: result.seconds / seconds,
+            note=f"training time / mean training time of {seen.baseline}",
+        )
+    ]
+
+
+def convergence_columns(seen: ColumnContext) -> list[Column]:
+    """How soon the training loss is where the baseline's ends."""
+    if not seen.baseline:
+        return []
+    return [
+        Column(
+            "steps_to_baseline_loss",
+            f"Steps to {seen.baseline}'s loss",
+            lambda result: steps_until_baseline(result, seen.baseline_of(result)),
+            "lower",
+            "count",
+            "until the training loss, a mean over an epoch, is its final one of the same seed "
+            "(TGR, figure S5); one epoch after the end where it never is, which is too early",
+        )
+    ]

@@ -1,0 +1,144 @@
+"""What is shown of a run: its file for ``dvc metrics show``, its numbers in MLflow."""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from matplotlib.figure import Figure
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared
+from moecore.measure.base import Skipped, read_result
+from moecore.measure.sizes import Result as Sizes
+from moecore.report.column import ResultColumn
+from moecore.report.figures.contact_sheet import draw_contact_sheet
+from moecore.report.headline_quantities import HEADLINES, attacked_names, first_columns
+from moecore.report.measured import Measured, Phase, Results
+from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
+from moecore.report.measures.result_display import Shown
+from moecore.report.results import read_data_card, read_model
+from moecore.report.tables.comparison import phase_metrics
+from moecore.study.reading.run_section import Phase as PhaseName
+
+MOST = 12  # numbers of a run
+DIGITS = 5  # significant ones
+PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
+Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
+ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}
+TRAININGS = ("teacher", "pretrain", "finetune", "adversarial")
+
+
+def render_run_metrics(results: Results) -> dict[str, str]:
+    """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
+    numbers: dict[str, dict[str, float]] = {}
+    if counted := results.alone.get(Sizes):
+        numbers["sizes"] = {
+            f"{model}, {name}": round_significant(float(compared["ours"]))
+            for model, metrics in sizes.size_differences(counted).items()
+            for name, compared in metrics.items()
+        }
+    for phase in results.phases.values():
+        metrics = select_run_metrics(phase)
+        for method, seeds in phase.models.items():
+            for seed, model in seeds.items():
+                numbers[f"{phase.name}/{method}-{seed}"] = {
+                    metric.name: round_significant(interval.value)
+                    for metric in metrics
+                    if (interval := metric.read(model)) is not None
+                }
+    return {
+        f"metrics/{name}.json": json.dumps(values, indent=1) + "\n"
+        for name, values in numbers.items()
+    }
+
+
+def select_run_metrics(phase: Phase) -> list[ResultColumn]:
+    """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
+    metrics = {metric.name: metric for metric in phase_metrics(phase)}
+    names = [headline.name for headline in HEADLINES if headline.run]
+    names = list(dict.fromkeys([*names[:4], *attacked_names(phase), *names]))
+    return [metrics[name] for name in names if name in metrics][:MOST]
+
+
+def round_significant(value: float) -> float:
+    """The value with ``DIGITS`` significant digits; counts stay whole."""
+    if value.is_integer():
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
+
+
+def headline_numbers(
+    study: Path, method: str, seed: int, items: Items
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Return the numbers of the first table of every phase that was measured,
+    ``finetune/accuracy``, and the counts.
+
+    items: of the method, and of the dense one that some numbers are relative to; what is not among
+    them is of an earlier model. What other code wrote is left out.
+    """
+    numbers: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for name in PHASES:
+        try:
+            card, task = read_data_card(study, name)
+        except UserError:
+            continue  # not there, or of other code: the run of `prepare` says so
+        wanted = [shown for shown in SHOWN if shown.applies(task)]
+        models = {
+            one: {seed: read_current_results(study, name, f"{one}/{seed}", wanted, current)}
+            for one, current in items.items()
+        }
+        phase = Phase(name, card, task, models)
+        if not models[method][seed].results:
+            continue
+        metrics = {metric.name: metric for metric in phase_metrics(phase)}
+        for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
+            interval = metric.read(models[method][seed])
+            if interval is not None and metric.column.form == "count":
+                counts[f"{name}.{metric.name}"] = int(interval.value)
+            elif interval is not None:
+                numbers[f"{name}/{metric.name.removeprefix('test_')}"] = float(interval.value)
+    return numbers, counts
+
+
+def read_current_results(
+    study: Path, phase: str, model: str, wanted: Iterable[Shown], items: Collection[str]
+) -> Measured:
+    """Return what was measured of a model, ``vmoe/0``, by these items alone."""
+    results: dict[type[Config], Config] = {}
+    for shown in wanted:
+        if Path(shown.stage, phase, model).as_posix() in items:
+            with suppress(UserError):  # of other code, or gone: its own run says so
+                results |= read_model(study, phase, model, [shown]).results
+    return Measured(results)
+
+
+def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:
+    """Yield names and figures of a run, in the folder of a study.
+
+    item: its path in artifacts/history. Raises UserError where what it wrote is missing or was
+    written by an older version.
+    """
+    if stage == "prepare":
+        folder = study / "artifacts/data" / item.removeprefix("prepare/")
+        yield "samples", draw_contact_sheet(Prepared.open(folder))
+        return
+    wanted = "" if stage in TRAININGS else stage
+    kinds = [(one.result, one.figures) for one in SHOWN if one.stage == wanted]
+    if stage in ALONE:
+        kinds = [(ALONE[stage].Result, ALONE[stage].figures)]
+    path = study / "artifacts/measured" / f"{item}.json"
+    for number, (kind, figures) in enumerate(kinds, 1):
+        try:
+            result = read_result(path, kind, stage)
+        except UserError:
+            # `calibrate` writes one of two types, by the task; the last one's error is told.
+            if number < len(kinds):
+                continue
+            raise
+        if not isinstance(result, Skipped):
+            yield from figures(result)
+        return

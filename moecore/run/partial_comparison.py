@@ -1,0 +1,68 @@
+"""A study of which a part is run: what waits for the rest, and where its numbers are written."""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moecore.core.files import whole_file, write_json
+from moecore.study.reading.claims_section import Claim, Comparison
+from moecore.study.reading.overlay import OVERLAY, resolve_overlay
+from moecore.study.reading.run_section import Selection
+
+COMMITTED_NUMBERS = Path("reports/compare.json")  # in git
+PARTIAL_NUMBERS = Path("reports/compare.part.json")  # not in git
+DVC_NUMBERS = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to KEPT
+
+AnyComparison = TypeVar("AnyComparison", bound=Comparison)
+
+
+def list_omitted_runs(params: Path, run: Selection) -> list[str]:
+    """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out; none
+    without an overlay and the root that it changes, or where ``run`` has others too.
+    """
+    folder = params.parent
+    root = Path(os.path.relpath(folder.resolve().parents[1]))
+    if not ((folder / OVERLAY).is_file() and (root / "params.yaml").is_file()):
+        return []
+    whole = resolve_overlay(folder, root).document.data["run"]
+    methods = set(whole["methods"])
+    seeds = set(whole["seeds"])
+    if not (methods >= set(run.methods) and seeds >= set(run.seeds)):
+        return []
+    left_out = [name for name in whole["methods"] if name not in run.methods]
+    return left_out + [f"seed {seed}" for seed in whole["seeds"] if seed not in run.seeds]
+
+
+def split_answerable_comparisons(
+    comparisons: Iterable[AnyComparison], run: Selection
+) -> tuple[list[AnyComparison], list[AnyComparison]]:
+    """Return the claims and questions that ``run`` can answer, and those that wait."""
+    ready: list[AnyComparison] = []
+    waiting: list[AnyComparison] = []
+    for one in comparisons:
+        known = {one.method, one.against} <= set(run.methods) and one.phase in run.phases
+        enough = len(run.seeds) > 1 or not isinstance(one, Claim)
+        (ready if known and enough else waiting).append(one)
+    return ready, waiting
+
+
+def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> str:
+    """Return one line that says what the waiting claims and questions wait for."""
+    named = [name for one in waiting for name in (one.method, one.against)]
+    lacking = [f"method {name}" for name in dict.fromkeys(named) if name not in run.methods]
+    phases = dict.fromkeys(one.phase for one in waiting if one.phase not in run.phases)
+    lacking += [f"phase {phase}" for phase in phases]
+    if len(run.seeds) < 2 and any(isinstance(one, Claim) for one in waiting):
+        lacking.append("a second seed")
+    return f"{len(waiting)} claims and questions wait for {', '.join(lacking)}"
+
+
+def write_comparison(numbers: Mapping[str, Any], left_out: Sequence[str]) -> Path:
+    """Write what ``compare`` found; of a part beside those of the whole. Return the file."""
+    target = PARTIAL_NUMBERS if left_out and COMMITTED_NUMBERS.is_file() else COMMITTED_NUMBERS
+    write_json(target, numbers)
+    with whole_file(DVC_NUMBERS) as temporary:
+        shutil.copyfile(COMMITTED_NUMBERS, temporary)
+    return target

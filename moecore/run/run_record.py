@@ -1,0 +1,185 @@
+"""The record of a run: a folder that the stage writes, and the truth that MLflow only shows.
+
+``artifacts/history/<stage>/[phase/]<method>/<seed>/`` holds history.jsonl and tables (JSON),
+published whole at the end, whatever the end was.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moecore.core.config import Config
+from moecore.core.files import FullDisk, whole_folder, write_json, write_sealed, write_whole
+from moecore.core.plain import to_jsonable
+from moecore.run.history_file import (
+    HISTORY_FILE,
+    append_line,
+    encode_line,
+    execution_path,
+    flatten_keys,
+    json_number,
+    keep_numbers,
+    lines_before_step,
+    logged_points,
+    new_header,
+    read_lines,
+    spent_seconds,
+)
+from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_changed_params
+
+
+class Run:
+    """The record of ``record_run`` that a stage reports to; ``folder``: its growing history."""
+
+    def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
+        self.folder = folder
+        self.header = header
+        self.measured = Path("artifacts/measured", f"{path}.json")
+        self._earlier = earlier  # of a killed process; from which step on it goes is not known yet
+        self._lines = [] if earlier else [header]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._rewrite([*earlier, *self._lines])
+        if earlier:
+            self._write(resumed=True, pid=os.getpid(), host=platform.node())
+
+    @property
+    def uid(self) -> str:
+        return self.header["uid"]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One point per name, at a step that grows.
+
+        Points that a killed process logged from this step on are dropped first.
+        Raises ValueError where a name was already logged at this step or a later one.
+        """
+        if self._earlier:
+            kept = lines_before_step(self._earlier, step)
+            self._earlier = []
+            self._rewrite([*kept, *self._lines])
+        twice = [name for name in values if self._last.get(name, -1) >= step]
+        if twice:
+            names = ", ".join(twice)
+            last = self._last[twice[0]]
+            raise ValueError(f"step {step} of {names} is not after step {last}, which is logged")
+        self._last |= dict.fromkeys(values, step)
+        self._write(
+            step=int(step), values={name: json_number(value) for name, value in values.items()}
+        )
+
+    def result(self, result: Config) -> None:
+        """Write the result to artifacts/measured/<stage>/…json (not-finite numbers as null).
+
+        The history keeps the numbers outside of lists, which MLflow shows.
+        """
+        values = to_jsonable(result)
+        write_sealed(self.measured, values)
+        self._write(summary=flatten_keys(keep_numbers(values)))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows as tables/<name>.json, beside the history."""
+        file = f"tables/{name}.json"
+        write_json(self.folder / file, to_jsonable(rows))
+        self._write(file=file)
+
+    def tag(self, name: str, value: Any) -> None:
+        """A property of this execution, such as the device."""
+        self._write(tags={name: to_jsonable(value)})
+
+    def dataset(self, card: Mapping[str, Any]) -> None:
+        """The card of the prepared data that the run reads."""
+        self._write(dataset=to_jsonable(card))
+
+    def model(self, folder: str | Path) -> None:
+        """The folder of the trained model; MLflow gets a copy with its signature."""
+        self._write(model=str(folder))
+
+    def end(self, status: str, error: str | None = None) -> None:
+        """The last line: FINISHED, FAILED or KILLED, and the seconds spent."""
+        spent = spent_seconds([*read_lines(self.folder), {"t": time.time()}])
+        reason = {} if error is None else {"error": error}
+        self._write(status=status, seconds=spent, **reason)
+
+    def _write(self, **line: Any) -> None:
+        line = {"t": round(time.time(), 3), **line}
+        self._lines.append(line)
+        append_line(self.folder / HISTORY_FILE, encode_line(line))
+
+    def _rewrite(self, lines: list[dict]) -> None:
+        self._last = {name: step for step, _, values in logged_points(lines) for name in values}
+        write_whole(self.folder / HISTORY_FILE, "".join(map(encode_line, lines)))
+
+
+@contextmanager
+def record_run(
+    stage: str,
+    params: Config | None = None,
+    *,
+    method: str | None = None,
+    seed: int | None = None,
+    phase: str | None = None,
+    work: Path | None = None,
+    inputs: Sequence[str | Path] = (),
+) -> Iterator[Run]:
+    """Record one execution of a stage; published to artifacts/history/ however the block ends.
+
+    work: the folder of the stage's checkpoint; the history of a killed process there goes on under
+    its own id. An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
+    inputs: artifacts that the stage reads; UserError at the end where they or the settings changed.
+    """
+    hashes = hash_inputs(inputs)
+    path = execution_path(stage, phase, method, seed)
+    published = Path("artifacts/history", path)
+    folder = (work or Path(".state/runs", path)) / "history"
+    earlier = []
+    if work is not None:
+        earlier = [line for line in read_earlier_lines(folder, work) if "status" not in line]
+    if not earlier:
+        shutil.rmtree(folder, ignore_errors=True)
+    header = (earlier or [new_header(stage, params, method=method, seed=seed, phase=phase)])[0]
+    run = Run(folder, path, header, earlier)
+    try:
+        yield run
+        refuse_changed_inputs(hashes, inputs)
+        if params is not None:
+            refuse_changed_params(params, method=method, data=phase)
+    except BaseException as error:
+        interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+        try:
+            run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
+            _publish_history(folder, published)
+        except FullDisk as disk:
+            if not isinstance(error, FullDisk):  # of one full disk, one line tells
+                print(disk, file=sys.stderr)
+        raise
+    run.end("FINISHED")
+    _publish_history(folder, published)
+    if work is None:  # a given folder is removed by its owner, together with the checkpoint
+        shutil.rmtree(folder)
+
+
+def read_earlier_lines(folder: Path, work: Path) -> list[dict]:
+    """Return the history of a killed process: whole lines up to the first that is not; none where
+    its head is lost. What is missing beside a checkpoint is said, and the training goes on.
+    """
+    path = folder / HISTORY_FILE
+    lines = read_lines(folder)
+    if lines and "uid" not in lines[0]:
+        lines = []
+    written = path.read_bytes().count(b"\n") if path.is_file() else 0
+    has_checkpoint = any(work.glob("checkpoint.safetensors")) or any(work.glob("sharded.json"))
+    if has_checkpoint and len(lines) < max(1, written):
+        damage = f"{written - len(lines)} of {written} lines are damaged" if written else "is gone"
+        words = "the training goes on from its checkpoint, with what is left of its curve"
+        print(f"{path}: {damage}; {words}", file=sys.stderr)
+    return lines
+
+
+def _publish_history(folder: Path, published: Path) -> None:
+    with whole_folder(published) as temporary:
+        shutil.copytree(folder, temporary, dirs_exist_ok=True)

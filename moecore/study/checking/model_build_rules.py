@@ -1,0 +1,218 @@
+"""Every model of ``run.methods`` is built without memory, as each phase will build it.
+
+What a constructor refuses is said before anything runs, with the line of the method. So is a
+teacher that lacks the patches, the depth or the size for what it guides.
+"""
+
+import re
+import traceback
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecore.core.files import UserError
+from moecore.data.expected_data import PlannedData
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.meta_device import on_meta_device
+from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
+from moecore.tasks.classification import Classification
+from moecore.training.guide import aligned_blocks
+from moecore.training.method import Method
+from moecore.training.upcycle import upcycle_model
+
+ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
+TEACHER_SECTIONS = ("teacher", "model")
+# What building a model of odd numbers raises, torch's and Python's own errors among it
+REFUSED = (
+    UserError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+)
+KEY_PREFIX = re.compile(
+    r"((?:model|teacher|router|text|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )"
+)
+ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
+
+
+class TrainingPhase(NamedTuple):
+    """One training stage: its name, its settings, its images."""
+
+    name: str
+    settings: Any
+    image: ImageSpec
+
+
+def model_misfits(study: Study, previews: Mapping[str, PlannedData]) -> list[tuple[tuple, str]]:
+    """Return (keys, what is wrong) of every model that cannot be, each once."""
+    phases = [
+        TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
+        for name in TRAINING_PHASES
+        if name in previews and getattr(study, name) is not None
+    ]
+    misfits: list[tuple[tuple, str]] = []
+    with on_meta_device():
+        if phases and phases[0].name == "pretrain":
+            misfits += _teacher_problems(study, phases[0].image)
+        for name in study.run.methods:
+            misfits += _method_problems(study, name, study.methods[name], phases)
+    return list(dict.fromkeys(misfits))
+
+
+def image_spec(preview: PlannedData) -> ImageSpec:
+    """Return the images that a model is built for, with any statistics."""
+    middle = (0.5,) * preview.channels
+    task = preview.task or ANY_CLASSES
+    return ImageSpec(
+        channels=preview.channels, size=preview.size, mean=middle, std=middle, task=task
+    )
+
+
+def _method_problems(
+    study: Study, name: str, method: Method, phases: list[TrainingPhase]
+) -> Misfits:
+    if study.model is None:
+        return
+    backbone = method.merge_model_settings(study.model)
+    start = None
+    for phase in phases:
+        learned = method
+        try:
+            if phase.name != "pretrain":
+                learned = method.for_finetuning(phase.settings.k, phase.settings.guided)
+            model = backbone.build(phase.image, learned.moe)
+        except REFUSED as error:
+            yield _locate_refusal(error, name, method, phase)
+            continue
+        if phase.name == "pretrain":
+            start = model
+            yield from _upcycling_problems(study, name, method, model)
+        else:
+            yield from _transfer_problems(phase, start, model)
+        if method.guided or method.upcycle:
+            yield from _guiding_problems(study, name, learned, phase.name, model)
+
+
+def _locate_refusal(
+    error: Exception, name: str, method: Method, phase: TrainingPhase
+) -> tuple[tuple, str]:
+    """Return where to mend what building ``methods.<name>`` refused, and its words."""
+    key, text = _split_key_and_message(error)
+    if key[:1] == ("model",):
+        own = key[1:] and key[1] in method.model
+        where = ("methods", name, *key) if own else key
+        return where, f"{text} (data.{phase.name})" if "image" in text else text
+    if key in ROUTER_K and getattr(phase.settings, "k", None) is not None:
+        return (phase.name, "k"), f"{text} (methods.{name})"
+    return ("methods", name, *key), text
+
+
+def _split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
+    """Return the keys with which a refusal begins, and the rest of it: ``found …; allowed: …``."""
+    text = str(error)
+    if not isinstance(error, (UserError, ValueError)):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = next(iter(text.splitlines()), "")
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        return (), f"cannot be built: {type(error).__name__}: {reason} ({place})"
+    match = KEY_PREFIX.match(text)
+    if match is None:
+        return (), text
+    rest = text[match.end() :].removeprefix("found ")
+    return tuple(match[1].split(".")), f"found {rest}"
+
+
+def _transfer_problems(
+    phase: TrainingPhase, start: BackboneModel | None, model: BackboneModel
+) -> Misfits:
+    """Yield why a pretrained model cannot be brought to the images of a later phase."""
+    if not model.moves:
+        text = f"found {model.config.kind}, whose models work at one image size only"
+        allowed = "swin, swin_moe, swin_v2, vit, vit3d"
+        yield ("model", "kind"), f"{text}; allowed with {phase.name}: {allowed}"
+        return
+    mode = phase.settings.interpolation
+    moved = start is not None and start.layout.grid != model.layout.grid
+    if moved and len(model.layout.grid) == 3 and mode != "bilinear":
+        yield (phase.name, "interpolation"), f"found {mode}; allowed for volumes: bilinear"
+
+
+def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
+    """Yield why the teacher cannot be built for the images of pretraining."""
+    yield from _refusal_problems(_build_teacher(study, image)[1], "pretrain")
+    teacher = study.teacher
+    if teacher is not None and teacher.kind == "timm" and len(image.shape) == 2:
+        try:
+            teacher.check_name(image)
+        except UserError as error:
+            yield _split_key_and_message(error)
+
+
+def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
+    """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
+    settings = study.teacher
+    if settings is None or settings.kind != "dense":
+        return None, None
+    try:
+        return settings.build(image), None
+    except REFUSED as error:
+        return None, error
+
+
+def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
+    if refused is not None:
+        key, text = _split_key_and_message(refused)
+        yield (*TEACHER_SECTIONS, *key[1:]), f"{text} (data.{phase})"
+
+
+def _upcycling_problems(study: Study, name: str, method: Method, model: BackboneModel) -> Misfits:
+    """Yield why the teacher's weights do not fit into the experts of a method of them."""
+    teacher = _build_teacher(study, model.image)[0] if method.upcycle else None
+    if teacher is None:
+        return
+    try:
+        upcycle_model(model, teacher)
+    except UserError as error:
+        yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
+
+
+def _guiding_problems(
+    study: Study, name: str, method: Method, phase: str, model: BackboneModel
+) -> Misfits:
+    """Yield where the teacher sees other tokens than a model that it guides, or is too flat."""
+    teacher, refused = _build_teacher(study, model.image)
+    yield from _refusal_problems(refused, phase)
+    if teacher is None or not method.guided_routing or model.moe is None:
+        return
+    blocks = model.moe.indices(model.depth)
+    stages = model.config.stages, teacher.config.stages
+    for block, place in zip(blocks, aligned_blocks(blocks, *stages), strict=True):
+        if place < 0:
+            yield _missing_block(name, block, *stages)
+            return
+        read = teacher.depth - 1 if method.teacher_router.features == "final" else place
+        layouts = model.layout_of(block), teacher.layout_of(read)
+        ours, theirs = (layout.special + prod(layout.grid) for layout in layouts)
+        if ours not in (theirs, theirs + 1):
+            text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
+            yield TEACHER_SECTIONS, f"{text}{ours}; allowed: the model's patch and pooling"
+            return
+
+
+def _missing_block(
+    name: str, block: int, ours: tuple[int, ...], theirs: tuple[int, ...]
+) -> tuple[tuple, str]:
+    """A teacher that is too flat for what it guides, or of other stages."""
+    if len(ours) != len(theirs):
+        text = f"found a model of {len(theirs)} stages; methods.{name}, which it guides, has "
+        return (*TEACHER_SECTIONS, "kind"), f"{text}{len(ours)}; allowed: as many"
+    key, near, there = "depths", list(ours), list(theirs)
+    if len(ours) == 1:
+        key, [near], [there] = "depth", ours, theirs
+    text = f"found {there}, which has no block beside block {block} of methods.{name}"
+    return (*TEACHER_SECTIONS, key), f"{text}; allowed: {near}, or near it"

@@ -1,0 +1,184 @@
+"""What has no meaning for the labels of a phase: ages, or several labels for each image.
+
+Every source says which task its labels are of; the task says why it cannot do without classes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from moecore.data.views.views import ViewSettings
+from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
+
+# of Training, with the value that switches each off
+NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
+CALIBRATORS = {  # by the kind of task
+    "classification": "temperature",
+    "next_token": "temperature",
+    "regression": "linear",
+}
+MEASURED_KINDS = {  # the kind of task that a measurement is of, why not others, and its sources
+    "word_swaps": (
+        "next_token",
+        "is no text, and word_swaps swaps words",
+        "docstrings or wikitext",
+    ),
+    "cohort_checks": ("regression", "has classes, and cohort_checks needs ages", "phantom or bids"),
+    "retrieval": (
+        "image_text",
+        "has no captions, and retrieval looks for them",
+        "captioned_mosaic",
+    ),
+}
+FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
+
+
+def label_misfits(study: Study) -> Misfits:
+    """Yield settings that the labels of a phase do not allow."""
+    tasks: dict[str, Any] = {phase: source.task for phase, source in study.data.items()}
+    kinds = {phase: task.model_fields["kind"].default for phase, task in tasks.items()}
+    numbers: set[str] = {phase for phase, task in tasks.items() if task.needs_classes("share")}
+    yield from _mixed_label_problems(study, numbers)
+    yield from _training(study, tasks)
+    yield from _distillation(study, tasks)
+    if numbers:
+        yield from _attacks(study)
+    yield from _calibrator(study, kinds)
+    yield from _measurements(study, kinds, numbers)
+    yield from _views_of_text(study, kinds)
+    if kinds.get("pretrain") == "next_token":
+        yield from _models_of_text(study)
+    yield from _captions(study, kinds)
+
+
+def list_training_settings(study: Study) -> Iterator[tuple[tuple, str, Any]]:
+    """Yield where training settings stand, on which phase's data, and the settings."""
+    for phase in TRAINING_PHASES:
+        if (training := getattr(study, phase)) is not None:
+            yield (phase,), phase, training
+    if (training := getattr(study.teacher, "training", None)) is not None:
+        yield ("teacher", "training"), "pretrain", training
+
+
+def format_changed_settings(value: Any) -> str:
+    """Return settings as what was set of them."""
+    if hasattr(value, "model_dump"):
+        return str(value.model_dump(exclude_defaults=True) or "it")
+    return str(value)
+
+
+def _mixed_label_problems(study: Study, numbers: set[str]) -> Misfits:
+    """A model that answers with a number cannot be fine-tuned on classes with the same head."""
+    phases = study.run.phases
+    other = [phase for phase in phases if (phase in numbers) != (phases[0] in numbers)]
+    if numbers and other:
+        both = f"data.{phases[0]} and data.{other[0]} are of two sorts, real numbers and classes"
+        yield ("run", "phases", phases.index(other[0])), f"{both}; allowed: phases of one sort"
+
+
+def _training(study: Study, tasks: dict[str, Any]) -> Misfits:
+    for keys, phase, training in list_training_settings(study):
+        for key, allowed in NEED_CLASSES.items() if phase in tasks else ():
+            value = getattr(training, key, None)
+            if value and (reason := tasks[phase].needs_classes(key)):
+                text = f"found {format_changed_settings(value)}, but {reason} (data.{phase})"
+                yield (*keys, key), f"{text}; allowed: {allowed}"
+
+
+def _distillation(study: Study, tasks: dict[str, Any]) -> Misfits:
+    reason = "pretrain" in tasks and tasks["pretrain"].needs_classes("distillation")
+    for name, method in study.methods.items():
+        if reason and method.distillation and name in study.run.methods:
+            text = f"a teacher's decision cannot be learned: {reason} (data.pretrain); allowed: 0"
+            yield ("methods", name, "distillation"), text
+
+
+def _attacks(study: Study) -> Misfits:
+    """Attacks that need classes, where labels are real numbers."""
+    if study.robustness is None:
+        return
+    attacks: list[tuple[tuple, Any]] = [
+        (("robustness", "attacks", index), attack)
+        for index, attack in enumerate(study.robustness.attacks)
+    ]
+    if study.transfer is not None:
+        attacks.append((("transfer", "attack"), study.transfer.attack))
+    for keys, attack in attacks:
+        if not hasattr(attack, "objective"):
+            text = f"{attack.kind} needs classes, and the labels are real numbers"
+            yield (*keys, "kind"), f"{text}; allowed: fgsm, pgd, apgd"
+        elif attack.objective in ("cross_entropy", "dlr"):
+            allowed = "task (the absolute error), balance, routing_change"
+            text = f"found {attack.objective}, which needs classes; allowed: {allowed}"
+            yield (*keys, "objective"), text
+    if study.robustness.survivors:
+        text = "found true, but a prediction of a real number is never simply right"
+        yield ("robustness", "survivors"), f"{text}; allowed: false"
+
+
+def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
+    if study.calibrate is None:
+        return
+    calibrator = study.calibrate.calibrator.kind
+    for index, phase in enumerate(study.run.phases):
+        kind = kinds.get(phase)
+        allowed = CALIBRATORS.get(kind or "", calibrator)
+        if allowed != calibrator:
+            text = f"found {calibrator}, but the labels of data.{phase} are of another sort"
+            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {allowed}"
+        if kind is not None and kind not in CALIBRATORS:
+            reason = f"data.{phase} has labels that calibrate does not take ({kind})"
+            yield ("run", "phases", index), f"{reason}; leave out the phase or the stage"
+
+
+def _measurements(study: Study, kinds: dict[str, str], numbers: set[str]) -> Misfits:
+    """Yield what measures flat images with classes, or measures ages, words or captions."""
+    asked = study.run.measurements
+    flat = [what for what in FLAT_WITH_CLASSES if what in asked]
+    for index, phase in enumerate(study.run.phases):
+        source = study.data.get(phase)
+        if source is None or not any(study.run.covers(what, phase) for what in asked):
+            continue
+        where = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
+        if flat and (phase in numbers or getattr(source, "volumes", False)):
+            text = f"measure flat images with classes, which data.{phase} has not"
+            yield where, f"{', '.join(flat)} {text}; allowed: phases without {phase}"
+        for what, (kind, reason, sources) in MEASURED_KINDS.items():
+            if what in asked and kinds[phase] != kind:
+                yield where, f"data.{phase} {reason}; allowed: kind: {sources}"
+
+
+def _views_of_text(study: Study, kinds: dict[str, str]) -> Misfits:
+    """Text has no views, and no pixels that an attack could change."""
+    for keys, phase, training in list_training_settings(study):
+        for key, usual in (("views", ViewSettings()), ("adversarial", None)):
+            value = getattr(training, key)
+            if kinds.get(phase) == "next_token" and value != usual:
+                changed = format_changed_settings(value)
+                yield (*keys, key), f"found {changed}, but data.{phase} is text; leave it out"
+
+
+def _models_of_text(study: Study) -> Misfits:
+    """Stages and methods that text does not have."""
+    for section in ("robustness", "transfer", "finetune"):
+        if getattr(study, section) is not None:
+            yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
+    for name, method in study.methods.items():
+        needed = method.views == 2 or method.guided or method.upcycle
+        if needed and name in study.run.methods:
+            text = "the method needs two views or a teacher, and data.pretrain is text"
+            yield ("methods", name), f"{text}; take another method"
+
+
+def _captions(study: Study, kinds: dict[str, str]) -> Misfits:
+    """Captions need two towers, and views that leave left and right as they are."""
+    sided: set[str] = {phase for phase, source in study.data.items() if hasattr(source, "sided")}
+    for keys, phase, training in list_training_settings(study):
+        if phase in sided and training.views.flip:
+            text = f"found true, but captions of data.{phase} say left and right"
+            yield (*keys, "views", "flip"), f"{text}; allowed: false"
+    if kinds.get("pretrain") == "image_text":
+        teacher = getattr(study.teacher, "model", None)
+        for where, model in ((("model",), study.model), (("teacher", "model"), teacher)):
+            if model is not None and model.kind != "two_towers":
+                text = f"found {model.kind}, but data.pretrain has captions; allowed: two_towers"
+                yield (*where, "kind"), text

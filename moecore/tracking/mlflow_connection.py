@@ -1,0 +1,142 @@
+"""Where MLflow keeps its runs: $MLFLOW_TRACKING_URI, else a sqlite file in the repository."""
+
+import logging
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from filelock import FileLock
+
+from moecore.core.files import UserError
+from moecore.core.raw_data_lookup import outermost_dvc_project
+
+SQLITE = "sqlite:///"
+BUSY_SECONDS = 10.0  # for another program that writes to the sqlite file
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    # A dead server costs seconds; by default it would be four minutes per call.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+}
+
+
+def repository_root() -> Path:
+    """Return the repository: of DVC inside a stage, else git's root, else the current folder."""
+    if root := outermost_dvc_project():
+        return root
+    here = Path().resolve()
+    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+
+
+def store_address() -> str:
+    """Return the store's address; absolute, as an experiment of DVC runs in another folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{repository_root() / 'mlflow.db'}"
+
+
+def sqlite_file() -> Path | None:
+    """Return the file of a sqlite store; None where the store is another one."""
+    address = store_address()
+    return Path(address.removeprefix(SQLITE)) if address.startswith(SQLITE) else None
+
+
+def mask_password(text: str) -> str:
+    """Return ``text`` without the password that the store's address may hold."""
+    password = urlsplit(store_address()).password
+    return text.replace(f":{password}@", ":***@") if password else text
+
+
+def configure_mlflow() -> None:
+    """Let MLflow give up within seconds, and say nothing beside what it raises."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def store_errors_as_user_errors() -> Iterator[None]:
+    """Raise a UserError of one line for whatever the store fails with."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    # ImportError: of a database whose driver is not installed
+    except (MlflowException, SQLAlchemyError, CommandError, OSError, ImportError) as error:
+        where = getattr(error, "filename", None) or mask_password(store_address())
+        raise UserError(
+            f"{where}: MLflow cannot use it ({error_cause(error)}); the histories on disk are "
+            "complete: `moecore sync` imports what is missing once that is solved"
+        ) from error
+
+
+def error_cause(error: BaseException) -> str:
+    """Return the cause that an error tells, without a password."""
+    line = str(error).strip().split("\n")[0]
+    # A client of HTTP tells the address twice before it tells the cause.
+    if cause := re.search(r"Caused by \w+\((.*)\)\)$", line):
+        line = cause[1].strip("\"'").rsplit("): ", 1)[-1]
+    return mask_password(line) or type(error).__name__
+
+
+def lock_imports() -> FileLock:
+    """Return the lock of imports: two at a time would make two runs of a history."""
+    file = repository_root() / ".state" / "import.lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(file)
+
+
+def connect_store() -> Any:
+    """Return an MlflowClient of the store; a sqlite file that does not exist is made.
+
+    To be called within ``lock_imports``. Raises UserError where the store does not answer.
+    """
+    configure_mlflow()
+    # Here, as importing it takes a second and reads the environment that is set above.
+    from mlflow import MlflowClient
+
+    file = sqlite_file()
+    if file is not None and file.exists():
+        try:  # here, as MLflow would try for 100 s
+            with closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as database:
+                database.execute("BEGIN IMMEDIATE")  # as an import does
+        except sqlite3.Error as error:
+            raise UserError(
+                f"{file}: MLflow's database cannot be used ({error}); repair it, or move it away "
+                "and run `moecore sync`: all runs are imported anew from artifacts/history"
+            ) from error
+    with store_errors_as_user_errors():
+        if file is not None and not file.exists():
+            # Under another name, as a database whose making was killed cannot be mended.
+            part = file.with_name(f"{file.name}.part")
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.unlink(missing_ok=True)
+            MlflowClient(f"{SQLITE}{part}").search_experiments(max_results=1)
+            part.replace(file)
+        client = MlflowClient(store_address())
+        client.search_experiments(max_results=1)
+    return client
+
+
+def experiment_name(folder: Path) -> str:
+    """Return the experiment of a study: its folder's name; ``moecore`` of the main pipeline."""
+    folder = folder.resolve()
+    return folder.name if folder.parent.name == "pipelines" else "moecore"
+
+
+def get_experiment(client: Any, name: str) -> Any:
+    """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/."""
+    if client.get_experiment_by_name(name) is None:
+        files = (repository_root() / "mlruns" / name).as_uri() if sqlite_file() else None
+        kind = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
+        client.create_experiment(name, artifact_location=files, tags=kind)
+    return client.get_experiment_by_name(name)
