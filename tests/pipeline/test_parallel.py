@@ -145,7 +145,6 @@ def test_what_is_timed_runs_alone_and_last():
 
 def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
     """The finished project of the tests was made two stages at a time; see conftest.py."""
-    copied.forked = False  # so that it starts a server of its own
     rate = "finetune: {epochs: 2, batch: 32, learning_rate: 0.001,"
     endless = rate.replace("0.001", "1.0e+38, clip: null")  # what no check can know
     copied.edit(rate, endless)
@@ -161,7 +160,6 @@ def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
 
 def test_what_can_be_known_stops_before_the_first_stage(copied):
     """`moecore run` starts nothing; a plain `dvc repro` fails in its first stage; both say why."""
-    copied.forked = False
     copied.edit("shots: 20", "shots: 5000")
     said = ": finetune.shots: found 5000, but class 8 of data.finetune has 125 training images"
     run = copied.moecore("run", "--jobs", "2")
