@@ -79,11 +79,6 @@ def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callab
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
 
 
-def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
-    """A ``PartStore`` that keeps nothing, for a measurement that is quick or that no stage runs."""
-    return compute()
-
-
 def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:
     """The result that ``stage`` wrote to ``path``, or why there is none.
 

@@ -60,7 +60,6 @@ class Result(Config):
     memory_counted_as: str
     routing_ms: float
     routing_share: float
-    routing_batch_ms: float
     routing_batch_share: float
     by_k: tuple[KTime, ...]  # none of a model whose router has no k
     rounds: int
@@ -97,7 +96,6 @@ def measure(subject: MeasuredModel, settings: Cost, parts: PartStore) -> Result:
         memory_counted_as=counted,
         routing_ms=routing_ms(alone),
         routing_share=routing_share(alone),
-        routing_batch_ms=routing_ms(together),
         routing_batch_share=routing_share(together),
         by_k=times_by_k(subject, many, settings),
         rounds=settings.rounds,

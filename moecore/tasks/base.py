@@ -40,9 +40,6 @@ class ExtraTestMetrics(Config):
     median_mae: float | None = None  # of answering always with the median of the training labels
     ppl: float | None = None  # as papers count it: training's streams, from nothing, whole blocks
     ppl_all: float | None = None  # every token once, in one stream
-    test_corr: float | None = None  # of ŷ − y with y
-    test_slope: float | None = None  # b of the least squares ŷ = a + b·y
-    test_intercept: float | None = None  # a
 
 
 class Task(Config, ABC):

@@ -1,5 +1,4 @@
-"""The next word of a text: labels int64 (N, M), the word after each of a block's M tokens;
-predictions (N, M, V), logits over the vocabulary.
+"""The next word: labels int64 (N, M), the word after each token; logits (N, M, V).
 
 An item is a block of M consecutive tokens: neighbours are not independent, so intervals are over
 blocks.

@@ -39,8 +39,7 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
 
 
 def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Shrunk by means over boxes and enlarged again; the parameter is the shrunk side's share of
-    the side.
+    """Shrunk by means over boxes to a share (the parameter) of the side, and enlarged again.
 
     At 32 pixels a step stronger than CIFAR-10-C, whose first two (0.95, 0.9) differ by one pixel of
     28 and not in their effect.

@@ -1,5 +1,4 @@
-"""How strong a corruption is at a severity, for any image size, and the two resamplings that
-several corruptions share.
+"""How strong a corruption is at a severity, for any image size, and two shared resamplings.
 
 The benchmark has two sets of numbers: for 224 pixels (ImageNet-C) and for 32 pixels (CIFAR-10-C),
 the latter milder, because a small image has no pixels to spare. Each parameter here has both;

@@ -1,6 +1,4 @@
-"""A simulated person: what is drawn once for life, and the brain that follows from it at an age,
-whose tissue is brought to its volumes: white to grey matter, grey matter to fluid, lesions.
-"""
+"""A simulated person: what is drawn once for life, and the brain that follows from it at an age."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,4 @@
-"""Mosaics of 2 × 2 images of another source, with captions that name what lies where: images and
-texts that need no download.
+"""Mosaics of 2 × 2 images with captions that name what lies where: pairs without a download.
 
 A caption names one layout, and no two test mosaics share one: so it finds one image.
 """

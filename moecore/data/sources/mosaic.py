@@ -23,8 +23,7 @@ STREAM = 4
 
 
 class Mosaic(Config):
-    """``grid`` × ``grid`` cells, each another image of the same split of ``source``; the labels are
-    all classes that occur.
+    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur.
 
     A mosaic is as large as ``grid`` images of the source, whose ``size`` is that of a cell.
     """
@@ -100,8 +99,7 @@ class Mosaic(Config):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
-    different within a mosaic.
+    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells).
 
     Cut from one random order of the images after the other, so that every image is used equally
     often (but for the rest of an order). A function of the seed; more mosaics begin with the same

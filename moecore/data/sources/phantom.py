@@ -51,8 +51,7 @@ class Visit(NamedTuple):
 def simulate_scan(
     age: float, sex: str, seed: int, scan: int = 0, site: int = 0, preset: Preset = "demo"
 ) -> SimulatedScan:
-    """Simulate a T1-weighted, skull-stripped scan of a person (``seed``) at an age in years, as a
-    woman (F) or a man (M).
+    """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age.
 
     The same seed at another age is the same person, older; another ``scan`` or ``site`` is the same
     brain in the scanner again. A function of its arguments alone.
@@ -65,8 +64,7 @@ def simulate_scan(
 
 
 class Phantom(CohortSettings):
-    """Simulated people, not patients: what a model finds here says that the software works, nothing
-    about real brains.
+    """Simulated people: what a model shows here says nothing about real brains.
 
     Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each
     other but for age and sex.

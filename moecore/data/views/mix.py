@@ -97,8 +97,7 @@ def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
 def _boxes(
     shares: Tensor, cut: Tensor, height: int, width: int, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """Rows (B, H) and columns (B, W) that come from the partner: a box of area 1 − λ around a
-    random centre.
+    """Rows (B, H) and columns (B, W) of a box of area 1 − λ around a random centre.
 
     Cut at the border, whole pixels.
     """

@@ -69,8 +69,7 @@ def augmented_row(
 
 
 def layer_match_ratios(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
-    """Return what partners of one MoE layer share; record: fields (2N, T, E), first all first
-    views.
+    """What partners share in one MoE layer; record: fields (2N, T, E), first views first.
 
     Experts are ranked by their logits: the order of the probs, but without the ties of those that
     an eigenbasis router clamps.

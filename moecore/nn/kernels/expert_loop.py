@@ -130,9 +130,7 @@ class ExpertMlpLoop(Function):
 
 
 class _CastBuffer:
-    """One buffer for the weights and gradients of one group after the other in the dtype of the
-    products: two would push each other out of a core's cache.
-    """
+    """One buffer for the weights and gradients of all groups: two would overflow a core's cache."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -217,9 +215,7 @@ def _no_autocast(rows: Tensor) -> AbstractContextManager:
 def _differentiable_gradients(
     plain: Callable[..., Tensor], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a Function's inputs, of which a gradient is wanted too: those of ``plain``,
-    which computes the same by operations that have second derivatives; slower.
-    """
+    """A Function's gradients by ``plain``, which has second derivatives too; slower."""
     inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
     wanted = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
     with _no_autocast(grad):

@@ -144,9 +144,7 @@ def register_flop_formulas() -> None:
 def _grouped_flops(
     left: tuple[int, ...], right: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
 ) -> int:
-    """2·R·i·o for rows (R, i) by weights (E, i, o), and for the weights' gradient (i, R) by
-    (R, o).
-    """
+    """2·R·i·o for rows (R, i) by weights (E, i, o), or their gradient (i, R) by (R, o)."""
     return 2 * left[-2] * left[-1] * right[-1]
 
 

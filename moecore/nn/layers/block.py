@@ -50,9 +50,7 @@ def quick_gelu(values: Tensor) -> Tensor:
 
 
 class DenseMlp(FeedForward):
-    """Linear, GELU (erf form), Linear over (B, T, width) tokens; returns them with an empty tuple
-    of routing records. quick_gelu: x·σ(1.702 x) in its place, of OpenAI's weights.
-    """
+    """Linear, GELU (erf; quick_gelu: x·σ(1.702 x)), Linear over (B, T, width); no records."""
 
     def __init__(self, width: int, hidden: int, activation: Activation = "gelu") -> None:
         super().__init__()

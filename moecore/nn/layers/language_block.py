@@ -1,5 +1,4 @@
-"""Blocks of MomentumSMoE's language models (Teo & Nguyen 2024): post-norm, with a second residual
-around the feed-forward.
+"""Blocks of MomentumSMoE (Teo & Nguyen 2024): post-norm, a second residual around feed-forward.
 
 B streams, M tokens of a block, d width. f is the feed-forward, dense or a mixture of experts, after
 its dropout.

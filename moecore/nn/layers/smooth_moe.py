@@ -1,5 +1,4 @@
-"""Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained layer, whose experts are all
-applied and weighed by the softmax of linear logits.
+"""Lemma 1 of Puigcerver et al. (2022) at a layer's tokens, by the softmax of linear logits.
 
 n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2), as fits experts
 with d outputs.
@@ -55,11 +54,6 @@ class LemmaTerms(NamedTuple):
     def bound(self) -> Tensor:
         """The right-hand side, (n,)."""
         return self.experts + self.router
-
-    @property
-    def slack(self) -> Tensor:
-        """1 − left / right, (n,): 0 where the bound is reached; 0 too where both sides are 0."""
-        return torch.where(self.bound > 0, 1 - self.jacobian / self.bound, 0)
 
     @property
     def violated(self) -> Tensor:

@@ -16,9 +16,7 @@ Grid = tuple[int, ...]
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """The window along each axis, at most the grid's length, and how far it is shifted: by half of
-    it, but not along an axis that one window spans.
-    """
+    """The window per axis, at most the grid's length, and its shift: half, or none if it spans."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0

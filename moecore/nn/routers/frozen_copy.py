@@ -1,5 +1,4 @@
-"""StableMoE (Dai et al. 2022) as TGR-MoE compares it (supplement, J.3): the router is frozen after
-a first phase.
+"""StableMoE (Dai et al. 2022) as in TGR-MoE (supplement, J.3): the router is frozen after a phase.
 
 B images, T tokens per image, E experts, d width.
 """
@@ -18,8 +17,7 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class FrozenCopy(RouterConfig):
-    """A noisy top-k router that learns until a share of the training is done and then stays as it
-    is, without noise.
+    """A noisy top-k router that learns for a share of the training, then stays, without noise.
 
     StableMoE distils its router into a small copy that is frozen; TGR-MoE compares it without
     distillation, so that the copy is the router itself. It stays frozen while its model is

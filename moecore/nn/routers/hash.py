@@ -1,5 +1,4 @@
-"""HashMoE (Roller et al. 2021), as TGR-MoE discusses it: a fixed hash of the token chooses, and
-nothing is learned.
+"""HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash of the token chooses, nothing learns.
 
 B images, T tokens per image, E experts, k chosen per token.
 """
@@ -53,8 +52,7 @@ class Hash(RouterConfig):
 
 
 class HashRouter(nn.Module):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord),
-    neither with a gradient.
+    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient.
 
     ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
     the smallest normal number.
@@ -104,9 +102,7 @@ class HashRouter(nn.Module):
         return places.expand(len(tokens), -1, -1)
 
     def _by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
-        """(B, T, k): the directions that the patches (B, T, pixels) lie closest to; ``otherwise``
-        (B, T, k) where a patch is blank.
-        """
+        """The nearest directions of patches (B, T, pixels), (B, T, k); ``otherwise`` if blank."""
         if patches is None:
             raise UserError(
                 "router.by is patch, but there are no patches to hash (context.patches); use a "

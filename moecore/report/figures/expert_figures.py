@@ -1,6 +1,4 @@
-"""Experts as pictures: which of them a class prefers (MoGE, figure 2), how many tokens each gets,
-and which patches, and which words of captions, each sees.
-"""
+"""Pictures of experts: by class (MoGE, figure 2), by number of tokens, by patches and by words."""
 
 from collections.abc import Mapping, Sequence
 
