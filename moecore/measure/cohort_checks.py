@@ -1,7 +1,6 @@
 """What a model of age looks at: tissues, ageing and rescans, and what region experts know.
 
-Ageing needs subjects of whom all but age stays as it is, which only a simulation (kind: phantom)
-has.
+Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
 from functools import partial

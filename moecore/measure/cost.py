@@ -120,8 +120,7 @@ def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KT
 def cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
     """Pass number n gets images n·batch, n·batch + 1, …, from the start again after the last.
 
-    images: uint8 (N, C, H, W), or volumes float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in
-    [0, 1].
+    images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     """
     pixels = torch.cat(list(image_batches(images, batch, device)))
     return lambda number: pixels[

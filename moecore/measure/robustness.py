@@ -1,7 +1,6 @@
 """What is left of a model's predictions on a fixed subset of the test split under attack.
 
-The score and the change of routing at each strength of each attack, and an audit of the attacks.
-N images, K outputs.
+Score and change of routing at each strength of each attack, and an audit. N images, K outputs.
 """
 
 from typing import Annotated, NamedTuple

@@ -25,8 +25,7 @@ class RowPairs(NamedTuple):
 class Rows(NamedTuple):
     """What experts compute on: values (R, d) sorted by expert; offsets (E,) int32, the rows' ends.
 
-    Where ``projected`` is true the values (R, r) are tokens that were already projected onto their
-    expert's basis.
+    Where ``projected`` the values (R, r) are tokens already projected onto their expert's basis.
     """
 
     values: Tensor
@@ -56,8 +55,7 @@ class SparsePlan(NamedTuple):
     ) -> "SparsePlan":
         """The plan of these choices.
 
-        experts: (B, T, k) ids below ``number``.  weights: (B, T, k).  kept: (B, T, k) bool, or
-        None where all are.
+        experts: (B, T, k) < ``number``.  weights: (B, T, k).  kept: (B, T, k) bool or None (all).
         """
         # stable: within an expert the tokens keep their order, so sums do not depend on the sort
         by_expert, pairs = torch.sort(_sort_keys(experts.flatten(), number), stable=True)

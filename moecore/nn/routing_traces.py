@@ -38,8 +38,7 @@ def build_image_trace(
 ) -> Trace:
     """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
 
-    layouts: where the tokens of each layer lie, if they may differ; then as ``spread_to_one_grid``
-    says.
+    layouts: of each layer, if they differ; then as ``spread_to_one_grid`` says.
     """
     answers, values = best_answers(prediction, task)
     if layouts:

@@ -120,8 +120,7 @@ class Task(Config, ABC):
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
         """Return whether the label is among the five most likely answers, (N,) bool.
 
-        None where that says nothing: for five classes at most, for several labels an image, and
-        where labels are no classes.
+        None for five classes at most, several labels an image, or labels that are no classes.
         """
         return None
 

@@ -70,8 +70,7 @@ class Regression(Task):
     def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
         """|ŷ − y| of each image in the target's unit, (B,).
 
-        Raises ValueError for predictions of another shape, which would be broadcast to every pair
-        of images.
+        Raises ValueError for predictions of another shape, which would be broadcast.
         """
         if prediction.shape != (len(labels), 1):
             needed = f"one number per image, ({len(labels)}, 1), is needed for real labels"

@@ -1,5 +1,4 @@
-"""Fifteen seeded corruptions in the style of the common-corruptions benchmark (Hendrycks &
-Dietterich, 2019, section 4).
+"""Fifteen seeded corruptions, as common corruptions (Hendrycks & Dietterich, 2019, section 4).
 
 They are our own renderings for any image of at least 8 × 8 pixels and any number of channels, not
 the benchmark's files, and their errors do not compare with published ones. Noise, blur, contrast,

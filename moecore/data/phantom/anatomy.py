@@ -108,8 +108,7 @@ def shift_tissue_boundaries(
 ) -> Brain:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 
-    thinning: (64, 64, 64) where grey matter goes first; spots: (64, 64, 64) smooth field, lesions
-    where it is high.
+    Both (64, 64, 64). thinning: where grey matter goes first; spots: lesions where it is high.
     """
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)

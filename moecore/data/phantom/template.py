@@ -1,7 +1,6 @@
 """The anatomy of every simulated person, MNI152 maps at 64³ (see mni152/NOTICE.md), and its pose.
 
-The maps were made by tools/build_template.py; their digest stands here, so that another template
-is other code.
+tools/build_template.py made the maps; their digest is here, so other maps are other code.
 """
 
 from functools import cache
@@ -102,8 +101,7 @@ def template_from_maps(
 ) -> Template:
     """An anatomy with what follows from its maps.
 
-    Maps and distance float32 (64, 64, 64), as in Template; origin: where voxel (0, 0, 0) lies, (3,)
-    in mm.
+    Maps and distance float32 (64, 64, 64), as in Template; origin: of voxel (0, 0, 0), (3,) mm.
     """
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))

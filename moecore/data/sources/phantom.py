@@ -66,8 +66,7 @@ def simulate_scan(
 class Phantom(CohortSettings):
     """Simulated people: what a model shows here says nothing about real brains.
 
-    Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each
-    other but for age and sex.
+    Ages, head size, tissue volumes, ventricles, lesions and scanners depend on age and sex alone.
     """
 
     kind: Literal["phantom"] = "phantom"

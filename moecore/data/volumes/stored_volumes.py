@@ -74,8 +74,7 @@ def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) ->
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Intensities' 1st to 99th percentile in ``mask`` to [0.01, 1], 0 outside; fp32 (D, H, W).
 
-    Invariant to a positive gain and to an offset of the volume. Raises ValueError where the volume
-    is constant inside the mask.
+    Invariant to positive gain and offset. ValueError where it is constant inside the mask.
     """
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)

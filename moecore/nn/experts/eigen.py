@@ -1,5 +1,4 @@
-"""Experts whose first map works in an orthonormal basis of their own, which the router can share
-(ERMoE, §2.1 and Algorithm 1).
+"""Experts with an orthonormal basis, which the router can share (ERMoE, §2.1 and Algorithm 1).
 
 E experts, R rows, d token width, r rank of a basis, h hidden width.
 """
@@ -55,8 +54,7 @@ class Eigen(ExpertsConfig):
 class EigenExperts(ExpertsModule):
     """``experts(rows)``: Rows of values (R, d), or ``projected`` (R, r), to values (R, d).
 
-    ``basis`` (E, d, r) is B, ``scale`` (E, r) is s, ``up`` (E, r, h) is Uᵀ: rows x are multiplied
-    from the left, x B diag(s) Uᵀ.
+    ``basis`` (E, d, r) is B, ``scale`` (E, r) is s, ``up`` (E, r, h) is Uᵀ: x B diag(s) Uᵀ.
     """
 
     def __init__(self, config: Eigen, width: int) -> None:

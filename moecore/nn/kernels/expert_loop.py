@@ -64,8 +64,7 @@ class ExpertLoop(Function):
 
 class ExpertMlpLoop(Function):
     """Both maps of MLP experts with GELU (erf form) between them: all steps of a group while its
-    rows are in the CPU's cache, where two calls of grouped_linear would take all rows through each
-    step.
+    rows are in the CPU's cache.
 
     Returns the outputs (R, o) and then, without gradients, what the backward pass needs of every
     group: its hidden values before and after GELU.

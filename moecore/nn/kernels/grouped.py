@@ -149,11 +149,9 @@ def _grouped_flops(
 
 
 class _AddBias(Function):
-    """values (R, o) plus each row's bias, in place: another buffer of that size costs more in page
-    faults than the sum itself.
+    """values (R, o) plus each row's bias, in place: another buffer costs more in page faults.
 
-    The bias's gradient is a grouped product with ones, which sums in fp32 and always in the same
-    order.
+    The bias's gradient is a grouped product with ones, a sum in fp32 in a fixed order.
     """
 
     @staticmethod

@@ -1,7 +1,6 @@
 """Lemma 1 of Puigcerver et al. (2022) at a layer's tokens, by the softmax of linear logits.
 
-n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2), as fits experts
-with d outputs.
+n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2).
 """
 
 import copy
@@ -136,8 +135,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
     """Jacobian of each row of a function whose row b depends on row b of its input only: inputs
     (B, …) and outputs (B, K) to (B, K, P).
 
-    One backward pass an output: the grouped products and the dispatch have no forward-mode
-    derivatives.
+    One backward pass an output: grouped products have no forward-mode derivatives.
     """
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_(True)

@@ -74,9 +74,8 @@ class Windows(nn.Module):
 
 
 class _GatherPadded(Function):
-    """``values[:, index]``, whose gradient is the gather with the inverse: no sum is needed, as
-    each row is taken once. An index one behind the last row, in the one or the other direction, is
-    padding: zeros.
+    """``values[:, index]``, whose gradient is the gather with the inverse, as each row is taken
+    once. An index one behind the last row is padding: zeros.
     """
 
     @staticmethod

@@ -64,8 +64,7 @@ class Eigenbasis(RouterConfig):
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
         """The router of ``width``-wide tokens over ``experts`` experts.
 
-        basis: (E, d, r), where the experts lend theirs.  Raises UserError for a k or a rank that
-        cannot be.
+        basis: (E, d, r), where the experts lend theirs.  UserError: impossible k or rank.
         """
         self.check_k(experts)
         if self.rank is not None and (basis is not None or self.rank > width):
@@ -138,8 +137,7 @@ class EigenbasisRouter(nn.Module):
     def reorthonormalise(self) -> None:
         """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64).
 
-        Bases that the experts lend are left to the experts' method of this name, which keeps the
-        experts' function.
+        Bases that the experts lend are left to their method of this name.
         """
         if self.basis is not None:
             self.basis.copy_(positive_qr(self.basis)[0])
@@ -192,10 +190,8 @@ def project_contexts(
 ) -> Tensor:
     """Bᵀc (B, T, E, r) of c = attention (B, T, T) · tokens, by the tokens' ``projections``.
 
-    The tokens are the router's own, so that x and c lie in one space (our choice; the paper says
-    `attention-weighted context`).
-    c is linear in them: Bᵀ(attention · x) = attention · (Bᵀx). Taken is what multiplies less per
-    token, T·d + d·E·r or T·E·r.
+    The tokens are the router's own, so that x and c lie in one space (our choice). c is linear in
+    them: Bᵀ(attention · x) = attention · (Bᵀx). The cheaper is taken.
     """
     length, width = tokens.shape[1:]
     outputs = basis[:, 0].numel()
@@ -207,8 +203,7 @@ def project_contexts(
 def safe_cosine(ours: Tensor, theirs: Tensor) -> Tensor:
     """Cosine over the last axis; 0 with zero gradient where one is shorter than 1e-19 (fp32).
 
-    torch's cosine_similarity divides by at least 1e-8 there: its value is 0 too, but its gradient
-    is 1e8.
+    torch's cosine_similarity divides by at least 1e-8 there, so its gradient is 1e8.
     """
     first = ours.square().sum(dim=-1)
     second = theirs.square().sum(dim=-1)

@@ -19,9 +19,8 @@ from moecore.nn.routers.token_choice import router_logits
 class FrozenCopy(RouterConfig):
     """A noisy top-k router that learns for a share of the training, then stays, without noise.
 
-    StableMoE distils its router into a small copy that is frozen; TGR-MoE compares it without
-    distillation, so that the copy is the router itself. It stays frozen while its model is
-    fine-tuned.
+    StableMoE freezes a small distilled copy; as in TGR-MoE it is the router itself here. It stays
+    frozen while its model is fine-tuned.
     """
 
     kind: Literal["frozen_copy"] = "frozen_copy"
@@ -68,8 +67,7 @@ class FrozenCopy(RouterConfig):
 
 
 class FrozenCopyRouter(NoisyTopKRouter):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord); the
-    parameters are noisy top-k's.
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
     Once frozen, the weights take part detached: their gradient stays None, and AdamW leaves such
     parameters alone, weight decay included. Tokens still get a gradient through the gates.

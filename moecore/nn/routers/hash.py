@@ -23,8 +23,7 @@ BLANK = 0.5 / 255
 
 
 class Hash(RouterConfig):
-    """A fixed hash of each patch's pixels, or of its position, chooses k experts with weight 1/k
-    each; there are no parameters.
+    """A fixed hash of each patch's pixels or position chooses k experts with weight 1/k each.
 
     Words have an identity to hash, patches have not: `patch` hashes alike what looks alike (*our
     choice*). Experts are then as unequally busy as patches are unequally common (on scikit-learn's
@@ -54,8 +53,7 @@ class Hash(RouterConfig):
 class HashRouter(nn.Module):
     """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient.
 
-    ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
-    the smallest normal number.
+    ``probs`` is 1/k for the chosen, else 0; ``logits`` is its logarithm, clamped for 0.
 
     What it hashes with is drawn at the first call and kept, in no file: a compiled graph draws
     nothing by itself, so the first call must not be compiled.
@@ -130,8 +128,7 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
 
 @lru_cache(maxsize=64)
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
-    """The expert (T,) of each position: every E positions use each expert once, in a random order
-    of their own.
+    """The expert (T,) of each position: every E positions hold each once, in random order.
 
     A longer sequence begins as a shorter one.  The same on every device.
     """

@@ -20,8 +20,7 @@ from moecore.nn.routers.token_choice import router_logits
 class TopKSoftmax(RouterConfig):
     """A linear map with bias: the k largest logits choose, their softmax weighs (sum 1).
 
-    With k = 1 the weight is always 1, so the router has no gradient from the task: only
-    regularizers then teach it.
+    With k = 1 the weight is always 1: only regularizers, not the task, then teach it.
     """
 
     kind: Literal["top_k_softmax"] = "top_k_softmax"

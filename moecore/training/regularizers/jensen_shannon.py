@@ -36,8 +36,7 @@ def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
 
     first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs there are.
     It is a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
-    Probabilities of 0 count as the smallest normal number in logarithms, so the gradient stays
-    finite.
+    Probabilities of 0 count as the smallest normal number, for finite gradients.
     """
     middle = _finite_log((first + second) / 2)
     divergence = (

@@ -35,8 +35,7 @@ class TeacherRouter(Config):
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The terms summed over layers: ``balance``, CV² of mean probs, and ``entropy`` (nats).
 
-    probs: one (B, T, E) per MoE layer, each token sums to 1; at least one layer.  Returns two
-    scalars ≥ 0.
+    probs: one (B, T, E) per MoE layer, each token sums to 1.  Returns two scalars ≥ 0.
     """
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),
