@@ -372,14 +372,10 @@ def test_solves_a_case_by_hand():
 def test_says_where_no_temperature_inside_the_limits_is_best():
     labels = torch.tensor([0, 1, 0, 1])
     right = torch.nn.functional.one_hot(labels, 2).float()
-    assert Temperature(lowest=0.1).fit(right, labels) == FittedTemperature(
-        temperature=0.1, at_limit=True
-    )
-    assert Temperature(highest=9).fit(-right, labels) == FittedTemperature(
-        temperature=9, at_limit=True
-    )
-    assert Temperature(highest=9).fit(torch.zeros(4, 2), labels) == FittedTemperature(
-        temperature=9, at_limit=True
+    assert Temperature().fit(right, labels) == FittedTemperature(temperature=0.05, at_limit=True)
+    assert Temperature().fit(-right, labels) == FittedTemperature(temperature=20, at_limit=True)
+    assert Temperature().fit(torch.zeros(4, 2), labels) == FittedTemperature(
+        temperature=20, at_limit=True
     )
 
 

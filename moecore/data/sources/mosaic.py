@@ -20,6 +20,10 @@ from moecore.tasks.multi_label import MultiLabel
 # the random streams below 4 are those of the splits and of few_shot
 CHUNK = 4096
 STREAM = 4
+CellSource = Annotated[
+    FashionMnist | Digits,
+    Field(discriminator="kind", description="Where the cells come from; its splits are kept apart"),
+]
 
 
 class Mosaic(Config):
@@ -31,12 +35,7 @@ class Mosaic(Config):
     task: ClassVar[type[MultiLabel]] = MultiLabel  # of the labels that ``prepare`` writes
 
     kind: Literal["mosaic"] = "mosaic"
-    source: Annotated[
-        FashionMnist | Digits,
-        Field(
-            discriminator="kind", description="Where the cells come from; its splits are kept apart"
-        ),
-    ]
+    source: CellSource
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(2000, ge=1, description="Number of mosaics for validation")

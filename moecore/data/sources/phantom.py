@@ -1,6 +1,5 @@
 """A simulated ageing cohort: MNI152 anatomy and published volumes of tissue by age."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -81,7 +80,7 @@ class Phantom(CohortSettings):
         parts = {}
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
             own = [visits[row] for row in rows]
-            volumes = map_in_threads(partial(_draw_visit, self), own)
+            volumes = map_in_threads(self._draw_visit, own)
             parts[split] = VolumeSplit([visit.subject for visit in own], volumes)
         facts = VolumeDatasetInfo(
             self._name(), (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, SOURCE, self, simulated=True
@@ -105,6 +104,9 @@ class Phantom(CohortSettings):
         """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
         return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
+    def _draw_visit(self, visit: Visit) -> VolumeWithRegions:
+        return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
+
     def person_seed(self, number: int) -> int:
         """The seed of a person; from ``subjects`` on they are in no split."""
         return self.seed * MOST + number
@@ -121,7 +123,3 @@ class Phantom(CohortSettings):
         site = int(random.integers(SITES))
         row = VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
         return Visit(row, seed, site)
-
-
-def _draw_visit(phantom: Phantom, visit: Visit) -> VolumeWithRegions:
-    return phantom.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
