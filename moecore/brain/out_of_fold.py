@@ -126,8 +126,9 @@ def assign_folds(
 ) -> np.ndarray:
     """The fold (N,) int64 of each volume.
 
-    Participants are sorted by mean age, ``folds`` neighbours shuffled over them. participants: (N,)
-    ids; ages: (N,). UserError for fewer participants than folds.
+    Participants are sorted by mean age, each ``folds`` neighbours shuffled over the folds.
+    participants: (N,) ids; ages: (N,). Raises UserError where there are fewer participants than
+    folds.
     """
     names, person = np.unique(np.array(participants, dtype=str), return_inverse=True)
     if len(names) < folds:

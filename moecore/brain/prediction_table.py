@@ -40,7 +40,7 @@ COLUMNS = PredictionRow._fields
 class CorrectedAges(NamedTuple):
     """Predictions of N volumes in years, each (N,): as they come, and corrected.
 
-    ``groups`` says whose line corrected each per sex. Without a calibrator these are None.
+    ``groups`` says whose line corrected each per sex. Without a calibrator: None.
     """
 
     raw: np.ndarray

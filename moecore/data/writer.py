@@ -46,7 +46,8 @@ class PackedJpegs(NamedTuple):
 class SplitToWrite(NamedTuple):
     """One split to write: its labels, as the task stores them, and the images in the same order.
 
-    images: chunks uint8 (n, C, H, W) , or a finished .npy or JPEG file to take over.
+    images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
+    taken over.
     """
 
     labels: np.ndarray

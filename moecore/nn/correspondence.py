@@ -41,8 +41,9 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
 
     affines_1, affines_2: (B, D+1, D+1), original to view, of the two views of each image.  Image 1
     is the view whose affine has the larger |det|: equal view sizes, so the smaller crop; ties keep
-    the order.  A centre midway between patches goes to the higher one. UserError where affines do
-    not fit or invert.  Source: PRC, §III-C.
+    the order.  A centre midway between patches goes to the higher one.
+    Raises UserError where the affines do not fit the layout or cannot be undone.  Source: PRC,
+    §III-C.
     """
     ours = affines_1.double()
     theirs = affines_2.double()

@@ -55,7 +55,8 @@ class SparsePlan(NamedTuple):
     ) -> "SparsePlan":
         """The plan of these choices.
 
-        experts: (B, T, k) < ``number``.  weights: (B, T, k).  kept: (B, T, k) bool or None (all).
+        experts: (B, T, k) ids below ``number``.  weights: (B, T, k).  kept: (B, T, k) bool, or
+        None where all are.
         """
         # stable: within an expert the tokens keep their order, so sums do not depend on the sort
         by_expert, pairs = torch.sort(_sort_keys(experts.flatten(), number), stable=True)

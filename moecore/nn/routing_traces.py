@@ -38,7 +38,8 @@ def build_image_trace(
 ) -> Trace:
     """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
 
-    layouts: of each layer, if they differ; then as ``spread_to_one_grid`` says.
+    layouts: where the tokens of each layer lie, if they may differ; then as ``spread_to_one_grid``
+    says.
     """
     answers, values = best_answers(prediction, task)
     if layouts:

@@ -31,9 +31,10 @@ class MultiLabel(Classification):
         """Sigmoid cross-entropy in nats, *summed* over the classes, as V-MoE's authors train on JFT
         (big_vision, ``sigmoid_xent``).
 
-        A class then weighs what it weighs in the softmax, whatever their number. AdamW's steps do
-        not depend on the scale of the loss, so learning rates stay what they were; beside balance
-        losses the task counts more (K ln 2 against ln K at the start). UserError: label smoothing.
+        A class then has the weight that it has in the softmax, however many classes there are.
+        AdamW's steps do not depend on the scale of the loss, so learning rates stay what they were;
+        beside balance losses the task counts more (K ln 2 against ln K at the start). Raises
+        UserError for label smoothing.
         """
         if label_smoothing:
             problem = f"label_smoothing: found {label_smoothing}"

@@ -1,6 +1,6 @@
 """The next word: labels int64 (N, M), the word after each token; logits (N, M, V).
 
-An item, of which intervals are, is a block of M tokens: neighbours are not independent.
+An item is a block of M tokens: neighbours are not independent, so intervals are over blocks.
 """
 
 from typing import Any, Literal

@@ -3,7 +3,7 @@
 The benchmark has two sets of numbers: for 224 pixels (ImageNet-C) and for 32 pixels (CIFAR-10-C),
 the latter milder, because a small image has no pixels to spare. Each parameter here has both;
 between them it is interpolated geometrically in the image's shorter side. Below 32 pixels the
-numbers of 32 stay ; above 224 lengths grow with the side.
+numbers of 32 stay; above 224 lengths grow with the side.
 """
 
 import math

@@ -65,7 +65,8 @@ def simulate_scan(
 class Phantom(CohortSettings):
     """Simulated people: what a model shows here says nothing about real brains.
 
-    Ages, head size, tissue volumes, ventricles, lesions and scanners depend on age and sex alone.
+    Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each
+    other but for age and sex.
     """
 
     kind: Literal["phantom"] = "phantom"

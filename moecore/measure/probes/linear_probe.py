@@ -46,8 +46,9 @@ def fit_ridge_probe(
 ) -> tuple[Pipeline, float]:
     """Ridge regression fitted on ``train``, features (N, F) and targets (N,), and its penalty.
 
-    The penalty has the least mean absolute error on ``validation``. Features are standardised by
-    the training split.  UserError: not finite.
+    The penalty is that of the least mean absolute error on ``validation``, the greatest of equal
+    ones. Features are standardised by the training split.  Raises UserError for numbers that are
+    not finite.
     """
     # Here: sklearn takes a second, and all stages import the table of measurements.
     from sklearn.linear_model import Ridge

@@ -34,12 +34,13 @@ def region_rows(
 ) -> list[TissueRoutingRow]:
     """One row per tissue, then one per control ``random_<tissue>``.
 
-    A row names the two experts of highest mean score and the share of tokens that chose each.
+    A row names the two experts of the highest mean score, and says what share of tokens chose each.
     volumes: (N, 1, D, H, W) floating point in [0, 1]; regions: uint8 (N, R, D, H, W), tissue share
     × 255, R as ``tissues``; experts: the names of the E experts.  Means are over the tokens of all
     volumes whose cube keeps any voxel; scores are the router's logits before noise (cosines, for an
     eigenbasis router).  Shares sum to the number of experts a token has, less what was pruned.
-    Raises UserError for a model without MoE layers, misfits, and where no token keeps a voxel.
+    Raises UserError for a model without MoE layers, for numbers that do not fit, and where no token
+    keeps any voxel.
     """
     if len(volumes) != len(regions) or regions.shape[1] != len(tissues):
         given = f"{len(volumes)} volumes, and maps of shape {regions.shape}"

@@ -23,8 +23,9 @@ def angled_subspaces(
 ) -> np.ndarray:
     """Orthonormal bases (E, D, r): any two have all principal angles equal to ``angle`` (degrees).
 
-    0° makes them equal and 90° orthogonal. Coefficients: the symmetric root of the matrix with
-    cos(angle) off its diagonal.  ValueError: E·r > D, or not 0 to 90°.
+    0° makes them equal and 90° orthogonal. The coefficients are the symmetric root of the matrix
+    with cos(angle) off its diagonal.  Raises ValueError where E·r > D, or for an angle outside
+    [0, 90].
     """
     if experts * rank > dimension or not 0 <= angle <= 90:
         problem = f"{experts} of rank {rank} at {angle}° in {dimension} dimensions"
@@ -59,8 +60,9 @@ def draw_expert_data(
     """Balanced data: Gaussian points in E subspaces at ``angle``; returns (parts, β (E, D)).
 
     Targets are X_i β_i + noise with ‖β_i‖ = 1.  targets: of β_i in the basis of its subspace,
-    "shared" by all, "opposed" in sign, "drawn" independently.  floor: adds D points floor·e_d to
-    every expert, so that Z_i is invertible.  noise: its standard deviation.
+    "shared" is the same for all, "opposed" has alternating signs, "drawn" is independent.  floor:
+    adds D points floor·e_d to every expert, so that Z_i is invertible.  noise: standard deviation
+    of the residuals.
     """
     generator = np.random.default_rng(seed)
     bases = angled_subspaces(experts, rank, dimension, angle, generator)

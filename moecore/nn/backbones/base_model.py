@@ -27,7 +27,8 @@ from moecore.nn.layers.patch_embed import Interpolation, cut_patches
 class EncodeOptions(NamedTuple):
     """What ``encode`` gives beside the final tokens, and what routers may look at.
 
-    ``at``: "mlp_input", "block_out" of a block's feed-forward, "final" the normalised last tokens.
+    ``at``: "mlp_input" the input of a block's feed-forward, "block_out" its output, "final" the
+    normalised last tokens.
     """
 
     at: Feature | None = None

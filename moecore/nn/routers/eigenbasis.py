@@ -64,7 +64,8 @@ class Eigenbasis(RouterConfig):
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "EigenbasisRouter":
         """The router of ``width``-wide tokens over ``experts`` experts.
 
-        basis: (E, d, r), where the experts lend theirs.  UserError: impossible k or rank.
+        basis: (E, d, r), where the experts lend theirs.  Raises UserError for a k or a rank that
+        cannot be.
         """
         self.check_k(experts)
         if self.rank is not None and (basis is not None or self.rank > width):
@@ -190,8 +191,10 @@ def project_contexts(
 ) -> Tensor:
     """Bᵀc (B, T, E, r) of c = attention (B, T, T) · tokens, by the tokens' ``projections``.
 
-    The tokens are the router's own, so that x and c lie in one space (our choice). c is linear in
-    them: Bᵀ(attention · x) = attention · (Bᵀx). The cheaper is taken.
+    The tokens are the router's own, so that x and c lie in one space (our choice; the paper says
+    `attention-weighted context`).
+    c is linear in them: Bᵀ(attention · x) = attention · (Bᵀx). Taken is what multiplies less per
+    token, T·d + d·E·r or T·E·r.
     """
     length, width = tokens.shape[1:]
     outputs = basis[:, 0].numel()

@@ -34,7 +34,8 @@ class EigenbasisPlan(NamedTuple):
     def dispatch(self, tokens: Tensor) -> Rows:
         """The chosen projections (R, r) by expert; ``tokens`` are those that the router saw.
 
-        Under autocast rows have its dtype: fewer than projections, they are rounded last.
+        Under autocast the rows have its dtype: a token has fewer rows than projections, so they are
+        rounded after the choice.
         """
         values = _Pick.apply(self.projections, self.sources, self.plan.order, self.plan.rows)
         return Rows(to_autocast(values), self.plan.offsets, projected=True)

@@ -53,7 +53,8 @@ class Hash(RouterConfig):
 class HashRouter(nn.Module):
     """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient.
 
-    ``probs`` is 1/k for the chosen, else 0; ``logits`` is its logarithm, clamped for 0.
+    ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
+    the smallest normal number.
 
     What it hashes with is drawn at the first call and kept, in no file: a compiled graph draws
     nothing by itself, so the first call must not be compiled.

@@ -20,7 +20,8 @@ def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Indices (..., k) of the k largest scores (..., E), best first; ties go to the lowest index.
 
-    k times argmax: ``topk`` does not order ties; a stable sort takes 20 times longer at 400.
+    k times argmax: ``topk`` promises no order among ties, and a stable sort takes 20 times longer
+    at 400 experts.
     """
     left = scores.detach().clone()
     best_first = []

@@ -91,7 +91,8 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float,
 def epoch_mean_losses(result: Outcome) -> list[tuple[int, float]]:
     """(step, training loss averaged over the last epoch before it) of every logged point.
 
-    A logged loss is a mean since the point before; it counts for as many steps. Else [].
+    A logged loss is a mean since the point before; it counts for as many steps. Without points
+    that lack a value: [].
     """
     rows = [(row["step"], row["epoch"], row["train_loss"]) for row in result.curve]
     if not rows or any(None in row for row in rows):
@@ -152,7 +153,8 @@ def draw_filter_sigma(settings: GroupSparsity, method: str) -> Figure:
 def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
     """One point per epoch over the seeds of one method; [] where a seed has no such list.
 
-    name: a key of AGREEMENTS. A list with fewer items ends with the last epoch.
+    name: a key of AGREEMENTS. A list that is shorter than the training has epochs ends with the
+    last epoch.
     """
     lists = [getattr(result, name) or () for result in seeds]
     if not all(lists):

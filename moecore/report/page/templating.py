@@ -44,7 +44,8 @@ def render_picture(picture: Picture) -> Markup | str:
 def svg(figure: Figure, label: str) -> str:
     """The figure as one <svg> element without sizes, ids of groups, metadata, outside references.
 
-    label: the text for screen readers; it salts the ids: one per figure.
+    label: the text for screen readers; it also salts the ids, so two figures of one page need two
+    labels.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):

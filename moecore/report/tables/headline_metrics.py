@@ -119,7 +119,8 @@ def read_current_results(
 def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, Figure]]:
     """Yield names and figures of a run, in the folder of a study.
 
-    item: its path in artifacts/history. UserError: missing, or by an older version.
+    item: its path in artifacts/history. Raises UserError where what it wrote is missing or was
+    written by an older version.
     """
     if stage == "prepare":
         folder = study / "artifacts/data" / item.removeprefix("prepare/")

@@ -32,7 +32,7 @@ class JensenShannon(Config):
 
 
 def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
-    """Return the mean over pairs of ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2.
+    """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2, mean over the global batch's pairs.
 
     first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs there are.
     It is a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
