@@ -56,8 +56,8 @@ class Measurement(NamedTuple):
     result: type[Config]
     applies: Callable[[MeasuredModel], str | None]  # why not, in words; None where it applies
     measure: Callable[[MeasuredModel, Any, PartStore], Config]
-    guided: bool = False  # whether it looks at ``MeasuredSubject.guide``
-    regions: bool = False  # whether it looks at ``MeasuredSubject.regions``
+    guided: bool = False  # whether it looks at ``MeasuredModel.guide``
+    regions: bool = False  # whether it looks at ``MeasuredModel.regions``
 
     @classmethod
     def of(

@@ -40,7 +40,7 @@ MEASUREMENT = '''\
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredSubject, PartStore
+from moecore.measure.base import MeasuredModel, PartStore
 
 
 class Brightness(Config):
@@ -55,12 +55,12 @@ class Result(Config):
     mean: float
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """To all."""
     return None
 
 
-def measure(subject: MeasuredSubject, settings: Brightness, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Brightness, parts: PartStore) -> Result:
     """The mean over all pixels."""
     images = subject.data.test.images[: settings.images]
     return Result(mean=parts("mean", lambda: float(images.mean())))

@@ -69,7 +69,7 @@ def augmented_row(
 
 
 def layer_match_ratios(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
-    """What partners share in one MoE layer; record: fields (2N, T, E), first views first.
+    """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first.
 
     Experts are ranked by logits, which have no ties where an eigenbasis router clamps probs.
     """

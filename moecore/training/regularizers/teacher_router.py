@@ -33,7 +33,7 @@ class TeacherRouter(Config):
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The terms, summed over layers: ``balance``, CV² of the global batch's mean probs; ``entropy``.
+    """The terms summed over layers: ``balance``, CV² of the global batch's mean probs, ``entropy``.
 
     probs: one (B, T, E) per MoE layer, each token sums to 1.  Returns two scalars ≥ 0.
     """
