@@ -30,7 +30,7 @@ from moecore.core.operating_system import available_cores
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.stage_entry import end_with_parent, run_stage
 
-CLIENT = Path(__file__).with_name("client.py")
+CLIENT = Path(__file__).with_name("stage_client.py")
 
 Stages = Mapping[str, Callable[..., None]]
 

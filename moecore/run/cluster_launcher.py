@@ -141,7 +141,7 @@ def list_stage_names() -> list[str]:
     """The stages' names: of their scripts, and of those that are a part of one."""
     folders = getattr(find_spec("stages"), "submodule_search_locations", None) or []
     scripts = {path.stem for folder in folders for path in Path(folder).glob("[a-z]*.py")}
-    return sorted({*scripts, "adversarial", "routing"} - {"server"})
+    return sorted({*scripts, "adversarial", "routing"} - {"fork_server"})
 
 
 def stage_name(words: Sequence[str]) -> str:
