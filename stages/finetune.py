@@ -51,9 +51,8 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
             save_model(folder, recipe.model)
             save_words(folder, data)
         result = summarize_training(recipe.model, data, settings, training.log())
-        training.run.result(
-            result.with_routing(finetuning_agreement(before, after, data.test.people))
-        )
+        agreement = finetuning_agreement(before, after, data.test.people)
+        training.run.result(result.with_routing(agreement))
         training.run.model(target)
 
 

@@ -1,7 +1,6 @@
 """Stage ``pretrain``: one method trained from scratch with one seed.
 
-``python -m stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. Killed at any moment, it
-goes on where it was.
+``python -m stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. Killed, it goes on.
 """
 
 from pathlib import Path

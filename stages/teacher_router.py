@@ -43,9 +43,8 @@ def teacher_router(method: str, seed: int) -> None:
             return
         device = tune_runtime().device
         guide = build_teacher_routers(chosen, params.model, load_unguided(inputs[1]), seed, device)
-        result: Skipped | RouterFitLosses = Skipped(
-            skipped="no router to fit before the method learns"
-        )
+        result: Skipped | RouterFitLosses
+        result = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = place_split(Prepared.open(inputs[0]).train, device)
             settings = params.teacher_router

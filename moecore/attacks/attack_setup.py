@@ -58,8 +58,7 @@ class Target(NamedTuple):
         """Adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
 
         The model and the global random state stay as they were. Images that an attack couples come
-        in groups of its own size, those that share an expert's capacity in whole groups, and all of
-        them are attacked.
+        in groups of its own size, those that share an expert's capacity in whole groups.
         """
         size = round_batch_to_groups(self.model, attack.together or self.batch)
         model = bfloat16_model(self.model) if self.precision == "bfloat16" else self.model

@@ -1,5 +1,4 @@
-"""What every attack says of itself, and its random numbers: those of an image never depend on the
-other images of its batch.
+"""What every attack says of itself; an image's random numbers never depend on its batch.
 
 B images, C channels, H × W pixels.
 """

@@ -83,9 +83,8 @@ class GradientAttack(AttackBase):
 
         images: (B, C, H, W) in [0, 1]; labels: as ``task`` has them; epsilon: radius of the L∞
         ball, in pixel units; generator: on the CPU, one for all images or one each, draws the
-        random start of attacks that have one. Parameters take no gradient meanwhile.
-        Raises ValueError where images, labels, ε or a missing generator make no sense, UserError
-        as the objective does.
+        random start of attacks that have one. Parameters take no gradient meanwhile. Raises
+        ValueError where images, labels, ε or generator make no sense.
         """
         centre = check_images(images, epsilon)
         if epsilon == 0 or not len(centre):
@@ -125,8 +124,7 @@ class GradientAttack(AttackBase):
     ) -> Tensor:
         """Return the attacked images (B, C, H, W) of ``ball``, whose ε is above 0.
 
-        at: gives objective and gradient. generator: draws the random start; an attack that has one
-        raises ValueError without it.
+        at: gives objective and gradient. generator: draws the random start; ValueError without it.
         """
 
 

@@ -94,9 +94,8 @@ def summed_balance_losses(routing: Sequence[RoutingRecord]) -> Tensor | float:
 def routing_change_surrogate(output: ModelOutput, before: Sequence[Tensor]) -> Tensor:
     """Return how far probability has left the experts chosen ``before``, (B,).
 
-    Stands in for 1 − IoU, which has no gradient. before: (B, T, E) bool per MoE layer. Sum over
-    layers of the mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e; a token that chose
-    none adds 0.
+    Stands in for 1 − IoU, which has no gradient. before: (B, T, E) bool per MoE layer. Summed over
+    layers, mean over tokens of −Σ_e (chosen_e / number chosen)·log p_e (none chosen: 0).
     """
     # A hash router has no gradient: the zero share of the prediction makes it 0 and not undefined.
     values = 0.0 * output.prediction.float().sum(dim=1)

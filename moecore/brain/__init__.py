@@ -1,3 +1,1 @@
-"""What only the brain-age study has: correction of predicted ages, their errors, ages of new
-volumes, out-of-fold predictions, and the model card.
-"""
+"""What only the brain-age study has: corrected ages and their errors, new volumes, model card."""

@@ -47,8 +47,7 @@ def measure_age_errors(
 ) -> dict[str, AgeErrors]:
     """The errors of each variant; the same resamples for every one.
 
-    ages: (N,); variants: name → predictions (N,); participants: (N,) ids. Raises UserError for a
-    single age.
+    ages: (N,); variants: name → predictions (N,); participants: (N,) ids. UserError for one age.
     """
     if np.ptp(ages) == 0:
         raise UserError(

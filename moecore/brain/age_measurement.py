@@ -134,9 +134,8 @@ def conformal_radius(residuals: np.ndarray, level: float) -> float | None:
     """Half the width of the interval that holds a new value with probability ``level`` or more.
 
     residuals: (n,) of volumes that took no part in training or calibration, one a participant. It
-    is the ⌈(n + 1)·level⌉-th smallest |residual|; None where n is too small to have one (n < 9 for
-    90 %). Valid where new volumes are drawn like these (exchangeable), on average over them, not
-    for each age.
+    is the ⌈(n + 1)·level⌉-th smallest |residual|; None where n is too small (n < 9 for 90 %). Valid
+    on average over new volumes drawn like these (exchangeable).
     """
     # In floating point 10 · 0.9 may be 9.000000000000002, whose ceiling is 10.
     rank = math.ceil((len(residuals) + 1) * level - 1e-9)

@@ -40,8 +40,7 @@ COLUMNS = PredictionRow._fields
 class CorrectedAges(NamedTuple):
     """Predictions of N volumes in years, each (N,): as they come, and corrected.
 
-    ``groups`` says whose line corrected each per sex. Where there is no calibrator, the corrected
-    ones and the groups are None.
+    ``groups`` says whose line corrected each per sex. Without a calibrator: None.
     """
 
     raw: np.ndarray

@@ -1,7 +1,6 @@
 """What the training volumes were like, so that a new volume that is unlike them can be flagged.
 
-A model says something about any array of the right shape. Its error is known only for volumes like
-those that it was tested on.
+A model's error is known only for volumes like those that it was tested on.
 """
 
 from collections.abc import Sequence

@@ -12,8 +12,7 @@ from moecore.core.files import UserError, read_json
 class Config(BaseModel):
     """Immutable settings that refuse unknown keys.
 
-    A *part* (router, experts, regularizer, attack, ...) is a subclass with a ``kind`` literal equal
-    to its file's stem.
+    A *part* (router, attack, ...) is a subclass whose ``kind`` literal is its file's stem.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -25,9 +25,7 @@ class FullDisk(UserError):
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Write to the yielded temporary path; on success it replaces ``path`` atomically, on failure
-    nothing remains and what was at ``path`` before is untouched.
-    """
+    """Write to the yielded temporary path; ``path`` is replaced on success, else left untouched."""
     with _replace_when_done(Path(path)) as temporary:
         yield temporary
         with open(temporary, "rb") as handle:
@@ -61,9 +59,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_full_disk(path: Path | None = None) -> Iterator[None]:
-    """Raise FullDisk where a disk, a quota or a file's largest size leaves no room for ``path``,
-    or for the file that the error names.
-    """
+    """Raise FullDisk where a disk, a quota or a largest file size leaves no room for ``path``."""
     try:
         yield
     except UserError:
@@ -190,8 +186,6 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
 
 
 def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
-    """Hex digest of a file's content, read in blocks; ``algorithm`` is a name of hashlib (sha256,
-    md5).
-    """
+    """Hex digest of a file's content; ``algorithm`` is a name of hashlib (sha256, md5)."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, algorithm).hexdigest()

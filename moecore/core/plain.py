@@ -9,9 +9,7 @@ from pydantic import BaseModel
 
 
 def to_jsonable(value: Any) -> Any:
-    """JSON's types: settings, arrays, tensors and paths become dicts, lists, numbers and text;
-    not-finite numbers null.
-    """
+    """JSON's types: settings, arrays, tensors and paths made plain; not-finite numbers are null."""
     if isinstance(value, BaseModel):
         return to_jsonable(value.model_dump(mode="json"))
     if hasattr(value, "_asdict"):

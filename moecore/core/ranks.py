@@ -177,8 +177,7 @@ def exit_other_ranks() -> None:
 
 
 def total_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum of ``values`` over ranks, with gradient: some losses are not linear in their
-    statistics.
+    """Return the sum of ``values`` over ranks, with gradient: some losses are not linear in them.
 
     Every rank then holds the same loss, and its gradient arrives times the number of ranks, which
     the mean of all gradients takes out again.
@@ -230,9 +229,7 @@ def broadcast_text(text: str) -> str:
 
 
 class _AllReduce(Function):
-    """The sum over ranks; its gradient is summed over ranks too (torch.distributed.nn's own is
-    deprecated).
-    """
+    """The sum over ranks; its gradient is summed over ranks too."""
 
     @staticmethod
     def forward(values: Tensor) -> Tensor:

@@ -77,8 +77,7 @@ class Batch(NamedTuple):
     labels: as the task stores them; with mixed images the shares of the classes, fp32 (B, K).
     affines: (B, A+1, A+1) over A axes; each maps a point (row, column, 1) of the original image to
     the view, (first, second, third axis, 1) of a volume; none of text. Pixel centres are at +0.5.
-    With two ``views`` the second half of the batch are other views of the images of the first half,
-    in the same order.
+    With two ``views`` the second half of the batch are other views of the first half's images.
     """
 
     images: Tensor

@@ -34,9 +34,7 @@ Who = Literal[
 
 
 def generator_for(*words: int) -> Generator:
-    """A CPU generator that is a function of whole numbers, as (seed, step, purpose); different
-    words, also in number, are independent.
-    """
+    """A CPU generator for whole numbers (seed, step, purpose); different words are independent."""
     # SeedSequence takes (1, 5) and (1, 5, 0) for the same
     return Generator().manual_seed(_hash_words(*words))
 
@@ -98,9 +96,7 @@ class RowsOfBatch:
 
 
 def normal_like(values: Tensor) -> Tensor:
-    """Standard normal draws for ``values`` (views · b, …), fp32 or as they are, from the global
-    generator: this rank's part of those of the whole batch.
-    """
+    """This rank's part of the whole batch's normal draws for ``values`` (views · b, …)."""
     return RowsOfBatch.of(torch.randn_like(_whole_batch_like(values)))
 
 

@@ -68,9 +68,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def tensors_checksum(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """The sha256 of names, kinds, shapes and bytes, and of the ``metadata`` where there are some;
-    tensors are contiguous and on the CPU.
-    """
+    """The sha256 of names, kinds, shapes, bytes and ``metadata``; contiguous tensors on the CPU."""
     digest = hashlib.sha256()
     if metadata is not None:
         digest.update(json.dumps(sorted(metadata.items())).encode())

@@ -9,37 +9,27 @@ from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over l
 
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Fail later, on the device, where ``condition`` is false; the public way, ``assert`` of its
-    value, makes the host wait.
-    """
+    """Fail later, on the device, where ``condition`` is false: ``assert`` makes the host wait."""
     torch._assert_async(condition, message)
 
 
 def multiply_gelu_slope(grad: Tensor, inner: Tensor) -> None:
-    """Multiply ``grad`` in place by the slope of GELU at ``inner``; the public
-    ``torch.autograd.grad`` of ``gelu`` takes two buffers more.
-    """
+    """Multiply ``grad`` in place by GELU's slope at ``inner``; autograd takes two buffers more."""
     torch.ops.aten.gelu_backward.grad_input(grad, inner, grad_input=grad)
 
 
 def grouped_mm_operator() -> Any:
-    """Return the operator that counters of FLOPs see of ``torch.nn.functional.grouped_mm``, which
-    is public and of which they count nothing by themselves.
-    """
+    """Return the operator of ``grouped_mm``, of which FLOP counters count nothing themselves."""
     return torch.ops.aten._grouped_mm
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return what tells a tensor's storage from every other one that lives; the public
-    ``data_ptr`` is 0 of all that have no values.
-    """
+    """Return what names a tensor's storage; ``data_ptr`` is 0 of all that have no values."""
     return tensor.untyped_storage()._cdata
 
 
 def compile_error_class() -> type[Exception]:
-    """Return the class of what ``torch.compile`` raises, which has no public name; its module takes
-    seconds to import.
-    """
+    """Return the error of ``torch.compile``, without a public name; importing it takes seconds."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException

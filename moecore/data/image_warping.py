@@ -21,8 +21,7 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 
 def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: str) -> Tensor:
-    """Bilinear views fp32 (B, C, h, w) in 0..255 of images uint8 (B, C, H, W); affines fp64
-    (B, 3, 3) on the CPU.
+    """Bilinear views fp32 (B, C, h, w) in 0..255 of uint8 images; affines fp64 (B, 3, 3), CPU.
 
     Outside the image: 0 (zeros), the nearest pixel (border) or the mirrored image (reflection).
     Strong shrinking is not smoothed.

@@ -48,8 +48,7 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class OnDevice(NamedTuple):
-    """A split that lies on the device whole: images uint8 (N, C, H, W) and labels int64 (N,) or
-    uint8 (N, K).
+    """A split on the device: images uint8 (N, C, H, W), labels int64 (N,) or uint8 (N, K).
 
     Or volumes float16 (N, 1, D, H, W) and real labels float32 (N,).
     """

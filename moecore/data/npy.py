@@ -39,8 +39,7 @@ def save_array(path: Path, values: np.ndarray) -> None:
 def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
     """Return a memory-mapped .npy file to fill; one that was begun goes on.
 
-    Its space is taken now: of a sparse file, a full disk would kill the process where it is filled
-    (SIGBUS).
+    Its space is taken now: filling a sparse file on a full disk kills the process (SIGBUS).
     """
     mode = "r+" if begun else "w+"
     array = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)

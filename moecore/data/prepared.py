@@ -14,9 +14,8 @@ next tokens (N, M): see moecore/data/text/words.py.
 Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
 ``train_offsets.npy`` int64 (N + 1,).
 
-The card says everything about the set: name, kind, task, channels, size, images and counts of each
-split, mean and std of the training images, seed, licence, source, sha256 of each file, and the
-settings that made it.
+The card says: name, kind, task, channels, size, images and counts of each split, mean and std of
+training images, seed, licence, source, sha256 of each file, and the settings that made it.
 """
 
 from pathlib import Path

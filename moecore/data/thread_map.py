@@ -62,11 +62,9 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """``function(item)`` of every item, in order; at most two results a thread wait, so that memory
-    stays small.
+    """``function(item)`` of every item, in order; at most two results a thread wait in memory.
 
-    Results do not depend on the number of threads (see ``one_blas_thread``). An error is raised
-    where its result is due.
+    The number of threads changes no result (see ``one_blas_thread``). Errors are raised in order.
     """
     number = thread_count()
     with one_blas_thread(), ThreadPoolExecutor(number) as pool:

@@ -56,8 +56,8 @@ class Measurement(NamedTuple):
     result: type[Config]
     applies: Callable[[MeasuredModel], str | None]  # why not, in words; None where it applies
     measure: Callable[[MeasuredModel, Any, PartStore], Config]
-    guided: bool = False  # whether it looks at ``MeasuredSubject.guide``
-    regions: bool = False  # whether it looks at ``MeasuredSubject.regions``
+    guided: bool = False  # whether it looks at ``MeasuredModel.guide``
+    regions: bool = False  # whether it looks at ``MeasuredModel.regions``
 
     @classmethod
     def of(
@@ -77,11 +77,6 @@ def flat_image_problem(subject: MeasuredModel, needed: str) -> str | None:
 def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callable[[], R]) -> R:
     """Return what ``compute`` returns, or what a killed process kept of it under ``name``."""
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))
-
-
-def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
-    """A ``PartStore`` that keeps nothing, for a measurement that is quick or that no stage runs."""
-    return compute()
 
 
 def read_result(path: str | Path, model: type[R], stage: str) -> R | Skipped:

@@ -71,7 +71,6 @@ class Result(Config):
     kind: Literal["temperature"] = "temperature"
     temperature: float
     at_limit: bool
-    validation_images: int
     test_images: int
     scores: str | tuple[float, ...] = Field(
         description="one a test image, as the task packs them; both before and after"
@@ -121,7 +120,6 @@ def calibrate_temperature(
     return Result(
         temperature=fitted.temperature,
         at_limit=fitted.at_limit,
-        validation_images=len(said["validation"]),
         test_images=len(said["test"]),
         scores=task.encode_scores(task.scores(said["test"], labels)),
         top5=None if among is None else task.encode_scores(among),
@@ -144,7 +142,6 @@ def _calibrate_words(
     return Result(
         temperature=fitted.temperature,
         at_limit=fitted.at_limit,
-        validation_images=len(known.labels),
         test_images=len(test.labels),
         scores=data.task.encode_scores(before.nats.mean(dim=1)),
         before=answer_quality(data.task, before.nats.mean(dim=1), before, settings.resamples),

@@ -1,8 +1,6 @@
-"""What a model of age looks at: one tissue alone, a subject aged, a subject scanned again; and
-whether region experts know their tissue where nobody taught them.
+"""What a model of age looks at: tissues, ageing and rescans, and what region experts know.
 
-Ageing needs subjects of whom all but age stays as it is, which only a simulation (kind: phantom)
-has.
+Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
 from functools import partial
@@ -60,9 +58,7 @@ class CohortChecks(Config):
     ages: tuple[Age, ...] = Field(
         (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
     )
-    rescans: int = Field(
-        16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, at their and another site"
-    )
+    rescans: int = Field(16, ge=1, le=PEOPLE // 2, description="Subjects scanned again")
     probe: int = Field(
         256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
     )

@@ -149,8 +149,7 @@ def mean_corruption_error(errors: Errors, baseline: Errors) -> float:
 
     1 where both are alike, below 1 where the model is better.  Raises UserError where the two were
     not measured under the same corruptions and severities, or where the baseline makes no error at
-    all under a corruption: its share of the mean is then not defined, and leaving it out would
-    compare different sets.
+    all under a corruption, whose share is then not defined.
     """
     ours = {name: set(row) for name, row in errors.items()}
     theirs = {name: set(row) for name, row in baseline.items()}

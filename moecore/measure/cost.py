@@ -60,7 +60,6 @@ class Result(Config):
     memory_counted_as: str
     routing_ms: float
     routing_share: float
-    routing_batch_ms: float
     routing_batch_share: float
     by_k: tuple[KTime, ...]  # none of a model whose router has no k
     rounds: int
@@ -97,7 +96,6 @@ def measure(subject: MeasuredModel, settings: Cost, parts: PartStore) -> Result:
         memory_counted_as=counted,
         routing_ms=routing_ms(alone),
         routing_share=routing_share(alone),
-        routing_batch_ms=routing_ms(together),
         routing_batch_share=routing_share(together),
         by_k=times_by_k(subject, many, settings),
         rounds=settings.rounds,
@@ -122,8 +120,7 @@ def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KT
 def cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
     """Pass number n gets images n·batch, n·batch + 1, …, from the start again after the last.
 
-    images: uint8 (N, C, H, W), or volumes float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in
-    [0, 1].
+    images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
     """
     pixels = torch.cat(list(image_batches(images, batch, device)))
     return lambda number: pixels[

@@ -78,8 +78,7 @@ class ShownVariant(Config):
 
 
 class Result(Config):
-    """N images; every trace has a word for each of their tokens in each MoE layer, on the finest
-    layer's grid.
+    """N images; each trace has a word per token and MoE layer, on the finest layer's grid.
 
     Tokens are ``special`` ones first, then a ``grid`` of places, the last axis fastest: rows and
     columns of patches, the three axes of a volume's, or one axis for a text.

@@ -116,8 +116,7 @@ def smallest_class(subject: MeasuredModel) -> tuple[int, str]:
 def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.ndarray:
     """Places in the training split of ``shots`` images of each class, (K, shots), class by class.
 
-    Each class is permuted and its first images are taken: fewer shots are a part of more, and all
-    methods get the same.
+    Each class is permuted: fewer shots are a part of more, and all methods get the same.
     """
     task = subject.data.task
     members = task.by_class(torch.from_numpy(np.array(subject.data.train.labels)))

@@ -3,7 +3,6 @@
 Over the angle between the experts' subspaces and their number; no trained model is needed.
 """
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Annotated, Self
 
@@ -75,8 +74,6 @@ class Result(Config):
     """One row for each kind of targets, number of experts and angle, and sums over all draws."""
 
     draws: int  # of theorem 1
-    ratio_at_90: dict[str, float]  # by the number of experts; 1/√E is promised
-    error_at_90: float | None  # how far any is from that, relative; None where 90° was not drawn
     violations: int
     literal_violations: int  # of theorem 1 as printed
     theorem_2_promises: int  # draws in which it promises something
@@ -97,8 +94,6 @@ def measure(settings: LinearExperts) -> Result:
         second += evaluate_theorem_2(settings, experts, angle, targets)
     return Result(
         draws=len(first),
-        ratio_at_90=ratios_at_right_angle(rows),
-        error_at_90=right_angle_error(rows),
         violations=sum(not one.holds for one in first),
         literal_violations=sum(not one.literal_holds for one in first),
         theorem_2_promises=sum(one.gamma is not None for one in second),
@@ -128,18 +123,3 @@ def evaluate_theorem_2(
         theorem_2(*draw_expert_data(experts, angle, targets, seed, **sizes, **unclean))
         for seed in settings.seeds
     ]
-
-
-def ratios_at_right_angle(rows: Sequence[Theorem1OverSeeds]) -> dict[str, float]:
-    """At 90°: the ratio for each E, shared targets before the others."""
-    ratios: dict[str, float] = {}
-    for row in rows:
-        if row.angle == 90:
-            ratios.setdefault(str(row.experts), row.ratio.value)
-    return ratios
-
-
-def right_angle_error(rows: Sequence[Theorem1OverSeeds]) -> float | None:
-    """Return how far any ratio at 90° is from 1/√E; None where 90° was not drawn."""
-    errors = [abs(row.ratio.value * row.experts**0.5 - 1) for row in rows if row.angle == 90]
-    return max(errors, default=None)

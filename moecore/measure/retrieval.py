@@ -1,5 +1,4 @@
-"""Of images and captions: how often each finds the other among all, and which experts read which
-words.
+"""How often images and captions find each other among all, and which experts read which words.
 
 N images, C captions of each at most, n words of all captions, E experts.
 """

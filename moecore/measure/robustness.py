@@ -1,7 +1,6 @@
 """What is left of a model's predictions on a fixed subset of the test split under attack.
 
-The score and the change of routing at each strength of each attack, and an audit of the attacks.
-N images, K outputs.
+Score and change of routing at each strength of each attack, and an audit. N images, K outputs.
 """
 
 from typing import Annotated, NamedTuple
@@ -32,7 +31,6 @@ from moecore.measure.under_attack.curves import (
     Curve,
     ScoresAtEpsilon,
     attack_gallery,
-    measured_curves,
     people_if_repeated,
     worst_case,
 )
@@ -89,7 +87,6 @@ class Result(Config):
     task: AnyTask
     images: int
     clean_score: float
-    score_at_largest_epsilon: dict[str, float] = Field(description="by attack")
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
     worst_case: tuple[ScoresAtEpsilon, ...] = Field(
         description="over all attacks, a row an epsilon"
@@ -146,9 +143,6 @@ def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> R
         task=task,
         images=len(labels),
         clean_score=float(clean.scores.double().mean()),
-        score_at_largest_epsilon={
-            name: rows[-1].score for name, rows in measured_curves(curves).items()
-        },
         attacks=curves,
         worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,

@@ -1,8 +1,7 @@
 """The transfer of attacks: images that were made on one method's model, scored by another's.
 
-An attack made elsewhere that does more harm than the one made on the model itself says that the
-model hides its gradients, and that its robustness must not be believed (Carlini et al., 2019).
-N images.
+Where an attack made elsewhere does more harm than the model's own, the model hides its gradients,
+and its robustness must not be believed (Carlini et al., 2019). N images.
 """
 
 from collections.abc import Callable, Mapping

@@ -54,7 +54,6 @@ class Result(Config):
     """The clean text, and a row a share of words."""
 
     blocks: int
-    candidates: int  # words of the text that may be swapped
     nats: Estimate
     perplexity: float
     rows: tuple[SwapShareRow, ...]
@@ -89,7 +88,6 @@ def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Re
     clean_nats = Estimate.of_mean(clean, is_share=False)
     return Result(
         blocks=len(where),
-        candidates=len(places),
         nats=clean_nats,
         perplexity=float(np.exp(clean_nats.value)),
         rows=[
@@ -100,9 +98,7 @@ def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Re
 
 
 def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
-    """Places of the words of a text (n,) that may be swapped, in their order: no stop words
-    (scikit-learn's English list), no punctuation, not what is unknown anyway.
-    """
+    """Places of a text's (n,) words that may be swapped: no stop words, punctuation or unknowns."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
     spared = {END, UNKNOWN, *ENGLISH_STOP_WORDS}

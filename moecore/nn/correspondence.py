@@ -1,5 +1,4 @@
-"""Which tokens show the same thing: in two views of an image (PRC, §III-C), or in a teacher's and a
-student's sequence.
+"""Which tokens show the same thing, in two views (PRC, §III-C) or in a teacher's sequence.
 
 B images, T tokens per image, P patches, D spatial axes (2 for images, 3 for volumes), E experts.
 """
@@ -38,8 +37,7 @@ class TokenPairs(NamedTuple):
 
 
 def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> PatchPartners:
-    """Each patch centre of image 1 goes through R₂ · R₁⁻¹ to the nearest patch centre of image 2,
-    or to none outside it.
+    """Patch centres of image 1 go through R₂ · R₁⁻¹ to the nearest of image 2, or to none.
 
     affines_1, affines_2: (B, D+1, D+1), original to view, of the two views of each image.  Image 1
     is the view whose affine has the larger |det|: equal view sizes, so the smaller crop; ties keep
@@ -134,8 +132,7 @@ def token_pair_values(
 
 
 def align_teacher_probs(teacher: Tensor, student: torch.Size) -> Tensor:
-    """The teacher's probs (B, T, E) for each of the student's tokens: CLS to CLS, patches one to
-    one.
+    """The teacher's probs (B, T, E) for each of the student's tokens: CLS to CLS, patch to patch.
 
     A student with one token more has a distillation token behind CLS; it follows the teacher's CLS.
     Raises UserError where the shapes do not correspond.

@@ -23,11 +23,9 @@ class RowPairs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What experts compute on: values (R, d) sorted by expert, and offsets (E,) int32, where each
-    expert's rows end.
+    """What experts compute on: values (R, d) sorted by expert; offsets (E,) int32, the rows' ends.
 
-    Where ``projected`` is true the values (R, r) are tokens that were already projected onto their
-    expert's basis.
+    Where ``projected`` the values (R, r) are tokens already projected onto their expert's basis.
     """
 
     values: Tensor
@@ -80,8 +78,7 @@ class SparsePlan(NamedTuple):
         return cls(order, order // k if k > 1 else order, rows, offsets.int(), weights)
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """Tokens (B, T, d) to rows (R, d) sorted by expert; within an expert they keep the tokens'
-        order.
+        """Tokens (B, T, d) to rows (R, d) sorted by expert, in the tokens' order within each.
 
         Under autocast the rows have its dtype: to round N tokens is cheaper than to round R rows.
         """

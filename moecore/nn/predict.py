@@ -1,5 +1,4 @@
-"""Run a model over images in batches and keep what it says; nothing else about the model or the
-process changes.
+"""Run a model over images in batches and keep what it says; model and process stay as they were.
 
 N images, C channels, H × W pixels, K classes, T tokens, E experts.
 """
@@ -178,8 +177,7 @@ def _iterate_blocks(
 def image_batches(
     images: ImageSequence, size: int, device: torch.device | str = "cpu"
 ) -> Iterator[Tensor]:
-    """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``; uint8 is
-    divided by 255.
+    """Images in order, at most ``size`` at a time, as fp32 in [0, 1] on ``device``.
 
     Volumes come so many at a time as have VOXELS voxels at most (one at least): a batch that is
     small for images is gigabytes of volumes.

@@ -54,9 +54,7 @@ def build_image_trace(
 def spread_to_one_grid(
     records: tuple[RoutingRecord, ...], layouts: Sequence[TokenLayout]
 ) -> tuple[RoutingRecord, ...]:
-    """The records of layers that lie as ``layouts`` say, all with the tokens of the finest: a
-    coarser layer's token stands at each patch that it covers.
-    """
+    """The layers' records on the finest grid: a coarse token stands at each patch it covers."""
     fine = finest_layout(layouts)
     return tuple(
         refine_record(record, layout, fine) for record, layout in zip(records, layouts, strict=True)

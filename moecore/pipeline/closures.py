@@ -1,7 +1,6 @@
 """Which source files decide a result, found by reading imports, never by running them.
 
-Python is hashed by its syntax tree, so that docstrings, comments and formatting rerun nothing;
-other files by their bytes.
+Python is hashed by its syntax tree: comments and formatting rerun nothing; the rest by bytes.
 
 DVC does not follow imports. So the stage ``code`` hashes the files that a script's imports reach,
 and those of the parts that params.yaml names by ``kind``, and other stages depend on these hashes.

@@ -82,11 +82,6 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     return total
 
 
-def study_dvc_text(stages: Sequence[str] | None = None, root: Path = ROOT) -> str:
-    """Return the text of a study's one dvc.yaml."""
-    return HEAD + _dump_yaml({"stages": stage_definitions(stages, root)})
-
-
 def stage_definitions(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
     """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
     main = _read_yaml(root / "dvc.yaml")["stages"]

@@ -46,9 +46,7 @@ def requested_gpus(stages: Sequence[str]) -> int:
 def choose_places(
     stages: Sequence[str], free: Sequence[Mapping[str, str]]
 ) -> list[Mapping[str, str]] | None:
-    """Return those of the ``free`` places that stages of a job take: one, or as many as they want
-    GPUs; None where too few are free.
-    """
+    """Return the ``free`` places that a job takes, one or one per GPU; None where too few."""
     if not free:
         return None
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}

@@ -126,9 +126,7 @@ def _ring_bytes(parameters: float, ranks: int) -> float:
 
 
 def gpu_scaling_table(study: Study, peaks: GpuPeaks) -> Iterator[str]:
-    """Lines of a Markdown table: every method of run.methods at SIZES. Raises UserError where a
-    model cannot be built.
-    """
+    """Lines of a Markdown table, a method each. Raises UserError where a model cannot be built."""
     if study.model is None or study.pretrain is None:
         raise UserError("plan --scale: found no model or no pretrain; both are needed")
     preview = load_previews(study)["pretrain"]

@@ -139,8 +139,7 @@ def _stage_name(addressing: str) -> str:
 def _describe_changes(entries: Iterable[Any]) -> Iterator[str]:
     """DVC's entries in words.
 
-    Such as ``{"changed deps": {"params.yaml": {"pretrain.epochs": "modified"}}}``, or a mere
-    ``"always changed"``.
+    As ``{"changed deps": {"params.yaml": {"epochs": "modified"}}}`` or ``"always changed"``.
     """
     for entry in entries:
         for what, changes in (entry if isinstance(entry, dict) else {str(entry): None}).items():

@@ -1,7 +1,7 @@
 """The command ``python`` that DVC finds while a server of stages runs (see forked.py).
 
-``python -IS stage_client.py PYTHON WORD…``: a stage is asked of the server, everything else is run by
-PYTHON. Imports nothing but what starts in 20 ms.
+``python -IS stage_client.py PYTHON WORD…``: a stage is asked of the server, all else is run
+by PYTHON. Imports nothing but what starts in 20 ms.
 """
 
 import ctypes

@@ -52,9 +52,8 @@ def predict_ages(
 ) -> NewAges:
     """Write predictions.csv of every volume below ``folder``, and return what it says.
 
-    A volume that cannot be used keeps a line, with the reason in the column ``error``.
-    Raises UserError for a calibrator of another model, and where no volume can be used, with the
-    reasons.
+    A volume that cannot be used keeps a line, with the reason in the column ``error``. Raises
+    UserError for another model's calibrator, or if no volume can be used.
     """
     calibration = load_age_calibration(calibrator or calibrator_folder(model_folder), model_folder)
     new_volumes = find_volumes(folder)

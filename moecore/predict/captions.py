@@ -57,9 +57,7 @@ def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
 
 
 def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
-    """Return the reading of a picture's side: a cosine per text; the answer is the nearest one,
-    with its share of all texts (or, of a model of pairs, the probability that it fits).
-    """
+    """Return the reading of a picture's side: cosines, and the nearest text with its share."""
 
     def row(side: Tensor) -> Row:
         near = cosine_matrix(side[None], texts.sides)[0]

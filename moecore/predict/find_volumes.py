@@ -58,9 +58,7 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
 def prepare_volumes(
     new_volumes: list[NewVolume], reference: CohortReference
 ) -> tuple[list[np.ndarray], list[str]]:
-    """Return the volumes that can be used as the model takes them, float16 (1, D, H, W), and for
-    each of all why it cannot be used, "" where it can.
-    """
+    """Return the usable volumes, float16 (1, D, H, W), and for each of all why not, or ""."""
     edge, *others = set(reference.data.voxel_mm)
     if others:
         raise UserError("reference.json: found voxel_mm of unlike axes; allowed: one edge for all")

@@ -39,9 +39,7 @@ class Shown(NamedTuple):
 
 
 class RoutedText(NamedTuple):
-    """One text: its words in each MoE layer with the experts that read them, that with most weight
-    first, and the pictures that lie nearest.
-    """
+    """One text: its words with their experts per MoE layer, and the pictures that lie nearest."""
 
     text: str
     layers: list[list[tuple[str, list[int]]]]

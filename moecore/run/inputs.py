@@ -1,6 +1,4 @@
-"""What a stage has read, compared at its end with what stands there then: DVC hashes settings and
-files after the command, and would file a result of others under those.
-"""
+"""What a stage has read, compared at its end: DVC hashes settings and files after the command."""
 
 import hashlib
 import os

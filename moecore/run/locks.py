@@ -13,8 +13,7 @@ from moecore.core.files import UserError
 def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
     """Hold the lock file at ``path``; its folder is made.
 
-    Raises UserError with what ``describe_holder`` returns where another process holds it, and where
-    the file cannot be written.
+    UserError with ``describe_holder()`` where another process holds it, or it cannot be written.
     """
     lock = FileLock(path, timeout=0)
     try:

@@ -19,9 +19,7 @@ AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 
 def list_omitted_runs(params: Path, run: Selection) -> list[str]:
-    """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out; none
-    without an overlay and the root that it changes, or where ``run`` has others too.
-    """
+    """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out."""
     folder = params.parent
     root = Path(os.path.relpath(folder.resolve().parents[1]))
     if not ((folder / OVERLAY).is_file() and (root / "params.yaml").is_file()):

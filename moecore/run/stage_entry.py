@@ -31,9 +31,8 @@ def run_stage(
     """Call ``function`` with the words of the command line, converted by its annotations.
 
     ``def pretrain(method: str, seed: int)`` runs as ``python -m stages.pretrain vmoe 0``. Exit
-    codes: 1 for a UserError (its text is printed, without a traceback), 2 for wrong arguments. If
-    the parent (dvc) is killed, the stage ends too. trains: several ranks may share it; any other
-    stage is one process.
+    codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the parent
+    (dvc) is killed, the stage ends too. trains: several ranks may share it.
     """
     words = sys.argv[1:] if arguments is None else arguments
     values = _convert_words(function, words)

@@ -59,8 +59,7 @@ class Difference(NamedTuple):
     def p_at(self, distance: float) -> float | None:
         """Two-sided p of a mean that lies ``distance`` ≥ 0 from what is tested.
 
-        It is below 1 − level exactly where ``half(level)`` is below the distance; None without an
-        interval.
+        Below 1 − level exactly where ``half(level)`` < distance; None without an interval.
         """
         if not self.sources:
             return None
@@ -139,9 +138,8 @@ def linearize_ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
 def crossed_difference(differences: np.ndarray) -> Difference:
     """The mean of D (S, n), over seeds and items.
 
-    One seed: over items alone, given that seed. Items that are all alike, such as a model that is
-    never right, do not say how others would vary, and leave no interval. Raises ValueError unless D
-    is (S ≥ 1, n ≥ 2) and finite.
+    One seed: over items alone, given that seed. Items that are all alike, as of a model that is
+    never right, leave no interval. ValueError unless D is (S ≥ 1, n ≥ 2) and finite.
     """
     values = np.asarray(differences, np.float64)
     if values.ndim != 2 or values.shape[0] < 1 or values.shape[1] < 2:

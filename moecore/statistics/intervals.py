@@ -25,8 +25,7 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
-    """Return a share with Wilson's score interval (Wilson, 1927), valid for small counts and for
-    shares of 0 and 1.
+    """Return a share with Wilson's score interval (1927), valid for small counts, 0 and 1.
 
     Raises ValueError unless 0 ≤ successes ≤ count and count ≥ 1.
     """
@@ -37,8 +36,7 @@ def wilson(successes: int, count: int, level: float = 0.95) -> Interval:
 
 
 def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Mean over seeds with the interval of Student's t (n − 1 degrees of freedom); one seed gives
-    no limits.
+    """Mean over seeds with Student's t interval (n − 1 degrees); one seed gives no limits.
 
     Raises ValueError where there are no values.
     """
@@ -62,8 +60,7 @@ def bootstrap_interval(
     highest: float = math.inf,
     people: np.ndarray | None = None,
 ) -> Interval:
-    """Basic (reflected) bootstrap interval (Davison & Hinkley, 1997, eq. 5.6) of a statistic of
-    ``count`` images.
+    """Basic (reflected) bootstrap interval (Davison & Hinkley, 1997, eq. 5.6) of ``count`` images.
 
     people: (count,), whose image each is; then people are drawn anew, each with all its images, as
     two images of one person are no two persons. None: images are drawn.
@@ -163,9 +160,7 @@ class Estimate(Config):
 
     @classmethod
     def of_mean(cls, values: Tensor, is_share: bool = True) -> Self:
-        """Return the mean of one value ≥ 0 per item, (N,), with its interval: as a share's, in
-        [0, 1], or by the bootstrap.
-        """
+        """Return the mean of (N,) values ≥ 0 and its interval: a share's, or by the bootstrap."""
         interval = mean_share if is_share else bootstrap_mean
         return cls.of(interval(values.double().numpy()))
 

@@ -1,5 +1,4 @@
-"""Two models on the same images, or two methods over the same seeds: is the difference more than
-chance?
+"""Two models on the same images, or methods over the same seeds: is the difference chance?
 
 Everything here is paired: what both models get right or wrong says nothing about their difference.
 """

@@ -40,9 +40,6 @@ class ExtraTestMetrics(Config):
     median_mae: float | None = None  # of answering always with the median of the training labels
     ppl: float | None = None  # as papers count it: training's streams, from nothing, whole blocks
     ppl_all: float | None = None  # every token once, in one stream
-    test_corr: float | None = None  # of ŷ − y with y
-    test_slope: float | None = None  # b of the least squares ŷ = a + b·y
-    test_intercept: float | None = None  # a
 
 
 class Task(Config, ABC):
@@ -123,8 +120,7 @@ class Task(Config, ABC):
     def top5(self, prediction: Tensor, labels: Tensor) -> Tensor | None:
         """Return whether the label is among the five most likely answers, (N,) bool.
 
-        None where that says nothing: for five classes at most, for several labels an image, and
-        where labels are no classes.
+        None for five classes at most, several labels an image, or labels that are no classes.
         """
         return None
 

@@ -30,9 +30,7 @@ WORDS = "captions are no classes"
 
 
 class ImageText(Task):
-    """Symmetric cross-entropy between the images and the captions of a batch (CLIP; Radford et al.
-    2021), or a sigmoid of every pair (SigLIP; Zhai et al. 2023).
-    """
+    """Symmetric cross-entropy (CLIP; Radford et al. 2021) or sigmoid (SigLIP; Zhai et al. 2023)."""
 
     kind: Literal["image_text"] = "image_text"
     words: int = Field(ge=2, description="of the vocabulary")

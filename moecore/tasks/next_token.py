@@ -1,8 +1,6 @@
-"""The next word of a text: labels int64 (N, M), the word after each of a block's M tokens;
-predictions (N, M, V), logits over the vocabulary.
+"""The next word: labels int64 (N, M), the word after each token; logits (N, M, V).
 
-An item is a block of M consecutive tokens: neighbours are not independent, so intervals are over
-blocks.
+An item is a block of M tokens: neighbours are not independent, so intervals are over blocks.
 """
 
 from typing import Any, Literal

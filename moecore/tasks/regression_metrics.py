@@ -1,7 +1,6 @@
 """Metrics of predictions of a real number, such as an age; all arithmetic is in fp64.
 
-prediction: (N, 1), as models give it, or (N,), in the target's unit; labels: (N,) floating point,
-in the same unit. N images.
+prediction: (N, 1) or (N,), in the target's unit; labels: (N,) floating point, in that unit too.
 """
 
 from typing import TypedDict

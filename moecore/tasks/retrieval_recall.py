@@ -54,8 +54,7 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
 
 def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> Tensor:
     """R@k of each image (N, d + 1) among all captions (N, C, d + 3): (N, k) fp64; any of its
-    captions counts. Ties as in ``text_to_image_recall``, of all own captions that are as near as
-    the best.
+    captions counts. Ties as in ``text_to_image_recall``, of the nearest own captions.
     """
     number, captions = texts.shape[:2]
     flat = texts.flatten(0, 1)

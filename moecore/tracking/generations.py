@@ -1,9 +1,8 @@
 """Which stages of a method and seed belong to the model that it has now.
 
 The stages of a method and a seed are children of one run. A training that runs again begins a new
-one, which stands beside the old one in every chart; a measurement that runs again only changes the
-numbers of the one that there is. What belongs to no single model (data, teachers, transfer of
-attacks) has one run for all.
+one, beside the old one in every chart; a measurement changes the numbers of the one there is. What
+belongs to no single model (data, teachers, transfer of attacks) has one run for all.
 """
 
 from collections import defaultdict

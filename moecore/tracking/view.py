@@ -1,7 +1,6 @@
 """What MLflow's table of runs shows first: a view that is saved with the experiment.
 
-MLflow keeps such views as tags of the experiment, lists them under "Views", and opens the one that
-an address names.
+MLflow keeps views as tags of the experiment and opens the one that an address names.
 """
 
 import json

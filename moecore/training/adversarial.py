@@ -36,8 +36,7 @@ class Adversarial(Config):
         """The batch (every view of it) with adversarial images, fp32 in [0, 1].
 
         model: is attacked as it is used (no noise, no capacity, no autocast), and left as it was.
-        generator: on the CPU, for the random start. The task's loss grows; regularizers are not
-        attacked.
+        generator: on the CPU, for the random start. Regularizers are not attacked.
         """
         attack = Pgd(steps=self.steps, form=self.form)
         own: Generator | list[Generator] = generator

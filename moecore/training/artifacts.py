@@ -116,8 +116,7 @@ def load_adapted_model(
     moe: MoESettings | None,
     interpolation: Interpolation = "bilinear",
 ) -> BackboneModel:
-    """The model of ``folder`` for other images: positions interpolated to the new grid, a fresh
-    head for other classes.
+    """The model of ``folder`` for other images: a new grid of positions, a head for new classes.
 
     The statistics of the new images normalise them. A head for the same target says of the same
     tokens what it said before, though the new target's mean and deviation are others. Raises
@@ -194,8 +193,7 @@ def save_no_guide(folder: Path) -> None:
 
 
 def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
-    """The guide of ``folder``, or None for a method that needs none; ``size`` asks for another
-    image size.
+    """The guide of ``folder``, or None for a method without one; ``size``: of other images.
 
     Its routers take gradients only where they learn with the student.
     """

@@ -85,9 +85,7 @@ def peak_counting_method(device: torch.device) -> str:
 def live_training_tensors(
     modules: Iterable[nn.Module | None], optimizer: torch.optim.Optimizer, batch: Any
 ) -> Iterator[Tensor]:
-    """Yield what is there before a step: weights, gradients, buffers, the optimizer's state and
-    the batch; one by one, so that nothing keeps the gradients which the step lets go.
-    """
+    """Yield all tensors there before a step, one by one, so that no gradient is kept alive."""
     for module in modules:
         if module is not None:
             yield from module.buffers()

@@ -108,9 +108,7 @@ def train_job(
 
 
 def spread_over_ranks(job: TrainingJob, settings: Training, device: str) -> "Spread | None":
-    """Return the training's part on this rank; None for one process. UserError for what does not
-    divide. The model is put on the device.
-    """
+    """Put the model on its device; this rank's part, or None. UserError if it does not divide."""
     job.model.to(device)
     if has_process_group():
         from moecore.training.distributed_training import (

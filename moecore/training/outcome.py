@@ -133,9 +133,7 @@ def summarize_training(
 
 
 class SplitScores(NamedTuple):
-    """What a model does on data: scores (N,) of the test and the validation split, and the mean
-    loss of the test split, in the unit of the training.
-    """
+    """A model's scores (N,) on the test and validation split, and the test split's mean loss."""
 
     scores: torch.Tensor
     validation: torch.Tensor

@@ -63,8 +63,7 @@ class TissueIsolation(NamedTuple):
         return changed, region
 
     def marked(self, batch: Batch, region: Tensor, epoch: int, layout: TokenLayout) -> Batch:
-        """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it, for
-        each view.
+        """The batch with what its isolated views teach; region: (B,) as ``isolated`` gave it.
 
         In the epochs ``alone`` age is learned from them too. Later they teach the routers only:
         where they taught age as well some trainings stayed at the median age.

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from moecore.core.files import read_json
-from moecore.pipeline.dvc_file import study_dvc_text
+from moecore.pipeline.dvc_file import dvc_yaml_texts, stage_definitions
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
@@ -40,7 +40,7 @@ MEASUREMENT = '''\
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredSubject, PartStore
+from moecore.measure.base import MeasuredModel, PartStore
 
 
 class Brightness(Config):
@@ -55,12 +55,12 @@ class Result(Config):
     mean: float
 
 
-def applies(subject: MeasuredSubject) -> str | None:
+def applies(subject: MeasuredModel) -> str | None:
     """To all."""
     return None
 
 
-def measure(subject: MeasuredSubject, settings: Brightness, parts: PartStore) -> Result:
+def measure(subject: MeasuredModel, settings: Brightness, parts: PartStore) -> Result:
     """The mean over all pixels."""
     images = subject.data.test.images[: settings.images]
     return Result(mean=parts("mean", lambda: float(images.mean())))
@@ -139,7 +139,8 @@ def test_a_part_is_a_file_and_two_lines_and_all_of_them_run(tmp_path):
         "moecore/measure/__init__.py": 2,
         "moecore/report/measures/__init__.py": 2,
     }
-    (tmp_path / "dvc.yaml").write_text(study_dvc_text(STAGES), encoding="utf-8")
+    texts = dvc_yaml_texts(stage_definitions(STAGES), {})
+    (tmp_path / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     for stage in ("prepare pretrain", "teacher_router mine 0", "pretrain mine 0"):
         project.stage(*stage.split())
     for stage in ("robustness", "measure brightness", "measure invariance"):

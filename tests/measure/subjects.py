@@ -1,5 +1,6 @@
 """Small untrained models on the digits, as measurements get them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from moecore.pipeline.code_hashes import write_code
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import save_model
 from tests.volumes import write_cohort
+
+
+def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
+    """A ``PartStore`` that keeps nothing."""
+    return compute()
 
 
 def digits(folder: Path) -> Prepared:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from moecore.core.config import read_settings
 from moecore.core.files import UserError
 from moecore.measure import cohort_checks
-from moecore.measure.base import MeasuredModel, compute_without_cache, read_result
+from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
     Calibrate,
     CalibrationFiles,
@@ -43,7 +43,14 @@ from moecore.tasks.classification_metrics import (
 )
 from stages import calibrate as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
-from tests.measure.subjects import in_run, measured_twice, trained, write_digits, write_models
+from tests.measure.subjects import (
+    compute_without_cache,
+    in_run,
+    measured_twice,
+    trained,
+    write_digits,
+    write_models,
+)
 
 SETTINGS = Calibrate(calibrator={"kind": "temperature"}, resamples=100, batch=16)
 
@@ -88,7 +95,7 @@ def test_the_test_split_before_and_after(made):
     assert found.before.score == found.after.score
     hits = CLASSES.decode_scores(found.scores, len(labels))
     assert torch.equal(hits, logits.argmax(1) == labels)
-    assert (found.validation_images, found.test_images) == (len(subject.data.validation.labels), 60)
+    assert found.test_images == 60
 
 
 @pytest.mark.parametrize(
@@ -365,14 +372,10 @@ def test_solves_a_case_by_hand():
 def test_says_where_no_temperature_inside_the_limits_is_best():
     labels = torch.tensor([0, 1, 0, 1])
     right = torch.nn.functional.one_hot(labels, 2).float()
-    assert Temperature(lowest=0.1).fit(right, labels) == FittedTemperature(
-        temperature=0.1, at_limit=True
-    )
-    assert Temperature(highest=9).fit(-right, labels) == FittedTemperature(
-        temperature=9, at_limit=True
-    )
-    assert Temperature(highest=9).fit(torch.zeros(4, 2), labels) == FittedTemperature(
-        temperature=9, at_limit=True
+    assert Temperature().fit(right, labels) == FittedTemperature(temperature=0.05, at_limit=True)
+    assert Temperature().fit(-right, labels) == FittedTemperature(temperature=20, at_limit=True)
+    assert Temperature().fit(torch.zeros(4, 2), labels) == FittedTemperature(
+        temperature=20, at_limit=True
     )
 
 

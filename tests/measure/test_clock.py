@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moecore.measure import cost
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.clock import Quartiles, time_calls, timing_quartiles
 from moecore.measure.cost import Cost
 from moecore.measure.forward_cost import (
@@ -27,7 +27,7 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.tasks.classification import Classification
 from moecore.training.live_bytes import LiveBytes
-from tests.measure.subjects import built, digits, top_k_mlps
+from tests.measure.subjects import built, compute_without_cache, digits, top_k_mlps
 
 CPU = torch.device("cpu")
 TOP2 = {"kind": "noisy_top_k", "k": 2}

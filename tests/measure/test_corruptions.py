@@ -20,7 +20,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
-from moecore.measure.base import MeasuredModel, compute_without_cache, read_result
+from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.noise_ramp import count_jumps, true_probability
 from moecore.measure.routing_metrics.layer_metrics import change_of_choice, changes_by_image
@@ -42,6 +42,7 @@ from stages import transfer as stage
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
 from tests.measure.subjects import (
     built,
+    compute_without_cache,
     in_run,
     measured_twice,
     top_k_mlps,

@@ -12,7 +12,7 @@ from moecore.core.encoded_arrays import decode_float_array
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.invariance import Invariance
 from moecore.measure.routing_metrics.imed import (
     imed_between,
@@ -28,7 +28,7 @@ from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.hash import Hash
-from tests.measure.subjects import built, measured_twice
+from tests.measure.subjects import built, compute_without_cache, measured_twice
 from tests.routed import KINDS, tiny
 
 SETTINGS = Invariance(images=40, batch=30, seed=5)

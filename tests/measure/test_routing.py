@@ -10,7 +10,7 @@ from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import draw_views
 from moecore.measure import routing
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.overlays import (
     CROPS,
     expert_grid,
@@ -22,7 +22,7 @@ from moecore.measure.routing_metrics.layer_use import layer_use_by_image, layer_
 from moecore.measure.routing_metrics.view_pairs import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
-from tests.measure.subjects import measured_twice
+from tests.measure.subjects import compute_without_cache, measured_twice
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
 

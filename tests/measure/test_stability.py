@@ -15,7 +15,7 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure import explorer, stability
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
@@ -30,6 +30,7 @@ from tests.measure.subjects import (
     MOVED,
     OF_VOLUMES,
     built,
+    compute_without_cache,
     images,
     measured_twice,
     moe,

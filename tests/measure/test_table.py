@@ -17,7 +17,7 @@ from moecore.core.source_layout import ROOT
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.measure import MEASUREMENTS, routing
-from moecore.measure.base import MeasuredModel, Skipped, compute_without_cache, read_result
+from moecore.measure.base import MeasuredModel, Skipped, read_result
 from moecore.measure.exploring.overlays import expert_grid, overlay_middle_slices
 from moecore.measure.forward_cost import flops_per_image
 from moecore.measure.routing import Routing
@@ -43,6 +43,7 @@ from stages.sizes import Params
 from tests.measure.subjects import (
     built,
     captioned,
+    compute_without_cache,
     digits,
     measured_twice,
     top_k_mlps,

@@ -23,7 +23,7 @@ from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_temperature
 from moecore.measure.calibrators.temperature import Temperature, nll_slopes
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
@@ -45,6 +45,7 @@ from tests.measure.subjects import (
     MODELS,
     built,
     captioned,
+    compute_without_cache,
     measured_twice,
     trained,
     write_digits,

@@ -144,7 +144,7 @@ def test_simulated_subjects_are_aged_and_scanned_again(study):
     assert found.reasons == {}
     assert list(found.isolated) == ["wm", "gm", "csf"]
     assert len(found.ageing.predictions) == 2 and len(found.ageing.predictions[0]) == 3
-    assert found.rescan.other_site_mean_abs_difference > 0
+    assert found.rescan.mean_abs_difference > 0
 
 
 def test_region_experts_are_tried_where_they_were_not_taught(study):

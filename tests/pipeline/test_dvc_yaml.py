@@ -48,6 +48,7 @@ from moecore.study.reading.stage_params import params_keys, validate_whole
 from moecore.study.reading.study import Study
 from moecore.tasks.classification import Classification
 from tests import project
+from tests.project import check_params
 
 MAIN = load_yaml(str(ROOT / "dvc.yaml")).data["stages"]
 MORE = load_yaml(str(ROOT / "pipelines/stages.yaml")).data["stages"]
@@ -190,8 +191,6 @@ def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
 
 @pytest.mark.parametrize("path", [ROOT, *STUDIES], ids=lambda path: path.name)
 def test_every_params_file_is_in_order(path: Path):
-    from moecore.study.checking.validate import check_params
-
     check_params(path / "params.yaml")
 
 

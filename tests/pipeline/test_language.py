@@ -14,12 +14,12 @@ import yaml
 from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.study.checking.validate import check_params
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.study import Study
 from moecore.study.writing.write_params import write_params
 from moecore.tasks.next_token import NextToken
 from tests import forked
+from tests.project import check_params
 
 STUDY = ROOT / "pipelines/language_wikitext103"
 WORDS = 267_735

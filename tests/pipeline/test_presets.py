@@ -13,12 +13,11 @@ import torch
 
 from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.study.checking.validate import check_params
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.overlay import load_presets, resolve_overlay
 from moecore.study.writing.write_params import write_params
 from moecore.tasks.classification import Classification
-from tests.project import copy_shipped
+from tests.project import check_params, copy_shipped
 
 PAPERS = ("prc", "tgr", "moge", "ermoe")
 EACH = [(study, ()) for study in PAPERS] + [

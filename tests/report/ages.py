@@ -179,7 +179,6 @@ def attacked(number: int) -> Robustness:
         task=TASK,
         images=40,
         clean_score=4.0 + number,
-        score_at_largest_epsilon={},
         attacks=rows,
         worst_case=worst,
         audit=[line],

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecore.measure import explorer
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_trace
 from moecore.report.measured import Measured, Phase, Results
 from moecore.training.outcome import Outcome, WatchedEpoch
-from tests.measure.subjects import FEW, images, moe, subject
+from tests.measure.subjects import FEW, compute_without_cache, images, moe, subject
 from tests.report.generated import trained
 
 DENSE = "a dense model has no experts, so there is nothing to see"

@@ -264,7 +264,6 @@ def costing(number: int, seed: int) -> cost.Result:
         memory_counted_as="live tensors",
         routing_ms=0.5 * number,
         routing_share=0.1 * number,
-        routing_batch_ms=1.0,
         routing_batch_share=0.2,
         by_k=[{"k": k, "batch_ms": {"median": 2.0 + k, "low": 2.0, "high": 9.0}} for k in (1, 2)],
         rounds=2,
@@ -321,7 +320,6 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> calibratio
     return calibration.Result(
         temperature=1.7,
         at_limit=False,
-        validation_images=400,
         test_images=600,
         scores=TASK.encode_scores(top1_hits(*tested(number, seed))),
         top5=TASK.encode_scores(topk_hits(*tested(number, seed), 5)),
@@ -362,7 +360,6 @@ def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
         task=TASK,
         images=200,
         clean_score=0.9,
-        score_at_largest_epsilon={name: rows[-1].score for name, rows in curves.items()},
         attacks=curves,
         worst_case=worst_case(curves, TASK, 200),
         audit=lines,

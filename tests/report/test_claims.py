@@ -38,9 +38,9 @@ from moecore.statistics.crossed import (
     crossed_difference,
     encode_item_values,
 )
-from moecore.study.checking.validate import check_params
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.overlay import stages_with_params
+from tests.project import check_params
 from tests.report.generated import (
     TASK,
     card,

@@ -12,10 +12,10 @@ from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.data.sources.digits import Digits
 from moecore.study.checking.preflight import check_study, describe_check
-from moecore.study.checking.validate import check_params, collect_problems, params_schema
+from moecore.study.checking.validate import collect_problems, params_schema
 from moecore.study.reading.document import load_yaml, parse_yaml
 from tests.data.making import image_classes
-from tests.project import PARAMS
+from tests.project import PARAMS, check_params
 
 STUDIES = [ROOT / "params.yaml", *sorted((ROOT / "pipelines").glob("*/params.yaml"))]
 STAGES = tuple(name for name in load_yaml(ROOT / "dvc.yaml").data["stages"] if name != "code")

@@ -7,11 +7,10 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.checking.validate import check_params
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.writing.assignments import apply_assignments, write_assignments
 from moecore.study.writing.write_params import list_changes, params_text, write_params
-from tests.project import PARAMS
+from tests.project import PARAMS, check_params
 from tests.study.test_reading import values
 
 OVERLAYS = sorted((ROOT / "pipelines").glob("*/overlay.yaml"))

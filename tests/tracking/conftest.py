@@ -118,8 +118,7 @@ def calibrate(ece: float = 0.5) -> None:
     before = PredictionQuality(score=some, nll=some, brier=some, ece=some, bins=bins)
     after = before.model_copy(update={"ece": some.model_copy(update={"value": ece})})
     words = {"kind": "temperature", "temperature": 2.0, "at_limit": False, "scores": ""}
-    images = {"validation_images": 4, "test_images": 4}
-    result = Result(**words, **images, before=before, after=after)
+    result = Result(**words, test_images=4, before=before, after=after)
     Path("artifacts/data/pretrain").mkdir(parents=True, exist_ok=True)
     Path("artifacts/data/pretrain/card.json").write_text(json.dumps(CARD))
     with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:

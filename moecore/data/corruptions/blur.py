@@ -82,8 +82,7 @@ def disk_kernel(radius: float) -> np.ndarray:
 
 
 def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
-    """A half line from the centre with weights exp(−t² / 2σ²), t up to 3σ in steps of half a pixel,
-    as a kernel of sum 1.
+    """Return half a line from the centre, weights exp(−t² / 2σ²) up to 3σ in half pixels, sum 1.
 
     degrees: 0 points to the right, 90 down. Each point is shared by its four nearest pixels.
     """

@@ -1,5 +1,4 @@
-"""Fifteen seeded corruptions in the style of the common-corruptions benchmark (Hendrycks &
-Dietterich, 2019, section 4).
+"""Fifteen seeded corruptions, as common corruptions (Hendrycks & Dietterich, 2019, section 4).
 
 They are our own renderings for any image of at least 8 × 8 pixels and any number of channels, not
 the benchmark's files, and their errors do not compare with published ones. Noise, blur, contrast,
@@ -49,8 +48,7 @@ LEAST = 8  # pixels of the shorter side: below, no blur or block is left to spea
 def corrupt_images(
     images: np.ndarray, name: str, severity: int, seed: int, indices: np.ndarray
 ) -> np.ndarray:
-    """The images under one corruption: uint8 (N, C, H, W) in and out; what lies outside [0, 255] is
-    cut off, the rest rounded.
+    """The images under one corruption: uint8 (N, C, H, W) in and out, rounded, cut to [0, 255].
 
     name: a key of CORRUPTIONS; severity: 1 to 5; indices: (N,) the images' places in their split.
     The bytes of an image are a function of its own bytes and (seed, name, severity, index): not of

@@ -19,11 +19,9 @@ def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Gene
 
 
 def noise_directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
-    """One standard normal draw an image, fp32 (N, *shape), a function of (seed, index of the image
-    in its split).
+    """One standard normal draw an image, fp32 (N, *shape), a function of (seed, image's index).
 
-    Multiplied by sigma it is Gaussian noise of standard deviation sigma; the same direction serves
-    every sigma, model and method.
+    Times sigma it is Gaussian noise; the same direction serves every sigma, model and method.
     """
     made = torch.empty(len(indices), *shape)
     for row, index in zip(made, indices, strict=True):

@@ -1,11 +1,9 @@
-"""How strong a corruption is at a severity, for any image size, and the two resamplings that
-several corruptions share.
+"""How strong a corruption is at a severity, for any image size, and two shared resamplings.
 
 The benchmark has two sets of numbers: for 224 pixels (ImageNet-C) and for 32 pixels (CIFAR-10-C),
 the latter milder, because a small image has no pixels to spare. Each parameter here has both;
 between them it is interpolated geometrically in the image's shorter side. Below 32 pixels the
-numbers of 32 stay (a blur of less than a pixel would be none); above 224 lengths grow with the
-side.
+numbers of 32 stay; above 224 lengths grow with the side.
 """
 
 import math

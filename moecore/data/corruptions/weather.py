@@ -52,8 +52,7 @@ def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.n
 
 
 def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """A random cloud is added, then all is scaled back to the image's largest value; hence a black
-    image stays black.
+    """A random cloud is added, then all is scaled back to the largest value: black stays black.
 
     Parameters: the thickness, and how smooth the cloud is. Our cloud is a sum of smooth noises, the
     benchmark's a diamond-square fractal.
@@ -67,8 +66,7 @@ def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nda
 
 
 def brightness(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """The parameter is added to the value of HSV, the largest channel; hue and saturation stay, and
-    a black pixel becomes grey.
+    """The parameter is added to HSV's value, the largest channel; hue and saturation stay.
 
     One rule for any number of channels: every channel is multiplied by new value / old value.
     """
@@ -97,9 +95,7 @@ def ice_texture(size: tuple[int, int], random: np.random.Generator) -> np.ndarra
 def _flakes(
     size: tuple[int, int], mean: float, flake: float, random: np.random.Generator
 ) -> np.ndarray:
-    """Peaks (1, H, W) of a normal field of standard deviation 0.3 whose values lie ``flake`` pixels
-    apart; values below 0.5 become 0.
-    """
+    """Peaks (1, H, W), 0 below 0.5, of a normal field (σ 0.3), its values ``flake`` apart."""
     coarse = random.normal(mean, 0.3, (1, *(int(np.ceil(number / flake)) + 1 for number in size)))
     field = sample_bilinear(coarse, *(np.arange(number) / flake for number in size))
     return np.where(field < 0.5, 0.0, np.clip(field, 0, 1))

@@ -168,9 +168,7 @@ def read_annotation_json(path: Path) -> Any:
 
 
 def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
-    """The images of each split in a file of Karpathy & Fei-Fei's (dataset_coco.json,
-    dataset_flickr30k.json). Raises UserError for files that are none.
-    """
+    """The images per split in a file of Karpathy & Fei-Fei's. Raises UserError for other files."""
     content = read_annotation_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         raise UserError(f"{path}: found no list `images`; allowed: dataset_coco.json of Karpathy's")

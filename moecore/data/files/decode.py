@@ -51,8 +51,7 @@ class UnreadableImage(Exception):
 
 
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
-    """Decode every pixel of a file: uint8 (channels, size, size); short side to ``size``
-    (bilinear), then the centre.
+    """Decode a file: uint8 (channels, size, size); short side to ``size`` (bilinear), centre cut.
 
     A camera's rotation mark (EXIF) is obeyed; transparent pixels stand on ``BACKGROUND``; 16 bits
     a channel become the nearest of 8; large JPEG files are decoded at a fraction of their size,

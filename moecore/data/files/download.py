@@ -20,8 +20,7 @@ def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Download ``url`` to ``path``; the file appears only after ``check(temporary path)`` has
-    accepted it.
+    """Download ``url`` to ``path``, which appears only once ``check(temporary path)`` accepts it.
 
     Raises UserError on any network problem (naming the URL) and from ``check``.
     """

@@ -13,8 +13,7 @@ GZIP = b"\x1f\x8b"
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
-    """Read a uint8 IDX file, plain or gzip (told by its first bytes), as an array with
-    ``dimensions`` axes.
+    """Read a uint8 IDX file, plain or gzip, as an array with ``dimensions`` axes.
 
     sha256: of the *decompressed* content, so that a plain and a packed copy have the same one.
     Raises UserError naming the file where it cannot be read or its content is another one.

@@ -60,11 +60,8 @@ class PublishedSource(SplitSettings):
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on missing or damaged files."""
-        roots = candidate_folders(self.root)
-        place = self.find_files(roots)
-        if place is None and not self.download:
-            raise UserError(self.describe_absence(roots))
-        train, test = self.read_sets(place or self.fetch_files(roots[0]))
+        place, root = self._place_and_root()
+        train, test = self.read_sets(place or self.fetch_files(root))
         facts = self.facts()
         task = Classification(classes=facts.classes)
         info = DatasetInfo(
@@ -84,10 +81,7 @@ class PublishedSource(SplitSettings):
         return PlannedData(facts.name, facts.channels, self.size, task).complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
-        roots = candidate_folders(self.root)
-        place = self.find_files(roots)
-        if place is None and not self.download:
-            raise UserError(self.describe_absence(roots))
+        place, root = self._place_and_root()
         facts = self.facts()
         train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
         rows = self._split_rows(train, test)
@@ -96,8 +90,16 @@ class PublishedSource(SplitSettings):
         }
         return {
             "counts": class_counts(facts.name, facts.classes, labels),
-            "note": None if place else f"prepare will download it into {roots[0]}",
+            "note": None if place else f"prepare will download it into {root}",
         }
+
+    def _place_and_root(self) -> tuple[Path | None, Path]:
+        """Where all files are, None where they are to be fetched, and the folder for that."""
+        roots = candidate_folders(self.root)
+        place = self.find_files(roots)
+        if place is None and not self.download:
+            raise UserError(self.describe_absence(roots))
+        return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of train, validation and test, in this order."""

@@ -34,8 +34,7 @@ class DecodeCache(NamedTuple):
     channels: int
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
-        """Decode all ``paths``: the array's path, uint8 (N, C, size, size), and {row: reason} of
-        the unreadable ones.
+        """Decode all ``paths``: path of uint8 (N, C, size, size), {row: reason} of the unreadable.
 
         State is saved every 1,024 files; another file list, file length, size or number of channels
         starts afresh, and so does a damaged state or array.
@@ -63,8 +62,7 @@ class DecodeCache(NamedTuple):
     def pack(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegs, dict[int, str]]:
-        """Encode all ``paths`` into ``{split}.bin``: the file, with nothing of the unreadable ones,
-        and {row: reason} of those.
+        """Encode all ``paths`` into ``{split}.bin``; also {row: reason} of the unreadable ones.
 
         State is saved as by ``decode``; another short side starts afresh too.
         """

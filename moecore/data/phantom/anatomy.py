@@ -1,6 +1,4 @@
-"""A simulated person: what is drawn once for life, and the brain that follows from it at an age,
-whose tissue is brought to its volumes: white to grey matter, grey matter to fluid, lesions.
-"""
+"""A simulated person: what is drawn once for life, and the brain that follows from it at an age."""
 
 from typing import NamedTuple
 
@@ -110,8 +108,7 @@ def shift_tissue_boundaries(
 ) -> Brain:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 
-    thinning: (64, 64, 64) where grey matter goes first; spots: (64, 64, 64) smooth field, lesions
-    where it is high.
+    Both (64, 64, 64). thinning: where grey matter goes first; spots: lesions where it is high.
     """
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)

@@ -1,8 +1,6 @@
-"""The anatomy that every simulated person is made from, MNI152 tissue maps on a 64³ grid of 3 mm
-(see mni152/NOTICE.md), and how it is placed into a head: pose, smooth warp, ventricles.
+"""The anatomy of every simulated person, MNI152 maps at 64³ (see mni152/NOTICE.md), and its pose.
 
-The maps were made by tools/build_template.py; their digest stands here, so that another template
-is other code.
+tools/build_template.py made the maps; their digest is here, so other maps are other code.
 """
 
 from functools import cache
@@ -103,8 +101,7 @@ def template_from_maps(
 ) -> Template:
     """An anatomy with what follows from its maps.
 
-    Maps and distance float32 (64, 64, 64), as in Template; origin: where voxel (0, 0, 0) lies, (3,)
-    in mm.
+    Maps and distance float32 (64, 64, 64), as in Template; origin: of voxel (0, 0, 0), (3,) mm.
     """
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
@@ -130,9 +127,7 @@ def ventricle_shares(offset: float, distance: np.ndarray) -> np.ndarray:
 
 
 def _thinning(origin: np.ndarray) -> np.ndarray:
-    """Where grey matter is lost first: more at the front and around the lateral sulci, less in the
-    cerebellum (a choice of this simulation).
-    """
+    """Where grey matter is lost first: the front and lateral sulci (this simulation's choice)."""
     # mm in MNI space
     x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
     front = 0.6 / (1 + np.exp(-(y + 5) / 12))
@@ -188,9 +183,7 @@ def place_template(
 
 
 def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
-    """Return how far outwards (mm) the ventricles' wall is to move so that they hold ``voxels``;
-    found by bisection. distance: (n,) mm.
-    """
+    """Return how far (mm) the ventricles' wall moves to hold ``voxels``; distance: (n,) mm."""
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

@@ -1,5 +1,4 @@
-"""Mosaics of 2 × 2 images of another source, with captions that name what lies where: images and
-texts that need no download.
+"""Mosaics of 2 × 2 images with captions that name what lies where: pairs without a download.
 
 A caption names one layout, and no two test mosaics share one: so it finds one image.
 """
@@ -7,7 +6,7 @@ A caption names one layout, and no two test mosaics share one: so it finds one i
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -15,9 +14,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.digits import Digits
-from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.sources.mosaic import compose_mosaics
+from moecore.data.sources.mosaic import CellSource, compose_mosaics
 from moecore.data.text.captioned_layout import caption_task, tokenize_captions, write_captioned
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
@@ -46,12 +43,7 @@ class CaptionedMosaic(Config):
     sided: ClassVar[bool] = True  # captions say left and right
 
     kind: Literal["captioned_mosaic"] = "captioned_mosaic"
-    source: Annotated[
-        FashionMnist | Digits,
-        Field(
-            discriminator="kind", description="Where the cells come from; its splits are kept apart"
-        ),
-    ]
+    source: CellSource
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(1000, ge=1, description="Number of mosaics for validation")
     test: int = Field(1000, ge=1, description="Number of mosaics for the test")

@@ -36,8 +36,7 @@ class Docstrings(TextSettings):
     """Paragraphs of prose, each once, in the order of packages and files; a line each.
 
     A file's split is decided by the sha256 of its path in the package, so a new release of one
-    package moves no file of another. Words that the training split has fewer than LEAST times
-    are ``<unk>``.
+    package moves no file of another. Words rarer than LEAST in training are ``<unk>``.
     """
 
     reading: ClassVar[ReadingStyle] = "prose"

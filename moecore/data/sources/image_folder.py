@@ -16,8 +16,7 @@ from moecore.data.splits import split_train, stratified_limit, stratified_split
 
 
 class ImageFolder(ImageFilesSource):
-    """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` split by the
-    seed.
+    """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` to split.
 
     A split without a folder of its own is split off ``train``. Every image is decoded whole; its
     short side becomes ``size`` and the centre is kept.

@@ -21,8 +21,7 @@ WNID = re.compile(r"n\d{8}")
 
 
 class Imagenet(ImageFilesSource):
-    """``root/train/<wnid>/`` and ``root/val/<wnid>/``; the authors' validation set is the test
-    split here.
+    """``root/train/<wnid>/`` and ``root/val/<wnid>/``, the authors' validation, here the test.
 
     Images are decoded in parallel to ``size`` once. The work is kept in ``cache`` until it is
     finished, so a killed run goes on.

@@ -20,11 +20,14 @@ from moecore.tasks.multi_label import MultiLabel
 # the random streams below 4 are those of the splits and of few_shot
 CHUNK = 4096
 STREAM = 4
+CellSource = Annotated[
+    FashionMnist | Digits,
+    Field(discriminator="kind", description="Where the cells come from; its splits are kept apart"),
+]
 
 
 class Mosaic(Config):
-    """``grid`` × ``grid`` cells, each another image of the same split of ``source``; the labels are
-    all classes that occur.
+    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur.
 
     A mosaic is as large as ``grid`` images of the source, whose ``size`` is that of a cell.
     """
@@ -32,12 +35,7 @@ class Mosaic(Config):
     task: ClassVar[type[MultiLabel]] = MultiLabel  # of the labels that ``prepare`` writes
 
     kind: Literal["mosaic"] = "mosaic"
-    source: Annotated[
-        FashionMnist | Digits,
-        Field(
-            discriminator="kind", description="Where the cells come from; its splits are kept apart"
-        ),
-    ]
+    source: CellSource
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(2000, ge=1, description="Number of mosaics for validation")
@@ -100,8 +98,7 @@ class Mosaic(Config):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells), all
-    different within a mosaic.
+    """Return which of ``total`` images make each of ``number`` mosaics; int64 (number, cells).
 
     Cut from one random order of the images after the other, so that every image is used equally
     often (but for the rest of an order). A function of the seed; more mosaics begin with the same

@@ -1,6 +1,5 @@
 """A simulated ageing cohort: MNI152 anatomy and published volumes of tissue by age."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,8 +50,7 @@ class Visit(NamedTuple):
 def simulate_scan(
     age: float, sex: str, seed: int, scan: int = 0, site: int = 0, preset: Preset = "demo"
 ) -> SimulatedScan:
-    """Simulate a T1-weighted, skull-stripped scan of a person (``seed``) at an age in years, as a
-    woman (F) or a man (M).
+    """Simulate a T1-weighted, skull-stripped scan of a person (``seed``, sex F or M) at an age.
 
     The same seed at another age is the same person, older; another ``scan`` or ``site`` is the same
     brain in the scanner again. A function of its arguments alone.
@@ -65,8 +63,7 @@ def simulate_scan(
 
 
 class Phantom(CohortSettings):
-    """Simulated people, not patients: what a model finds here says that the software works, nothing
-    about real brains.
+    """Simulated people: what a model shows here says nothing about real brains.
 
     Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each
     other but for age and sex.
@@ -84,7 +81,7 @@ class Phantom(CohortSettings):
         parts = {}
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
             own = [visits[row] for row in rows]
-            volumes = map_in_threads(partial(_draw_visit, self), own)
+            volumes = map_in_threads(self._draw_visit, own)
             parts[split] = VolumeSplit([visit.subject for visit in own], volumes)
         facts = VolumeDatasetInfo(
             self._name(), (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, SOURCE, self, simulated=True
@@ -108,6 +105,9 @@ class Phantom(CohortSettings):
         """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
         return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
+    def _draw_visit(self, visit: Visit) -> VolumeWithRegions:
+        return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
+
     def person_seed(self, number: int) -> int:
         """The seed of a person; from ``subjects`` on they are in no split."""
         return self.seed * MOST + number
@@ -124,7 +124,3 @@ class Phantom(CohortSettings):
         site = int(random.integers(SITES))
         row = VolumeSubject(f"sub-{number + 1:04}", "", age, sex, f"site-{site + 1}")
         return Visit(row, seed, site)
-
-
-def _draw_visit(phantom: Phantom, visit: Visit) -> VolumeWithRegions:
-    return phantom.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)

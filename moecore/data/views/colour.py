@@ -99,9 +99,7 @@ def _blend(other: Tensor, pixels: Tensor, factor: Tensor) -> Tensor:
 
 
 class ColourJitter(Config):
-    """torchvision's ColorJitter without its hue: each factor is uniform from 1 − value (at least 0)
-    to 1 + value, and the three come in random order; drawn for each image.
-    """
+    """ColorJitter without hue: factors uniform in 1 ± value (≥ 0), in random order, per image."""
 
     brightness: float = Field(0.0, ge=0, description="Blended with black; 0 leaves it out")
     contrast: float = Field(0.0, ge=0, description="Blended with the mean grey; 0 leaves it out")

@@ -1,5 +1,4 @@
-"""The twelve transforms of MoGE's table 1: small rotations, scalings, translations and shears of
-test images.
+"""The twelve transforms of MoGE's table 1: small rotations, scalings, translations and shears.
 
 They follow torchvision's RandomAffine, which the paper names: rotation, translation and shear are
 uniform between −limit and +limit, about the centre, the shear moves columns, translations are
@@ -45,8 +44,7 @@ TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
 
 
 def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
-    """``count`` draws of TRANSFORMS[name] for images of ``size`` (height, width): affines (count,
-    3, 3) fp64.
+    """``count`` draws of TRANSFORMS[name] for ``size`` (height, width): affines (count, 3, 3).
 
     A function of the arguments alone, so that every model is measured on the same pictures.
     """

@@ -47,8 +47,7 @@ def mix_images(
     task: of the labels. source: a generator on the CPU, or the draws of these images. others: the
     images and labels at places (B,) of the whole batch, where these images are a part of it. λ is
     drawn per image; CutMix's λ is the exact share of pixels kept. Raises UserError for a task whose
-    labels are not one class each: a share of several labels has no meaning here, and real numbers
-    have no classes to share.
+    labels are not one class each.
     """
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")
@@ -97,8 +96,7 @@ def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
 def _boxes(
     shares: Tensor, cut: Tensor, height: int, width: int, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """Rows (B, H) and columns (B, W) that come from the partner: a box of area 1 − λ around a
-    random centre.
+    """Rows (B, H) and columns (B, W) of a box of area 1 − λ around a random centre.
 
     Cut at the border, whole pixels.
     """

@@ -1,5 +1,4 @@
-"""Random views of a batch, made on its device, each with the exact affine that made it; those of
-volumes are made in views3d.
+"""Random views of a batch, made on its device, with their exact affines (volumes: views3d).
 
 B images, C channels, H×W original, h×w view. Every random number comes from the CPU generator that
 is passed in, so a view is a function of (seed, step) on every device.
@@ -109,8 +108,7 @@ class ViewSettings(Config):
 
 
 class Views(NamedTuple):
-    """Views fp32 (B, C, h, w) in [0, 1] and their affines fp32 (B, 3, 3), original to view, on the
-    images' device.
+    """Views fp32 (B, C, h, w) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
 
     Of volumes: (B, C, D, H, W) and (B, 4, 4).
     """
@@ -166,9 +164,7 @@ def draw_views(
 
 
 def identity_view(images: Tensor | VariableSizeImages) -> Tensor:
-    """The images as they are, for evaluation: uint8 (B, C, H, W), or floating point in [0, 1], to
-    fp32 in [0, 1]; the centre squares of images of different shapes.
-    """
+    """The images for evaluation, fp32 (B, C, H, W) in [0, 1]; centre squares of uneven ones."""
     if isinstance(images, VariableSizeImages):
         images = images.squares()
     if images.is_floating_point():

@@ -22,8 +22,7 @@ from moecore.data.views.geometry import uniform_draws
 
 
 def make_volume_views(volumes: Tensor, settings: Any, draws: BatchDraws) -> tuple[Tensor, Tensor]:
-    """One random view of each volume, fp32 of the same shape, and their affines fp32 (B, 4, 4), on
-    the volumes' device.
+    """One random view of each volume, fp32, and affines fp32 (B, 4, 4), on the volumes' device.
 
     volumes: floating point (B, C, D, H, W) in [0, 1] on any device; settings: ViewSettings;
     draws: of these volumes.
@@ -43,8 +42,7 @@ def make_volume_views(volumes: Tensor, settings: Any, draws: BatchDraws) -> tupl
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
-    """Trilinear views fp32 of volumes (B, C, D, H, W), of the same shape; affines fp64 (B, 4, 4) on
-    the CPU, original to view.
+    """Trilinear views fp32 of volumes (B, C, D, H, W); affines fp64 (B, 4, 4), CPU, to the view.
 
     Outside the volume: 0 (zeros), the nearest voxel (border) or the mirrored volume (reflection).
     Strong shrinking is not smoothed.

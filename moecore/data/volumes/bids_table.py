@@ -36,10 +36,9 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
     """Read root/participants.tsv, and each participant's sessions.tsv where there is one.
 
     A sessions table gives session_id and, where it has the columns, age and diagnosis; else
-    participants.tsv does. Rows of another diagnosis than ``diagnoses`` are passed over, they are no
-    problems.
-    Raises UserError where participants.tsv is missing or lacks a column, and where nobody has one
-    of the diagnoses.
+    participants.tsv does. Rows of another diagnosis than ``diagnoses`` are passed over. Raises
+    UserError where participants.tsv is missing or lacks a column, or nobody has one of the
+    diagnoses.
     """
     path = root / "participants.tsv"
     people = defaultdict(list)

@@ -44,8 +44,7 @@ def split_cohort(
     """Rows of ``subjects`` in each split, all volumes of a participant in one; a function of the
     seed and the participants, not of their order.
 
-    given: participant → split, where the user has decided; the others are drawn. Raises UserError
-    where a split would be empty.
+    given: participant → split, the user's; others are drawn. UserError for an empty split.
     """
     # a participant is stratified by the youngest age, which comes last
     oldest_first = sorted(subjects, key=lambda subject: -subject.age)

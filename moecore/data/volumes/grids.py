@@ -33,8 +33,7 @@ class Grid(Config):
 
 
 def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
-    """A volume with voxels of ``zooms`` mm on voxels of ``voxel_mm``: linear, smoothed first where
-    voxels become larger; fp32.
+    """A volume resampled from ``zooms`` to ``voxel_mm``: linear, smoothed before shrinking; fp32.
 
     Both grids have the same centre. A volume that has that voxel size already is returned as it is.
     """
@@ -62,8 +61,7 @@ def resample_inside(
 
 
 def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """First index, along each axis, of the ``size`` voxels around the middle of the mask's bounds
-    (may be negative: padding).
+    """First index per axis of ``size`` voxels around the mask's middle (negative: padding).
 
     Zeros for a volume that has this size already: then nothing moves.
     """

@@ -32,8 +32,7 @@ class Volume(NamedTuple):
 
 
 def load_volume(path: Path) -> Volume:
-    """Read a NIfTI file whole and turn it to canonical axes (flips and swaps only, no
-    interpolation).
+    """Read a NIfTI file whole and turn it to canonical axes, without interpolation.
 
     Raises UnusableVolume on files that are missing, damaged or truncated, not 3-D, without an
     orientation, or with values that are no numbers.

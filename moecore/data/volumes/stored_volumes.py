@@ -38,8 +38,7 @@ class VolumeWithRegions(NamedTuple):
 def read_subject_volumes(
     files: Mapping[str, Path], grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
 ) -> VolumeWithRegions:
-    """Read what is stored of one subject. Raises UnusableVolume, a line with the file's name per
-    problem.
+    """Read what is stored of one subject. Raises UnusableVolume, one line per problem.
 
     files: "t1", perhaps "mask", and tissue as maps ("wm", "gm", "csf"), as one label map ("dseg")
     whose numbers are the ``labels`` of each region, or neither. Brain: the mask file, else where
@@ -73,11 +72,9 @@ def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) ->
 
 
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Intensities inside ``mask`` from their 1st and 99th percentile to [0.01, 1], clipped; exactly
-    0 outside; fp32 (D, H, W).
+    """Intensities' 1st to 99th percentile in ``mask`` to [0.01, 1], 0 outside; fp32 (D, H, W).
 
-    Invariant to a positive gain and to an offset of the volume. Raises ValueError where the volume
-    is constant inside the mask.
+    Invariant to positive gain and offset. ValueError where it is constant inside the mask.
     """
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)

@@ -26,9 +26,7 @@ LOST = 0.01
 
 
 def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
-    """Short texts on what to look at: image (1, D, H, W) in [0, 1] as stored, regions uint8
-    (3, D, H, W) of wm, gm, csf or None.
-    """
+    """Short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W) or None."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
     if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:

@@ -44,8 +44,7 @@ class VolumeSplit(NamedTuple):
 def write_volumes(
     folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, VolumeSplit]
 ) -> dict[str, Any]:
-    """Write the three splits and ``card.json`` to ``folder`` (made where missing) and return the
-    card.
+    """Write the splits and ``card.json`` to ``folder`` (made where missing); return the card.
 
     Raises UserError where all ages of train are the same.
     """

@@ -15,6 +15,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
 
+LOWEST = 0.05  # reached where every validation image is right
+HIGHEST = 20.0  # reached where logits tell no labels
+
 
 class FittedTemperature(Config):
     """A fitted temperature."""
@@ -36,10 +39,6 @@ class Temperature(Config):
     """Fits one temperature by the negative log-likelihood."""
 
     kind: Literal["temperature"] = "temperature"
-    lowest: float = Field(
-        0.05, gt=0, lt=1, description="Reached where every validation image is right."
-    )
-    highest: float = Field(20.0, gt=1, le=1e6, description="Reached where logits tell no labels.")
 
     def calibrates(self, task: Task) -> bool:
         """Return whether predictions of this task are logits of one class per image or token."""
@@ -73,12 +72,12 @@ class Temperature(Config):
         from scipy.optimize import root_scalar  # slow to import
 
         slope_at = cache(slope_at)
-        low, high = 1 / self.highest, 1 / self.lowest
+        low, high = 1 / HIGHEST, 1 / LOWEST
         # the NLL is convex in β
         if slope_at(low) >= 0:
-            return FittedTemperature(temperature=self.highest, at_limit=True)
+            return FittedTemperature(temperature=HIGHEST, at_limit=True)
         if slope_at(high) <= 0:
-            return FittedTemperature(temperature=self.lowest, at_limit=True)
+            return FittedTemperature(temperature=LOWEST, at_limit=True)
         beta = root_scalar(slope_at, bracket=(low, high), rtol=tolerance).root
         return FittedTemperature(temperature=1 / beta)
 

@@ -27,9 +27,8 @@ def find_two_towers(model: Model) -> TwoTowerModel | None:
 def experts_by_word(
     model: TwoTowerModel, tokens: Tensor, tokenizer: Tokenizer, most: int = 2
 ) -> list[list[Read]]:
-    """Return for each of the captions (n, M) and each layer its words, from the one that starts it
-    to the one that ends it, with the ``most`` experts that read them; [] per caption where none are
-    sparse.
+    """Return for each of the captions (n, M) and each layer its words, first to last, with the
+    ``most`` experts that read them; [] if none are sparse.
     """
     captions_read: list[list[Read]] = []
     with eval_mode(model):

@@ -139,8 +139,7 @@ def encode_expert_overlays(images: np.ndarray, records: tuple[RoutingRecord, ...
 def overlay_middle_slices(
     volumes: np.ndarray, records: tuple[RoutingRecord, ...], layout: TokenLayout
 ) -> Overlays:
-    """``encode_expert_overlays`` of volumes: the middle axial slice of each, and the experts of its
-    patches.
+    """``encode_expert_overlays`` of volumes: middle axial slices and their patches' experts.
 
     volumes: (N, C, D, H, W) in [0, 1], axes right, anterior, superior; records: fields (N, T, E) of
     tokens that lie as ``layout`` says.  The slice lies in the patches' middle row along the last

@@ -196,8 +196,7 @@ def keep_one_tissue(tissue: int) -> Callable[[int], Kept]:
 def keep_tissue_mixture(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
     """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
 
-    Every mixture draws the same number for a voxel of a person: what is left at one share is left
-    at all greater ones.
+    A person's voxel draws one number: what is left at a share is left at all greater ones.
     """
 
     def of_person(person: int) -> Kept:

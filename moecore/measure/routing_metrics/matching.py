@@ -69,11 +69,9 @@ def augmented_row(
 
 
 def layer_match_ratios(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
-    """Return what partners of one MoE layer share; record: fields (2N, T, E), first all first
-    views.
+    """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first.
 
-    Experts are ranked by their logits: the order of the probs, but without the ties of those that
-    an eigenbasis router clamps.
+    Experts are ranked by logits, which have no ties where an eigenbasis router clamps probs.
     """
     ratios = match_ratios(*token_pair_values(record.logits, pairs, layout), pairs.found)
     return Matching(**dict(zip(NAMES, ratios, strict=True)))

@@ -160,8 +160,7 @@ def _replace_routers(model: Model, router: Router) -> BackboneModel:
 
 
 def copy_with_k(model: Model, k: int) -> Model | None:
-    """``copy_with_router`` with another k; None where it has no k (soft slots) or not as many
-    experts.
+    """``copy_with_router`` with another k; None without a k or with too few experts.
 
     model: with MoE layers.
     """

@@ -182,8 +182,7 @@ def theorem_1_sides(
 
 
 def theorem_2(parts: Sequence[ExpertPoints], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
-    """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E vectors
-    (D,).
+    """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E of (D,).
 
     Raises ValueError where a Z_i is singular.
     """

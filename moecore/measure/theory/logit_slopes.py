@@ -1,8 +1,7 @@
 """How fast a trained model's logits change with its image: at the image exactly, and over a ball.
 
 N (or B) images, K classes, P pixels of one image (C·H·W). Everything is computed on a frozen copy
-in fp64: differences of logits over the tiny distances of ``bisect_pair`` would drown in the
-rounding of fp32.
+in fp64: fp32 would drown the differences over ``bisect_pair``'s distances.
 """
 
 from typing import NamedTuple
@@ -87,8 +86,7 @@ def _batch_slopes(
 def largest_singular_value(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     """The largest singular value (B,) of Jacobians (B, K, P), and its direction (B, P).
 
-    The direction is what it stretches, of length 1 (0 where the value is). By the (K, K) matrix
-    JJᵀ, as K is far below P.
+    The direction it stretches has length 1 (0 where the value is 0). By JJᵀ, as K is far below P.
     """
     values, vectors = torch.linalg.eigh(jacobians @ jacobians.transpose(1, 2))
     largest = values[:, -1].clamp_min(0).sqrt()

@@ -38,6 +38,8 @@ from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks.base import Task
 
+LARGE_EPSILON = 0.5  # radius at which accuracy must be down to chance
+
 
 class AuditSettings(Config):
     """The extra attacks of the audit, all PGD from the clean image on the task's loss."""
@@ -46,9 +48,6 @@ class AuditSettings(Config):
         100, ge=1, description="The first of the attacked images; all where there are fewer."
     )
     steps: int = Field(20, ge=1, description="Steps of PGD; one line doubles them.")
-    large_epsilon: float = Field(
-        0.5, gt=0, le=1, description="Radius at which accuracy must be down to chance."
-    )
 
 
 def run_audit(
@@ -71,7 +70,7 @@ def run_audit(
         check_zero_gradients(part),
         check_pgd_beats_fgsm(task, curves, attacks),
         check_apgd_beats_pgd(task, curves, attacks),
-        check_huge_radius(part, direct, settings.large_epsilon),
+        check_huge_radius(part, direct, LARGE_EPSILON),
         check_more_steps(task, left, left_longer, settings.steps, epsilon, part.people),
         check_surrogate(part, direct, epsilon, left),
     ]

@@ -1,5 +1,4 @@
-"""Language models with experts: SMoE, MomentumSMoE and AdamSMoE (MoGE, §3.2, table 10), in the form
-of MomentumSMoE's code.
+"""Language models SMoE, MomentumSMoE and AdamSMoE (MoGE, §3.2, table 10), as MomentumSMoE's code.
 
 B streams or windows, C blocks of M tokens each, L tokens of the span, d width, V words.
 """

@@ -1,5 +1,4 @@
-"""What every transformer over patches shares, whatever the number of axes: images (2) or volumes
-(3).
+"""What every transformer over patches shares: of images (2 axes) or volumes (3).
 
 B images, C channels, T tokens (special tokens first, then patches, the last axis fastest), K
 outputs: classes, or one for a target.
@@ -20,8 +19,7 @@ from moecore.nn.layers.patch_embed import Interpolation, fold_normalisation, res
 
 
 class PatchTransformer(BackboneModel):
-    """``model(images)`` with images (B, C, *pixels) in [0, 1] gives ModelOutput(prediction (B, K),
-    routing).
+    """``model(images)``: (B, C, *pixels) in [0, 1] to ModelOutput(prediction (B, K), routing).
 
     A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
     """

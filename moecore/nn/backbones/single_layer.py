@@ -1,5 +1,4 @@
-"""The model of MoGE's study of invariance (§2.4): the image is one token, one MoE layer, a linear
-classifier.
+"""The model of MoGE's study of invariance (§2.4): one token, one MoE layer, a classifier.
 
 B images, C channels, H × W pixels, d = C·H·W the width of the token, K classes.
 """

@@ -1,7 +1,6 @@
 """Vision transformer of images, dense or with mixture-of-experts blocks.
 
-Parameter names are timm's, so that the weights of timm's ViT, DeiT and DeiT-III models load into
-the dense form.
+Parameter names are timm's: its ViT, DeiT and DeiT-III weights load into the dense form.
 """
 
 from typing import Literal

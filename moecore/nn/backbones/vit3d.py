@@ -1,5 +1,4 @@
-"""Vision transformer of volumes, dense or with mixture-of-experts blocks (ERMoE-ba: supplement
-§2.2, algorithm 2).
+"""Vision transformer of volumes, dense or with experts (ERMoE-ba: supplement §2.2, algorithm 2).
 
 A volume is cut into cubes, each a token; everything after that is the transformer of images.
 """

@@ -13,8 +13,7 @@ from moecore.core.config import Config
 
 
 class ExpertsConfig(Config):
-    """``build(width)`` gives a module; ``module(rows)`` with Rows of values (R, d) returns values
-    (R, d).
+    """``build(width)`` gives a module; ``module(rows)`` maps Rows of values (R, d) to (R, d).
 
     Experts that lend their bases (``provides`` names "basis") have a parameter ``basis`` (E, d, r).
     """
@@ -31,11 +30,9 @@ class ExpertsModule(nn.Module):
 
 
 def map_shape(experts: int) -> tuple[int, int]:
-    """Rows and columns of the map, filled row by row: as square as the number allows
-    (MoGE, algorithm 1).
+    """Rows and columns of the map, as square as the number allows (MoGE, algorithm 1).
 
-    Rows are the largest divisor not above √experts: 8 → (2, 4), 32 → (4, 8), 400 → (20, 20); a
-    prime number p → (1, p).
+    Rows are the largest divisor not above √experts: 8 → (2, 4), 400 → (20, 20), prime p → (1, p).
     """
     rows = next(rows for rows in range(math.isqrt(experts), 0, -1) if experts % rows == 0)
     return rows, experts // rows

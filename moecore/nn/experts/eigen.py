@@ -1,5 +1,4 @@
-"""Experts whose first map works in an orthonormal basis of their own, which the router can share
-(ERMoE, §2.1 and Algorithm 1).
+"""Experts with an orthonormal basis, which the router can share (ERMoE, §2.1 and Algorithm 1).
 
 E experts, R rows, d token width, r rank of a basis, h hidden width.
 """
@@ -53,11 +52,9 @@ class Eigen(ExpertsConfig):
 
 
 class EigenExperts(ExpertsModule):
-    """``experts(rows)`` with Rows of values (R, d), or (R, r) where they are ``projected`` already,
-    returns values (R, d).
+    """``experts(rows)``: Rows of values (R, d), or ``projected`` (R, r), to values (R, d).
 
-    ``basis`` (E, d, r) is B, ``scale`` (E, r) is s, ``up`` (E, r, h) is Uᵀ: rows x are multiplied
-    from the left, x B diag(s) Uᵀ.
+    ``basis`` (E, d, r) is B, ``scale`` (E, r) is s, ``up`` (E, r, h) is Uᵀ: x B diag(s) Uᵀ.
     """
 
     def __init__(self, config: Eigen, width: int) -> None:
@@ -103,8 +100,7 @@ class EigenExperts(ExpertsModule):
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make every basis orthonormal without changing any expert's function: B = QR, B ← Q, and R
-        moves into s and U.
+        """Make every basis orthonormal, functions unchanged: B = QR, B ← Q, and R moves into s, U.
 
         diag(R) is positive, so an orthonormal basis stays as it is. Each column of the new U
         diag(s) gives its direction to U, which keeps its length (and s its sign), and its length to

@@ -70,9 +70,7 @@ class MlpExperts(ExpertsModule):
 
 
 def _linears(config: Mlp, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weights (E, inputs, outputs), truncated normal with std 0.02, and zero biases (E, outputs):
-    timm's start of a ViT; or uniform (see ``init``).
-    """
+    """Weights (E, inputs, outputs), truncated normal or uniform (``init``), and zero biases."""
     if config.init == "flat":
         bound = (inputs * outputs) ** -0.5
         weights = nn.init.uniform_(torch.empty(config.number, inputs, outputs), -bound, bound)

@@ -64,8 +64,7 @@ class ExpertLoop(Function):
 
 class ExpertMlpLoop(Function):
     """Both maps of MLP experts with GELU (erf form) between them: all steps of a group while its
-    rows are in the CPU's cache, where two calls of grouped_linear would take all rows through each
-    step.
+    rows are in the CPU's cache.
 
     Returns the outputs (R, o) and then, without gradients, what the backward pass needs of every
     group: its hidden values before and after GELU.
@@ -130,9 +129,7 @@ class ExpertMlpLoop(Function):
 
 
 class _CastBuffer:
-    """One buffer for the weights and gradients of one group after the other in the dtype of the
-    products: two would push each other out of a core's cache.
-    """
+    """One buffer for the weights and gradients of all groups: two would overflow a core's cache."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -217,9 +214,7 @@ def _no_autocast(rows: Tensor) -> AbstractContextManager:
 def _differentiable_gradients(
     plain: Callable[..., Tensor], ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a Function's inputs, of which a gradient is wanted too: those of ``plain``,
-    which computes the same by operations that have second derivatives; slower.
-    """
+    """A Function's gradients by ``plain``, which has second derivatives too; slower."""
     inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
     wanted = [tensor for tensor, wants in zip(inputs, ctx.needs_input_grad, strict=True) if wants]
     with _no_autocast(grad):

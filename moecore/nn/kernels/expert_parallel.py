@@ -1,8 +1,7 @@
 """Experts that lie on several ranks: rows travel to their experts and their outputs come back.
 
-n ranks of a group hold E / n whole experts each, in their order. Routers, plans and records know
-nothing of it: between dispatch and combine each rank sends its rows to the ranks of their experts.
-R rows of this rank, d width.
+n ranks of a group hold E / n whole experts each, in their order. Between dispatch and combine each
+rank sends its rows to the ranks of their experts. R rows of this rank, d width.
 """
 
 from typing import Any

@@ -144,18 +144,14 @@ def register_flop_formulas() -> None:
 def _grouped_flops(
     left: tuple[int, ...], right: tuple[int, ...], *_args, out_shape: tuple[int, ...], **_kwargs
 ) -> int:
-    """2·R·i·o for rows (R, i) by weights (E, i, o), and for the weights' gradient (i, R) by
-    (R, o).
-    """
+    """2·R·i·o for rows (R, i) by weights (E, i, o), or their gradient (i, R) by (R, o)."""
     return 2 * left[-2] * left[-1] * right[-1]
 
 
 class _AddBias(Function):
-    """values (R, o) plus each row's bias, in place: another buffer of that size costs more in page
-    faults than the sum itself.
+    """values (R, o) plus each row's bias, in place: another buffer costs more in page faults.
 
-    The bias's gradient is a grouped product with ones, which sums in fp32 and always in the same
-    order.
+    The bias's gradient is a grouped product with ones, a sum in fp32 in a fixed order.
     """
 
     @staticmethod

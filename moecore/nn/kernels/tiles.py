@@ -113,8 +113,7 @@ def tile_height(rows: int, experts: int) -> int:
 
     On average half a tile of every expert is empty, m / 2a of the work at ``a`` rows per expert.
     Every tile copies its expert's weights once, 8 bytes for 2·m operations each: at a GPU's 3 TB/s
-    and 50 TFLOP/s in fp32 that is 67 / m of the work. Their sum is least there. (Data sheets, not
-    measured.)
+    and 50 TFLOP/s in fp32 that is 67 / m of the work. (By data sheets.)
     """
     wanted = math.sqrt(128 * max(1, rows) / experts)
     return max(_SMALLEST, min(_LARGEST, 1 << round(math.log2(wanted))))

@@ -1,8 +1,6 @@
-"""Blocks of MomentumSMoE's language models (Teo & Nguyen 2024): post-norm, with a second residual
-around the feed-forward.
+"""Blocks of MomentumSMoE (Teo & Nguyen 2024): post-norm, a second residual around feed-forward.
 
-B streams, M tokens of a block, d width. f is the feed-forward, dense or a mixture of experts, after
-its dropout.
+B streams, M tokens of a block, d width. f is the feed-forward after dropout.
 """
 
 from typing import NamedTuple
@@ -40,8 +38,7 @@ class SlidingWindowAttention(nn.Module):
 
     logit(t, j) = (q_t · k_{t−L+j} + q_t · p_j) / √e for j = 0 … L−1, softmax over j.
 
-    ``positions`` (e, L), p, is one for all heads, and of all layers that share it. Maps have no
-    bias.
+    ``positions`` (e, L), p, serves all heads and all layers that share it. Maps have no bias.
     """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:

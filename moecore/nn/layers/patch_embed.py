@@ -10,8 +10,7 @@ from torch.nn.functional import avg_pool3d, gelu, interpolate, linear
 
 
 def cut_patches(images: Tensor, sides: Sequence[int]) -> Tensor:
-    """Images or volumes (B, C, *pixels) to their patches (B, P, C·∏ sides), the last axis fastest,
-    pixels channel by channel.
+    """Images or volumes (B, C, *pixels) to patches (B, P, C·∏ sides), the last axis fastest.
 
     Raises ValueError where patches do not tile them.
     """

@@ -1,8 +1,6 @@
-"""Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained layer, whose experts are all
-applied and weighed by the softmax of linear logits.
+"""Lemma 1 of Puigcerver et al. (2022) at a layer's tokens, by the softmax of linear logits.
 
-n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2), as fits experts
-with d outputs.
+n tokens, E experts, d token width. All norms of matrices are spectral (ℓ2 → ℓ2).
 """
 
 import copy
@@ -55,11 +53,6 @@ class LemmaTerms(NamedTuple):
     def bound(self) -> Tensor:
         """The right-hand side, (n,)."""
         return self.experts + self.router
-
-    @property
-    def slack(self) -> Tensor:
-        """1 − left / right, (n,): 0 where the bound is reached; 0 too where both sides are 0."""
-        return torch.where(self.bound > 0, 1 - self.jacobian / self.bound, 0)
 
     @property
     def violated(self) -> Tensor:
@@ -142,8 +135,7 @@ def row_jacobians(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tenso
     """Jacobian of each row of a function whose row b depends on row b of its input only: inputs
     (B, …) and outputs (B, K) to (B, K, P).
 
-    One backward pass an output: the grouped products and the dispatch have no forward-mode
-    derivatives.
+    One backward pass an output: grouped products have no forward-mode derivatives.
     """
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_(True)

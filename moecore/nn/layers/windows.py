@@ -16,9 +16,7 @@ Grid = tuple[int, ...]
 
 
 def window_and_shift(grid: Grid, window: int, shifted: bool) -> tuple[Grid, Grid]:
-    """The window along each axis, at most the grid's length, and how far it is shifted: by half of
-    it, but not along an axis that one window spans.
-    """
+    """The window per axis, at most the grid's length, and its shift: half, or none if it spans."""
     sizes = tuple(min(window, length) for length in grid)
     shifts = tuple(
         size // 2 if shifted and size < length else 0
@@ -76,9 +74,8 @@ class Windows(nn.Module):
 
 
 class _GatherPadded(Function):
-    """``values[:, index]``, whose gradient is the gather with the inverse: no sum is needed, as
-    each row is taken once. An index one behind the last row, in the one or the other direction, is
-    padding: zeros.
+    """``values[:, index]``, whose gradient is the gather with the inverse, as each row is taken
+    once. An index one behind the last row is padding: zeros.
     """
 
     @staticmethod

@@ -16,8 +16,7 @@ class ChoosesK(Protocol):
 
 
 class RouterConfig(Config):
-    """``build(width, experts, basis)`` gives a module; ``module(tokens, context)`` returns (plan,
-    RoutingRecord).
+    """``build(width, experts, basis)``: a module (tokens, context) → (plan, RoutingRecord).
 
     tokens: (B, T, d).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows`` and
     ``combine(rows) -> tokens``.

@@ -1,5 +1,4 @@
-"""The eigenbasis router of ERMoE: experts are scored by how well a token agrees with its context in
-their basis.
+"""The eigenbasis router of ERMoE: a token's agreement with its context in each expert's basis.
 
 B images, T tokens per image, N = B·T, E experts, k chosen per token, d width, r rank of a basis, R
 rows.
@@ -79,8 +78,7 @@ class Eigenbasis(RouterConfig):
 
 
 class EigenbasisRouter(nn.Module):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (plan, RoutingRecord); logits are
-    the scores.
+    """``router(tokens, context)`` with tokens (B, T, d) returns (plan, record of the scores).
 
     A basis that the experts lend comes with each call (``context.basis``), and the experts then get
     the router's projections. With k = 1 the weight is always 1, so that the scores have no task
@@ -138,11 +136,9 @@ class EigenbasisRouter(nn.Module):
 
     @torch.no_grad()
     def reorthonormalise(self) -> None:
-        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64); the scores change only
-        as far as these had left it.
+        """Make the router's own bases orthonormal (QR, diag(R) > 0, fp64).
 
-        Bases that the experts lend are left to the experts' method of this name, which keeps the
-        experts' function.
+        Bases that the experts lend are left to their method of this name.
         """
         if self.basis is not None:
             self.basis.copy_(positive_qr(self.basis)[0])
@@ -193,8 +189,7 @@ def project_on_bases(tokens: Tensor, basis: Tensor) -> Tensor:
 def project_contexts(
     attention: Tensor, tokens: Tensor, projections: Tensor, basis: Tensor
 ) -> Tensor:
-    """Bᵀc (B, T, E, r) of the contexts c = attention (B, T, T) · tokens (B, T, d), with
-    ``projections`` (B, T, E, r) of the tokens.
+    """Bᵀc (B, T, E, r) of c = attention (B, T, T) · tokens, by the tokens' ``projections``.
 
     The tokens are the router's own, so that x and c lie in one space (our choice; the paper says
     `attention-weighted context`).
@@ -209,11 +204,9 @@ def project_contexts(
 
 
 def safe_cosine(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Cosine over the last axis of broadcastable tensors; 0 with zero gradient where one is zero
-    (shorter than 1e-19 in fp32).
+    """Cosine over the last axis; 0 with zero gradient where one is shorter than 1e-19 (fp32).
 
-    torch's cosine_similarity divides by at least 1e-8 there: its value is 0 too, but its gradient
-    is 1e8.
+    torch's cosine_similarity divides by at least 1e-8 there, so its gradient is 1e8.
     """
     first = ours.square().sum(dim=-1)
     second = theirs.square().sum(dim=-1)

@@ -32,8 +32,7 @@ class EigenbasisPlan(NamedTuple):
         )
 
     def dispatch(self, tokens: Tensor) -> Rows:
-        """The projections (R, r) of the chosen pairs, sorted by expert; ``tokens`` are those that
-        the router saw.
+        """The chosen projections (R, r) by expert; ``tokens`` are those that the router saw.
 
         Under autocast the rows have its dtype: a token has fewer rows than projections, so they are
         rounded after the choice.

@@ -56,8 +56,7 @@ class ExpertChoice(RouterConfig):
 class ExpertChoiceRouter(nn.Module):
     """``router(tokens)`` with tokens (B, T, d) returns (ExpertPlan, RoutingRecord).
 
-    In evaluation every image is its own group, so that a prediction never depends on the other
-    images of its batch.
+    In evaluation every image is its own group: predictions do not depend on the batch.
     """
 
     def __init__(self, config: ExpertChoice, width: int, experts: int) -> None:

@@ -1,5 +1,4 @@
-"""Tokens to experts and back where each expert took its tokens: a token may have any number of
-rows, from none to one per expert.
+"""Tokens to experts and back where experts chose: a token has from none to one row per expert.
 
 B images, T tokens per image, N = B·T, E experts, M tokens taken by each expert, R = E·M rows, d
 width.
@@ -16,8 +15,7 @@ from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
 class ExpertChoicePlan(NamedTuple):
-    """Every expert computes the same number of rows, whatever the data; tokens come back as the
-    weighted sum of theirs.
+    """All experts compute equally many rows; tokens come back as the weighted sum of theirs.
 
     Going back to the tokens (``combine``, and the gradient of ``dispatch``) adds expert after
     expert: an expert holds a token at most once, so no two rows of one ``index_add_`` meet, and the

@@ -1,5 +1,4 @@
-"""StableMoE (Dai et al. 2022) as TGR-MoE compares it (supplement, J.3): the router is frozen after
-a first phase.
+"""StableMoE (Dai et al. 2022) as in TGR-MoE (supplement, J.3): the router is frozen after a phase.
 
 B images, T tokens per image, E experts, d width.
 """
@@ -18,12 +17,10 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class FrozenCopy(RouterConfig):
-    """A noisy top-k router that learns until a share of the training is done and then stays as it
-    is, without noise.
+    """A noisy top-k router that learns for a share of the training, then stays, without noise.
 
-    StableMoE distils its router into a small copy that is frozen; TGR-MoE compares it without
-    distillation, so that the copy is the router itself. It stays frozen while its model is
-    fine-tuned.
+    StableMoE freezes a small distilled copy; as in TGR-MoE it is the router itself here. It stays
+    frozen while its model is fine-tuned.
     """
 
     kind: Literal["frozen_copy"] = "frozen_copy"
@@ -70,8 +67,7 @@ class FrozenCopy(RouterConfig):
 
 
 class FrozenCopyRouter(NoisyTopKRouter):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord); the
-    parameters are noisy top-k's.
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
     Once frozen, the weights take part detached: their gradient stays None, and AdamW leaves such
     parameters alone, weight decay included. Tokens still get a gradient through the gates.

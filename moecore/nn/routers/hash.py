@@ -1,5 +1,4 @@
-"""HashMoE (Roller et al. 2021), as TGR-MoE discusses it: a fixed hash of the token chooses, and
-nothing is learned.
+"""HashMoE (Roller et al. 2021), as in TGR-MoE: a fixed hash of the token chooses, nothing learns.
 
 B images, T tokens per image, E experts, k chosen per token.
 """
@@ -24,8 +23,7 @@ BLANK = 0.5 / 255
 
 
 class Hash(RouterConfig):
-    """A fixed hash of each patch's pixels, or of its position, chooses k experts with weight 1/k
-    each; there are no parameters.
+    """A fixed hash of each patch's pixels or position chooses k experts with weight 1/k each.
 
     Words have an identity to hash, patches have not: `patch` hashes alike what looks alike (*our
     choice*). Experts are then as unequally busy as patches are unequally common (on scikit-learn's
@@ -53,8 +51,7 @@ class Hash(RouterConfig):
 
 
 class HashRouter(nn.Module):
-    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord),
-    neither with a gradient.
+    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), no gradient.
 
     ``probs`` is 1/k for the chosen and 0 elsewhere; ``logits`` is its logarithm, where 0 counts as
     the smallest normal number.
@@ -104,9 +101,7 @@ class HashRouter(nn.Module):
         return places.expand(len(tokens), -1, -1)
 
     def _by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
-        """(B, T, k): the directions that the patches (B, T, pixels) lie closest to; ``otherwise``
-        (B, T, k) where a patch is blank.
-        """
+        """The nearest directions of patches (B, T, pixels), (B, T, k); ``otherwise`` if blank."""
         if patches is None:
             raise UserError(
                 "router.by is patch, but there are no patches to hash (context.patches); use a "
@@ -134,8 +129,7 @@ def hash_directions(seed: int, pixels: int, experts: int, device: torch.device) 
 
 @lru_cache(maxsize=64)
 def experts_by_position(seed: int, tokens: int, experts: int, device: torch.device) -> Tensor:
-    """The expert (T,) of each position: every E positions use each expert once, in a random order
-    of their own.
+    """The expert (T,) of each position: every E positions hold each once, in random order.
 
     A longer sequence begins as a shorter one.  The same on every device.
     """

@@ -1,5 +1,4 @@
-"""TGR-MoE's upper bound (§5.3 and supplement I): the teacher's router decides in place of the
-student's.
+"""TGR-MoE's upper bound (§5.3, supplement I): the teacher's router decides for the student.
 
 B images, T tokens per image, E experts, k chosen per token, d width.
 """
@@ -53,8 +52,7 @@ class TeacherRouted(RouterConfig):
 
 
 class TeacherRoutedRouter(NoisyTopKRouter):
-    """``router(tokens, context)`` with tokens (B, T, d) and context.teacher (B, T, E) returns
-    (SparsePlan, RoutingRecord).
+    """``router(tokens, context)``: (B, T, d), teacher (B, T, E) to (SparsePlan, RoutingRecord).
 
     The decision is noisy top-k's, with log p of the teacher as logits and with gradient to it; in
     evaluation the record is that of who decides. In training ``load``, ``chosen`` and ``combine``

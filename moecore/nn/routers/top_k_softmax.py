@@ -1,5 +1,4 @@
-"""The router of SMoE language models (MoGE, §3.2): top-k on the logits first, then a softmax over
-the chosen.
+"""The router of SMoE language models (MoGE, §3.2): top-k of the logits, then their softmax.
 
 B sequences, T tokens each, E experts, k chosen per token, d width.
 """
@@ -19,11 +18,9 @@ from moecore.nn.routers.token_choice import router_logits
 
 
 class TopKSoftmax(RouterConfig):
-    """A linear map with bias scores the experts; the k largest logits choose, and a softmax over
-    these k weighs them: weights sum to 1.
+    """A linear map with bias: the k largest logits choose, their softmax weighs (sum 1).
 
-    With k = 1 the weight is always 1, so the router has no gradient from the task: only
-    regularizers then teach it.
+    With k = 1 the weight is always 1: only regularizers, not the task, then teach it.
     """
 
     kind: Literal["top_k_softmax"] = "top_k_softmax"

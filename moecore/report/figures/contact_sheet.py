@@ -11,11 +11,9 @@ PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, su
 
 
 def draw_contact_sheet(prepared: Prepared, shots: int = 10) -> Figure:
-    """A figure with the first ``shots`` training images of each class, a row per class (of at
-    most MOST_CLASSES).
+    """A figure of ``shots`` training images of each class, a row for each of MOST_CLASSES.
 
-    Of volumes: the middle slices of ``shots`` of them, from the youngest to the oldest, a row a
-    plane.
+    Of volumes: the middle slices of ``shots``, from young to old, a row a plane.
     """
     images = prepared.train.images
     labels = prepared.train.labels

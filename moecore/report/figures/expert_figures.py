@@ -1,6 +1,4 @@
-"""Experts as pictures: which of them a class prefers (MoGE, figure 2), how many tokens each gets,
-and which patches, and which words of captions, each sees.
-"""
+"""Pictures of experts: by class (MoGE, figure 2), by number of tokens, by patches and by words."""
 
 from collections.abc import Mapping, Sequence
 
@@ -135,8 +133,7 @@ def captioned_expert_maps(
     stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
 ) -> Figure:
     """A row per image: its patches in the colours of their experts in the last layer that has some,
-    and a caption's words in those of theirs, each with its expert's number. A dense tower's stay
-    bare.
+    and a caption's words in theirs, with their numbers. A dense tower's stay bare.
 
     captions: an image → layers of the text tower; experts: of one of its layers.
     """

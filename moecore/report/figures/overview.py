@@ -120,9 +120,7 @@ def draw_method_rows(quantities: Sequence[MethodValues], looks: Looks) -> Figure
 
 
 def panel_limits(quantity: MethodValues, ends: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of a panel: from zero, but of errors where zero is so far away that points
-    which differ would lie on each other, such as nats per word.
-    """
+    """Return a panel's limits: from zero, except where differing errors would then look alike."""
     near = [end for end in ends if end]
     if quantity.column.name in ERRORS and near and min(near) > FAR * max(near):
         return limits_with_margin(near, quantity.column.form)

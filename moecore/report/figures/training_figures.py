@@ -111,9 +111,8 @@ def epoch_mean_losses(result: Outcome) -> list[tuple[int, float]]:
 def steps_until_baseline(result: Outcome, baseline: Outcome | None) -> int | None:
     """The first logged step at which the training loss is down to the baseline's final one.
 
-    Both are means over an epoch (TGR, figure S5). A training that never is there counts as if it
-    were one epoch after its end, the earliest that is possible. None where nothing was logged, or
-    there is no baseline.
+    Both are means over an epoch (TGR, figure S5). A training that never is there counts as one
+    epoch after its end. None without a log or a baseline.
     """
     if baseline is None:
         return None

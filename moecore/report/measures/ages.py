@@ -56,11 +56,6 @@ def age_number_reader(prediction: str, name: str) -> Callable[[AgeResult], Estim
     return read
 
 
-def mae_over_median(result: AgeResult) -> float:
-    """The error as a share of the median predictor's."""
-    return result.raw.mae.value / result.median_mae
-
-
 def shares_of_median_mae(result: AgeResult) -> np.ndarray | None:
     errors = items_reader("raw")(result)
     return None if errors is None else errors / result.median_mae
@@ -77,7 +72,7 @@ COLUMNS = (
     Column(
         "mae_of_median",
         "MAE / median predictor's",
-        mae_over_median,
+        lambda result: result.raw.mae.value / result.median_mae,
         "lower",
         note="test MAE / the median predictor's; below 0.5 is less than half its error",
         items=shares_of_median_mae,
@@ -199,9 +194,7 @@ def list_uncorrected(phase: Phase) -> list[str]:
 def age_scatter(result: AgeResult) -> Figure:
     """Predicted against known age, before and after correction; a colour and a line per sex."""
     points = result.points
-    known = predictions_of(points)
-    figure = new_figure(0.6 + 4.3 * len(known), 4.3, "Test split.")
-    panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
+    figure, panels, known = new_age_panels(points, 4.3, "Test split.")
     every = np.concatenate([points.age, *known.values()])
     limits = (float(every.min()) - 2, float(every.max()) + 2)
     look = {"color": GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
@@ -217,9 +210,7 @@ def age_scatter(result: AgeResult) -> Figure:
 def pad_against_age(result: AgeResult) -> Figure:
     """Predicted minus known age against known age, with mean, mean ± 1.96 SD, a line per sex."""
     points = result.points
-    known = predictions_of(points)
-    figure = new_figure(0.6 + 4.3 * len(known), 3.6, "Grey lines: mean and mean ± 1.96 SD.")
-    panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
+    figure, panels, known = new_age_panels(points, 3.6, "Grey lines: mean and mean ± 1.96 SD.")
     for axes, (name, values) in zip(panels, known.items(), strict=True):
         gaps = values - np.asarray(points.age, float)
         mean = gaps.mean()
@@ -273,9 +264,15 @@ def _groups(axes: Axes, rows: Sequence[GroupErrors]) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
 
-def predictions_of(points: AgePoints) -> dict[str, np.ndarray]:
-    known = {name: getattr(points, name) for name in PANELS}
-    return {name: np.asarray(ages, float) for name, ages in known.items() if ages is not None}
+def new_age_panels(
+    points: AgePoints, height: float, caption: str
+) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
+    """Return a figure, a panel per kind of prediction that there is, and the predictions."""
+    given = {name: getattr(points, name) for name in PANELS}
+    known = {name: np.asarray(ages, float) for name, ages in given.items() if ages is not None}
+    figure = new_figure(0.6 + 4.3 * len(known), height, caption)
+    panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
+    return figure, panels, known
 
 
 def _by_sex(axes: Axes, points: AgePoints, values: np.ndarray) -> None:

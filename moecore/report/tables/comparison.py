@@ -73,8 +73,7 @@ def column_cells(
 ) -> dict[str, Cell | None]:
     """The cell of every method, the best one marked where a test or the intervals show it.
 
-    controls: neither are the best nor have to be beaten; unmarked: have to be beaten, and are not
-    marked where they are ahead.
+    controls: neither best nor to be beaten; unmarked: to be beaten, not marked where ahead.
     """
     cells = read_cells(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}

@@ -36,8 +36,7 @@ def chdir_to_stages(home: Path) -> Iterator[None]:
 def load_previews(study: Study) -> dict[str, PlannedData]:
     """Return what each data set will be; a source that cannot say so is left out.
 
-    What is prepared already, with the same settings, counts before the raw data: it may be all
-    that there is on this machine.
+    What is prepared already, with the same settings, counts before the raw data.
     """
     previews: dict[str, PlannedData] = {}
     for phase, source in study.data.items():

@@ -26,8 +26,7 @@ def unused_teacher_note(study: Study) -> str | None:
 def warn_untrained_routers(study: Study) -> str | None:
     """Return a line where routers get almost no gradient of the task.
 
-    Behind the experts of Swin V2 a norm takes away the length that a single expert's weight gave to
-    its output.
+    A norm behind Swin V2's experts takes away the length that a single expert's weight gave.
     """
     if study.model is None:
         return None

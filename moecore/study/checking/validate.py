@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,9 +14,8 @@ from moecore.study.checking.run_and_claims_rules import selection_misfits
 from moecore.study.checking.task_rules import label_misfits
 from moecore.study.checking.training_rules import schedule_misfits
 from moecore.study.checking.volume_rules import volume_misfits
-from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import join_first_lines
-from moecore.study.reading.overlay import stages_with_params
 from moecore.study.reading.setting_errors import describe_field, format_error_line
 from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import (
@@ -31,14 +29,6 @@ from moecore.study.reading.study import (
 
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
-
-
-def check_params(path: str | Path = "params.yaml") -> Study:
-    """Validate the whole file for the stages of the dvc.yaml beside it.
-
-    Raises UserError with one line per problem.
-    """
-    return check_document(load_yaml(path), stages_with_params(Path(path).parent))
 
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:

@@ -9,8 +9,7 @@ everything else, lists too, takes the place of what was there. Beyond that:
 - ``methods:``, where it is there, names the study's methods, each laid over the root's of its name.
 - A section, a method or an entry of ``data`` that is null is removed. Further in, null is a value.
 
-Presets (the entries of ``presets.yaml``, by name) are laid over that in the same way, but their
-methods are added.
+Presets (entries of ``presets.yaml``, by name) are laid over that; their methods are added.
 """
 
 from collections.abc import Mapping, Sequence

@@ -29,8 +29,7 @@ class _NullRepresenter(RoundTripRepresenter):
 def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
     """Write the assignments into params.yaml; return a line for every value that changes.
 
-    Raises UserError, with the file as it was, where an assignment is malformed or the file would
-    not be in order with it.
+    Raises UserError, the file as it was, where an assignment or the file with it is malformed.
     """
     before = load_yaml(path)
     old = path.read_text(encoding="utf-8")

@@ -29,7 +29,6 @@ def entropy(*, probs: Tensor) -> Tensor:
     """Mean over tokens of −Σ_e p_e ln p_e, in nats.
 
     probs: (B, T, E), clean, each token sums to 1.  Returns a scalar from 0 (sure) to ln E
-    (undecided). A probability of 0 counts as the smallest normal number in the logarithm, so the
-    gradient stays finite.
+    (undecided). A probability of 0 counts as the smallest normal number, for finite gradients.
     """
     return -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(dim=-1).mean()

@@ -25,10 +25,8 @@ class Importance(Config):
 
 
 def importance(*, probs: Tensor) -> Tensor:
-    """Squared coefficient of variation of the experts' importance, the sum of their probs over
-    tokens (adversarial-moe, eq. 12).
+    """CV² of the experts' importance, the sum of probs over tokens (adversarial-moe, eq. 12).
 
-    probs: (B, T, E), clean, each token sums to 1.  Returns a scalar ≥ 0; 0 at balance, E − 1 where
-    one expert has all.
+    probs: (B, T, E), clean, each token sums to 1.  Returns 0 (balance) to E − 1 (one has all).
     """
     return squared_cv(total_over_ranks(probs.sum(dim=(0, 1))))

@@ -32,13 +32,11 @@ class JensenShannon(Config):
 
 
 def jensen_shannon(first: Tensor, second: Tensor, present: Tensor) -> Tensor:
-    """Return the mean over the pairs of the global batch of ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats,
-    m = (p + q)/2.
+    """Return ½ KL(p ‖ m) + ½ KL(q ‖ m) in nats, m = (p + q)/2, mean over the global batch's pairs.
 
     first, second: (B, T', E), each token sums to 1; present: (B, T') bool, which pairs there are.
     It is a scalar from 0 (equal) to ln 2 (no expert in common); 0 where there is no pair.
-    Probabilities of 0 count as the smallest normal number in logarithms, so the gradient stays
-    finite.
+    Probabilities of 0 count as the smallest normal number, for finite gradients.
     """
     middle = _finite_log((first + second) / 2)
     divergence = (

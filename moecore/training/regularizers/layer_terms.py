@@ -26,8 +26,7 @@ def check_has_experts(step: StepContext) -> None:
 def token_pair_probs(
     part: str, step: StepContext, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield for each MoE layer the probs (B, T', E) of both sides of each pair of tokens, and
-    (B, T') whether there is one.
+    """Yield per MoE layer both sides' probs (B, T', E) of token pairs and which exist (B, T').
 
     ``special``: pair special tokens (CLS) with themselves, too.  Raises UserError, naming ``part``,
     where the batch has not two views.

@@ -36,8 +36,7 @@ class Orthogonality(Config):
 def orthogonality_penalty(*, basis: Tensor) -> Tensor:
     """Sum over experts of the squared Frobenius norm ‖BᵀB − I‖² (ERMoE, Algorithm 1).
 
-    basis: (E, d, r).  Returns a scalar ≥ 0, in fp32 at least: in bf16 even an orthonormal basis is
-    some 1e-3 off.
+    basis: (E, d, r).  Returns a scalar ≥ 0, in fp32 at least: bf16 is some 1e-3 off.
     """
     with torch.autocast(basis.device.type, enabled=False):
         given = basis

@@ -44,8 +44,7 @@ def router_kl(*, teacher: Tensor, student: Tensor) -> Tensor:
     """KL(teacher ‖ student) in nats, summed over experts and averaged over tokens (TGR-MoE, eq. 9).
 
     teacher, student: (B, T, E), each token sums to 1; no gradient reaches the teacher.  Returns a
-    scalar ≥ 0. A student's probability that fp32 rounded to 0 counts as the smallest normal number,
-    so the loss stays finite.
+    scalar ≥ 0. A student's probability of 0 counts as the smallest normal number.
     """
     log_student = student.clamp_min(torch.finfo(student.dtype).tiny).log()
     return kl_div(log_student, teacher.detach(), reduction="none").sum(dim=-1).mean()

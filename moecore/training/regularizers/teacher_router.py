@@ -33,11 +33,9 @@ class TeacherRouter(Config):
 
 
 def teacher_router_terms(*, probs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The unweighted terms, summed over layers: ``balance``, CV² of the mean probs over the global
-    batch, and ``entropy``, per token in nats.
+    """The terms summed over layers: ``balance``, CV² of the global batch's mean probs, ``entropy``.
 
-    probs: one (B, T, E) per MoE layer, each token sums to 1; at least one layer.  Returns two
-    scalars ≥ 0.
+    probs: one (B, T, E) per MoE layer, each token sums to 1.  Returns two scalars ≥ 0.
     """
     return {
         "balance": cast(Tensor, sum(importance(probs=p) for p in probs)),

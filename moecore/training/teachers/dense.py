@@ -10,9 +10,7 @@ from moecore.training.settings import Training
 
 
 class Dense(Config):
-    """A dense backbone and how it is trained; it may be wider or deeper than the student, with the
-    same patches. Each seed of a study trains its own.
-    """
+    """A dense teacher of any depth and width, with the student's patches; one for each seed."""
 
     kind: Literal["dense"] = "dense"
     model: Backbone

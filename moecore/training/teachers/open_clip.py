@@ -1,5 +1,4 @@
-"""Pretrained weights of CLIP in open_clip's layout (ViT-B/32, B/16, L/14), for both towers of a
-two-tower model.
+"""CLIP's weights in open_clip's layout (ViT-B/32, B/16, L/14), for both of two towers.
 
 w numbers of an embedding. Head width is 64 in all of them.
 """

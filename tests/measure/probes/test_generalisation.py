@@ -11,7 +11,7 @@ from torch import nn
 
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.data.prepared import Prepared
-from moecore.measure.base import MeasuredModel, compute_without_cache
+from moecore.measure.base import MeasuredModel
 from moecore.measure.cohort_checks import (
     CohortChecks,
     measure_region_generalisation,
@@ -37,6 +37,7 @@ from moecore.measure.probes.region_generalisation import (
     route_masked_cubes,
     simulate_other_scans,
 )
+from tests.measure.subjects import compute_without_cache
 from tests.volumes import GREY, balls, write_cohort
 
 TISSUES = ("wm", "gm", "csf")

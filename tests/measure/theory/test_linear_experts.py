@@ -441,10 +441,10 @@ def test_every_combination_is_there_and_no_bound_fails(found):
 
 
 def test_one_over_root_e_at_ninety_degrees(found):
-    assert found.ratio_at_90 == {
-        str(e): pytest.approx(1 / math.sqrt(e), rel=1e-9) for e in (2, 4, 8)
-    }
-    assert found.error_at_90 < 1e-9
+    rows = [row for row in found.theorem_1 if row.angle == 90]
+    assert {row.experts for row in rows} == {2, 4, 8}
+    for row in rows:
+        assert row.ratio.value == pytest.approx(1 / math.sqrt(row.experts), rel=1e-9)
 
 
 # As in tests/measure/theory/test_linear_experts.py, with c = cos 60° = 1/2: shared
