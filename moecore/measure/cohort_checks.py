@@ -58,7 +58,7 @@ class CohortChecks(Config):
     ages: tuple[Age, ...] = Field(
         (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
     )
-    rescans: int = Field(16, ge=1, le=PEOPLE // 2, description="Subjects scanned again")
+    rescans: int = Field(16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, there and elsewhere")
     probe: int = Field(
         256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
     )

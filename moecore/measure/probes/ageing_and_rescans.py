@@ -109,6 +109,9 @@ class Rescan(Config):
     mean_abs_difference: float
     low: float | None
     high: float | None
+    other_site_mean_abs_difference: float | None = None  # simulated scans only
+    other_site_low: float | None = None
+    other_site_high: float | None = None
 
 
 def predict_rescans(
@@ -118,20 +121,24 @@ def predict_rescans(
     batch: int,
     resamples: int,
 ) -> Rescan:
-    """One person of each of the ages, scanned again at the same site."""
+    """One person of each of the ages, scanned again at the same site, and at another one."""
     who = [
         (float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
     ]
-    first, again = (
-        predicted_ages(model, people.draw([ScanRequest(*one, scan, 0) for one in who]), batch)
-        for scan in (0, 1)
+    first, again, elsewhere = (
+        predicted_ages(model, people.draw([ScanRequest(*one, scan, site) for one in who]), batch)
+        for scan, site in ((0, 0), (1, 0), (1, 1))
     )
     same = bootstrap_mean(np.abs(again - first), resamples)
+    other = bootstrap_mean(np.abs(elsewhere - first), resamples)
     return Rescan(
         mean_abs_difference=same.value,
         low=same.low,
         high=same.high,
+        other_site_mean_abs_difference=other.value,
+        other_site_low=other.low,
+        other_site_high=other.high,
     )
 
 

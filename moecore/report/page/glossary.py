@@ -11,8 +11,9 @@ WORDS = {
     "expert; 0 where all get equally many",
     "agreement": "share of tokens with the same top-1 expert in two runs of the router: two "
     "epochs, two views, student and teacher, before and after fine-tuning",
-    "IMED": "image Euclidean distance: how much router outputs change when the image is "
-    "shifted, rotated, scaled or sheared; 0 where they do not",
+    "IMED": "image Euclidean distance, which counts neighbouring pixels: here between maps of "
+    "router outputs over an image and over the same image shifted, rotated, scaled or sheared; "
+    "0 where the router sees no change",
     "mCE": "mean corruption error: errors under noise, blur, weather and the like as a share "
     "of the dense model's; below 1 is better than dense",
 }  # in the order in which a reader meets them

@@ -208,13 +208,14 @@ def test_only_age_changes_when_a_subject_is_aged():
     assert source.asked == asked
 
 
-def test_a_scan_again():
+def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
     found = predict_rescans(Brightness(), UnseenPeople(source), ages, 2, 100)
     assert found.mean_abs_difference == pytest.approx(0.1, abs=1e-4)
+    assert found.other_site_mean_abs_difference == pytest.approx(10.1, abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
-    assert {asked[3:] for asked in source.asked} == {(0, 0), (1, 0)}
+    assert {asked[3:] for asked in source.asked} == {(0, 0), (1, 0), (1, 1)}
     # other people than those who are aged
     assert {asked[2] for asked in source.asked} == {7_000_540 + n for n in range(4)}
 
