@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_images
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, recompress_image, unpack_image
-from moecore.data.image_warping import VariableSizeImages, crop_reached_regions
+from moecore.data.image_warping import VariableSizeImages, crop_images_to_views
 from moecore.data.views.views import CropRanges, ViewSettings, draw_views
 from moecore.data.writer import channel_moments
 
@@ -69,7 +69,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [recompress_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [np.asarray(unpack_image(one.content, 3)) for one in packed], each),
-        a_second(lambda: crop_reached_regions(uneven, affines, (224, 224), "zeros"), SEVERAL),
+        a_second(lambda: crop_images_to_views(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),
         a_second(lambda: hashlib.sha256(content).digest(), len(content)),
         a_second(lambda: channel_moments(raw[:256]), len(content)),

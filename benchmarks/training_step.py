@@ -23,7 +23,7 @@ from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
 from moecore.core.config import Config
-from moecore.core.routing_records import Batch, Guidance, RoutingContext, StepContext
+from moecore.core.routing_records import Batch, Guidance, RoutingContext, ObjectiveInputs
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
@@ -111,7 +111,7 @@ class Bench(NamedTuple):
     def _update(self) -> None:
         with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype != torch.float32):
             output = self.model(self.batch.images)
-        step = StepContext(self.batch, output, self.model, self.guidance, 0.5)
+        step = ObjectiveInputs(self.batch, output, self.model, self.guidance, 0.5)
         loss = self.objective.total(self.objective.terms(step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import whole_file
-from moecore.report.claims.evaluation import claim_entries, evaluate_claims
+from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
 from moecore.report.csv_and_plot_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import compare_methods
@@ -17,7 +17,7 @@ from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import stages_with_params
+from moecore.study.reading.overlay import stages_reading_params
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import read_params
 
@@ -36,7 +36,7 @@ def compare() -> None:
     params = read_params(Params)
     path = Path(params_path())
     document = load_yaml(str(path))
-    stages = stages_with_params(path.parent)
+    stages = stages_reading_params(path.parent)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
     asked, waiting = partial_comparison.split_answerable_comparisons(
         [*params.claims, *params.questions], params.run
@@ -44,7 +44,7 @@ def compare() -> None:
     if waiting:
         print(partial_comparison.describe_waiting_claims(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
-    claims = claim_entries(evaluated, document.data)
+    claims = compare_json_claims(evaluated, document.data)
     compared = compare_methods(results) | claims
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced

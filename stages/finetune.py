@@ -15,7 +15,7 @@ from moecore.measure.routing_metrics.epochs import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import summarize_training
@@ -25,17 +25,17 @@ from moecore.training.settings import AdversarialFinetuning, Finetuning
 
 class Params(Config):
     finetune: Finetuning
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
-class AdversarialParams(Config):
+class AdversarialFinetuneParams(Config):
     adversarial: AdversarialFinetuning
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
     """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/``phase``."""
-    params = read_params(Params if phase == "finetune" else AdversarialParams, method=method)
+    params = read_params(Params if phase == "finetune" else AdversarialFinetuneParams, method=method)
     settings = getattr(params, phase)
     start = Path("artifacts/pretrain", method, str(seed))
     guide = guide_folder(method, seed)

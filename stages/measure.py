@@ -11,7 +11,7 @@ from moecore.measure.base import MeasuredModel, Skipped
 from moecore.run.resume import record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params, read_section
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params, read_section
 from moecore.training.artifacts import guide_folder, load_guide, load_model
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
@@ -20,7 +20,7 @@ from moecore.training.runtime import tune_runtime
 class MethodParams(Config):
     """Settings that a measurement of region experts reads beside its own section."""
 
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, cross_predict_ages
+from moecore.brain.out_of_fold import FoldRecipe, OutOfFold, train_and_predict_folds
 from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
@@ -14,7 +14,7 @@ from moecore.run.progress import report_progress
 from moecore.run.resume import work_folder
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
@@ -23,8 +23,8 @@ from moecore.training.settings import Training
 class Params(Config):
     model: Backbone
     pretrain: Training
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
-    calibrator: Annotated[Calibrator, ParamsKeyPath("calibrate.calibrator")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
+    calibrator: Annotated[Calibrator, ParamsKeyTemplate("calibrate.calibrator")]
     out_of_fold: OutOfFold = OutOfFold()
 
 
@@ -53,7 +53,7 @@ def out_of_fold(method: str, seed: int) -> None:
         recipe = FoldRecipe(params.model, params.pretrain, params.method, folds, seed)
         runtime = tune_runtime(work=work)
         out = Path("artifacts", item)
-        run.result(cross_predict_ages(recipe, data, runtime, work, out, follow, run.log))
+        run.result(train_and_predict_folds(recipe, data, runtime, work, out, follow, run.log))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import Source
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 
 
 class Params(Config):
-    data: Annotated[Source, ParamsKeyPath("data.{data}")]
+    data: Annotated[Source, ParamsKeyTemplate("data.{data}")]
 
 
 def prepare(name: str) -> None:

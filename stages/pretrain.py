@@ -13,7 +13,7 @@ from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.nn.backbones import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import summarize_training
@@ -24,7 +24,7 @@ from moecore.training.settings import Training
 class Params(Config):
     model: Backbone
     pretrain: Training
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def pretrain(method: str, seed: int) -> None:

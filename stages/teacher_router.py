@@ -5,18 +5,18 @@ from typing import Annotated
 
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
-from moecore.data.loader import place_split
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones import Backbone
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import log_progress
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import RouterFitLosses
-from moecore.training.phase_trainings import build_teacher_routers
+from moecore.training.phase_trainings import build_unfitted_guide
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import TeacherRouterFit
 from moecore.training.teachers.fit_router import fit_routers
@@ -25,7 +25,7 @@ from moecore.training.teachers.fit_router import fit_routers
 class Params(Config):
     model: Backbone
     teacher_router: TeacherRouterFit
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def teacher_router(method: str, seed: int) -> None:
@@ -42,11 +42,11 @@ def teacher_router(method: str, seed: int) -> None:
             run.result(Skipped(skipped="the method needs no teacher"))
             return
         device = tune_runtime().device
-        guide = build_teacher_routers(chosen, params.model, load_unguided(inputs[1]), seed, device)
+        guide = build_unfitted_guide(chosen, params.model, load_unguided(inputs[1]), seed, device)
         result: Skipped | RouterFitLosses
         result = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
-            data = place_split(Prepared.open(inputs[0]).train, device)
+            data = load_split_for_device(Prepared.open(inputs[0]).train, device)
             settings = params.teacher_router
             points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
             name = f"routers {method} {seed}"

@@ -12,13 +12,13 @@ from moecore.run.resume import KeptParts, work_folder
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import ParamsKeyPath, read_params
+from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
 
 class Params(Config):
-    methods: Annotated[tuple[str, ...], ParamsKeyPath("run.methods")]
+    methods: Annotated[tuple[str, ...], ParamsKeyTemplate("run.methods")]
     transfer: Transfer = Transfer()
 
 

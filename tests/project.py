@@ -22,7 +22,7 @@ from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import stages_with_params
+from moecore.study.reading.overlay import stages_reading_params
 from moecore.study.reading.study import Study
 from tests import forked
 
@@ -91,7 +91,7 @@ questions: []
 
 def check_params(path: Path) -> Study:
     """Validate the whole file for the stages of the dvc.yaml beside it."""
-    return check_document(load_yaml(path), stages_with_params(path.parent))
+    return check_document(load_yaml(path), stages_reading_params(path.parent))
 
 
 def forget_files() -> None:

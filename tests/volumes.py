@@ -14,7 +14,7 @@ from PIL import Image
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.tasks.regression import Regression
 
@@ -77,7 +77,7 @@ def write_balls(
             for i, age in enumerate(ages)
         ]
         made = [ball(age, 1000 * number + i, size) for i, age in enumerate(ages)]
-        parts[split] = VolumeSplit(
+        parts[split] = VolumeSplitToWrite(
             rows, [(volume, shares if regions else None) for volume, shares in made]
         )
     facts = VolumeDatasetInfo(
@@ -116,7 +116,7 @@ def write_cohort(
             VolumeSubject(name, f"ses-{place}", float(np.float32(age)), sex, f"site{place % 3}")
             for place, (name, age, sex) in enumerate(zip(names, ages, sexes, strict=True))
         ]
-        parts[split] = VolumeSplit(rows, [volume(age, generator) for age in ages])
+        parts[split] = VolumeSplitToWrite(rows, [volume(age, generator) for age in ages])
     facts = VolumeDatasetInfo(
         "small cohort",
         SHAPE,

@@ -9,7 +9,7 @@ from moecore.brain.model_card import render_model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.training_cohort import (
     age_range_flags,
-    build_training_reference,
+    collect_training_ranges,
     out_of_range_flags,
 )
 from moecore.core.files import whole_folder, write_sealed, write_whole
@@ -48,7 +48,7 @@ def write_calibration_folder(
     calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
     MODEL_CARD.md. item: phase/method/seed.
     """
-    reference = build_training_reference(ages.data, result.interval, ages.sha256)
+    reference = collect_training_ranges(ages.data, result.interval, ages.sha256)
     rows = []
     for split in SPLITS:
         corrected = ages.correct_split(split, line.fitted)

@@ -99,7 +99,7 @@ def draw_resample_weights(participants: Sequence[str], resamples: int) -> np.nda
     return counts[:, person].astype(np.float64)
 
 
-def weighted_age_fits(
+def age_errors_by_resample(
     predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray
 ) -> dict[str, np.ndarray]:
     """mae, corr, slope, intercept under each row of ``weights`` (R, N), each (R,).
@@ -127,7 +127,7 @@ def weighted_age_fits(
 
 def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) -> AgeErrors:
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
-    resampled = weighted_age_fits(predictions, ages, weights)
+    resampled = age_errors_by_resample(predictions, ages, weights)
     return AgeErrors(
         mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
         corr=_bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),

@@ -57,7 +57,7 @@ class OutOfFoldResult(Config):
     mae: float
 
 
-def cross_predict_ages(
+def train_and_predict_folds(
     recipe: FoldRecipe,
     data: Prepared,
     runtime: Runtime,

@@ -38,7 +38,7 @@ class AgeInterval(Config):
     method: str
 
 
-class CohortReference(Config):
+class TrainingCohortRanges(Config):
     """Content of ``reference.json``, beside a calibrator."""
 
     ranges: dict[str, QuantityRange] = Field(
@@ -60,7 +60,7 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
     }
 
 
-def build_training_reference(data: Prepared, interval: AgeInterval, sha256: str) -> CohortReference:
+def collect_training_ranges(data: Prepared, interval: AgeInterval, sha256: str) -> TrainingCohortRanges:
     """The ranges over the training volumes, and the card's facts; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
     quantities = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
@@ -69,12 +69,12 @@ def build_training_reference(data: Prepared, interval: AgeInterval, sha256: str)
         values = [one[name] for one in quantities]
         ranges[name] = QuantityRange(low=min(values), high=max(values))
     sites = sorted({row["site"] for row in data.subjects("train")} - {""})
-    return CohortReference(
+    return TrainingCohortRanges(
         ranges=ranges, sites=sites, data=facts, interval=interval, predictor_sha256=sha256
     )
 
 
-def out_of_range_flags(volume: np.ndarray, reference: CohortReference) -> list[str]:
+def out_of_range_flags(volume: np.ndarray, reference: TrainingCohortRanges) -> list[str]:
     """One flag for each quantity of a prepared volume that lies outside that of training."""
     quantities = describe_volume(volume, reference.data.voxel_mm)
     return [
@@ -84,7 +84,7 @@ def out_of_range_flags(volume: np.ndarray, reference: CohortReference) -> list[s
     ]
 
 
-def age_range_flags(predicted: float, age: float | None, reference: CohortReference) -> list[str]:
+def age_range_flags(predicted: float, age: float | None, reference: TrainingCohortRanges) -> list[str]:
     """Flags where the prediction or the known age lies outside the ages of training."""
     low, high = reference.data.target_range
     values = {"predicted age": predicted, "age": age}
@@ -95,6 +95,6 @@ def age_range_flags(predicted: float, age: float | None, reference: CohortRefere
     ]
 
 
-def unknown_site_flags(site: str, reference: CohortReference) -> list[str]:
+def unknown_site_flags(site: str, reference: TrainingCohortRanges) -> list[str]:
     """A flag where a site is named that training did not have."""
     return [f"site {site} not in training"] if site and site not in reference.sites else []

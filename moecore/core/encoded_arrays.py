@@ -12,7 +12,7 @@ def encode_arrays(*arrays: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def decode_bytes(text: str) -> bytes:
+def decode_compressed_text(text: str) -> bytes:
     """The bytes of ``encode_arrays``."""
     return zlib.decompress(base64.b64decode(text))
 
@@ -35,7 +35,7 @@ def pack_numbers(values: np.ndarray) -> str:
 def decode_float_array(text: str) -> np.ndarray:
     """The numbers (N,) fp64 of ``pack_numbers``; their mean is exact, but for the last digits."""
     mean, largest, rest = text.split(":")
-    apart = np.frombuffer(decode_bytes(rest), "<f2").astype(np.float64)
+    apart = np.frombuffer(decode_compressed_text(rest), "<f2").astype(np.float64)
     return float(mean) + float(largest) * (apart - apart.mean())
 
 

@@ -98,7 +98,7 @@ class Guidance(NamedTuple):
     probs: tuple[Tensor, ...]
 
 
-class StepContext(NamedTuple):
+class ObjectiveInputs(NamedTuple):
     """All that an objective may look at in one training step."""
 
     batch: Batch

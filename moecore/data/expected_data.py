@@ -51,7 +51,7 @@ class PlannedData(NamedTuple):
             return self._replace(problem=str(error))
 
 
-def summarize_card(card: Mapping[str, Any]) -> PlannedData:
+def planned_data_from_card(card: Mapping[str, Any]) -> PlannedData:
     """Return the preview of data that ``prepare`` has written.
 
     Raises KeyError or pydantic.ValidationError where the card is of other code than this.

@@ -88,12 +88,12 @@ def warp_uneven_images(
 
     What the views reach of each image is cut out first, and that alone is sent to the device.
     """
-    parts, moved = crop_reached_regions(images, affines, size, fill)
+    parts, moved = crop_images_to_views(images, affines, size, fill)
     pixels = to_device_async(parts, images.device).permute(0, 3, 1, 2).contiguous()
     return warp_images(pixels, moved, size, "zeros")
 
 
-def crop_reached_regions(
+def crop_images_to_views(
     images: VariableSizeImages, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
     """Return what views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
@@ -125,7 +125,7 @@ def _cut_part(
         place[to[0], to[1]] = image[begin[0] : end[0], begin[1] : end[1]]
         return
     rows, columns = (
-        wrap_indices(torch.arange(a, b), length, fill).numpy()
+        clamp_or_reflect_indices(torch.arange(a, b), length, fill).numpy()
         for a, b, length in zip(first, last, image.shape[:2], strict=True)
     )
     place[: len(rows), : len(columns)] = image[rows][:, columns]
@@ -140,8 +140,8 @@ def shift_and_flip(images: Tensor, shifts: Tensor, mirrored: Tensor, fill: str) 
         - shifts[:, 1:]
     )
     # Rows and columns go to the device, not their products: a hundredth of the bytes.
-    down = to_device_async(wrap_indices(rows, height, fill), images.device)
-    right = to_device_async(wrap_indices(columns, width, fill), images.device)
+    down = to_device_async(clamp_or_reflect_indices(rows, height, fill), images.device)
+    right = to_device_async(clamp_or_reflect_indices(columns, width, fill), images.device)
     flat = down[:, :, None] * width + right[:, None, :]
     index = flat.view(count, 1, -1).expand(-1, images.shape[1], -1)
     views = images.flatten(2).gather(2, index).view_as(images)
@@ -157,7 +157,7 @@ def in_range_mask(index: Tensor, length: int) -> Tensor:
     return (index >= 0) & (index < length)
 
 
-def wrap_indices(index: Tensor, length: int, fill: str) -> Tensor:
+def clamp_or_reflect_indices(index: Tensor, length: int, fill: str) -> Tensor:
     """Bring indices back into 0..length−1 as grid_sample's padding modes do."""
     if fill != "reflection":
         return index.clamp(0, length - 1)

@@ -16,7 +16,7 @@ from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.thread_map import thread_count
 
 
-def jpeg_store_files(split: str) -> list[str]:
+def jpeg_store_file_names(split: str) -> list[str]:
     """Return the names of a split's JPEG files in one, and of its offsets."""
     return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
@@ -41,7 +41,7 @@ class JpegImages:
     @classmethod
     def open(cls, folder: Path, split: str, number: int, card: dict[str, Any]) -> "JpegImages":
         """Open those of a prepared folder; UserError where a length is not what offsets say."""
-        path, offsets = (folder / name for name in jpeg_store_files(split))
+        path, offsets = (folder / name for name in jpeg_store_file_names(split))
         starts = np.array(open_array(offsets, (number + 1,), np.int64))
         size = path.stat().st_size if path.is_file() else 0
         if size != starts[-1]:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.data.jpeg_store import jpeg_store_files
+from moecore.data.jpeg_store import jpeg_store_file_names
 from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.thread_map import map_in_threads
@@ -70,7 +70,7 @@ def write_prepared(
         labels, images = parts[split]
         if isinstance(images, PackedJpegs):
             _write_jpegs(folder, split, len(labels), images)
-            names += jpeg_store_files(split)
+            names += jpeg_store_file_names(split)
         else:
             names.append(f"{split}_images.npy")
             _write_images(folder / names[-1], facts, len(labels), images)
@@ -148,7 +148,7 @@ def _count_classes(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[s
 def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegs) -> None:
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
-    content, offsets = (folder / name for name in jpeg_store_files(split))
+    content, offsets = (folder / name for name in jpeg_store_file_names(split))
     shutil.move(images.path, content)
     save_array(offsets, np.concatenate([[0], images.lengths.cumsum()]))
 

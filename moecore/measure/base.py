@@ -67,7 +67,7 @@ class Measurement(NamedTuple):
         return cls(settings, module.Result, module.applies, module.measure, guided, regions)
 
 
-def flat_image_problem(subject: MeasuredModel, needed: str) -> str | None:
+def no_flat_images_reason(subject: MeasuredModel, needed: str) -> str | None:
     """Why these are no flat images whose labels can do ``needed`` (see Task.needs_classes)."""
     if subject.data.test.images.ndim != 4:
         return "the images are volumes, and flat images are measured"

@@ -17,7 +17,7 @@ from moecore.core.files import UserError, write_sealed
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibrators import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
-from moecore.measure.word_confidence import FITTED, TokenScores, final_tokens
+from moecore.measure.word_confidence import FITTED, TokenLossAndConfidence, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate, bootstrap_interval
@@ -158,14 +158,14 @@ def prediction_quality(
 ) -> PredictionQuality:
     """Score, NLL, Brier and ECE with intervals, and bins. logits: (N, K); labels: (N,)."""
     hits = task.scores(logits, labels)
-    answers = TokenScores(
+    answers = TokenLossAndConfidence(
         task.test_loss(logits, labels), brier_scores(logits, labels), class_confidence(logits), hits
     )
     return answer_quality(task, hits, answers, resamples)
 
 
 def answer_quality(
-    task: Task, scores: Tensor, answers: TokenScores, resamples: int
+    task: Task, scores: Tensor, answers: TokenLossAndConfidence, resamples: int
 ) -> PredictionQuality:
     """Return what answers to N items are worth, as ``prediction_quality`` does."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()

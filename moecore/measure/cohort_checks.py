@@ -19,24 +19,24 @@ from moecore.measure.probes.ageing_and_rescans import (
     RESCAN_YEARS,
     Ageing,
     Rescan,
-    UnseenPeople,
+    UnseenPeopleSimulator,
     compare_sessions,
     predict_ageing,
     predict_rescans,
     session_pairs,
 )
 from moecore.measure.probes.region_generalisation import (
-    BatchAndResamples,
-    GeneralisationSettings,
+    BatchAndBootstrapSizes,
+    RegionGeneralisationSettings,
     RegionExpertResult,
-    has_generator_grid,
+    has_generator_voxel_grid,
     measure_generalisation,
 )
 from moecore.measure.probes.single_tissue_errors import (
     ModelAndProbeErrors,
-    TissueContrast,
+    TissueErrorDifference,
     TissueErrors,
-    brain_age_errors,
+    model_and_probe_errors,
     summarize_errors,
     tissue_error_differences,
 )
@@ -62,8 +62,8 @@ class CohortChecks(Config):
     probe: int = Field(
         256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
     )
-    generalisation: GeneralisationSettings = Field(
-        GeneralisationSettings(),
+    generalisation: RegionGeneralisationSettings = Field(
+        RegionGeneralisationSettings(),
         description="What region experts are tried on that training did not show.",
     )
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
@@ -81,7 +81,7 @@ class Result(Config):
 
     whole: TissueErrors
     isolated: dict[str, TissueErrors] | None
-    order: tuple[TissueContrast, ...] | None
+    order: tuple[TissueErrorDifference, ...] | None
     ageing: Ageing | None
     rescan: Rescan | None
     generalisation: RegionExpertResult | None
@@ -99,13 +99,13 @@ def applies(subject: MeasuredModel) -> str | None:
 def measure(subject: MeasuredModel, settings: CohortChecks, parts: PartStore) -> Result:
     """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
     data = subject.data
-    errors = errors_on_single_tissues(subject, settings, parts)
+    errors = whole_and_tissue_errors(subject, settings, parts)
     whose = data.test.people
     tissues = {
         name: summarize_errors(values, settings.resamples, whose) for name, values in errors.items()
     }
     whole = tissues.pop("whole")
-    people = unseen_people(data)
+    people = unseen_simulated_people(data)
     rescan = measure_rescans(subject, people, settings, parts)
     reasons = {}
     if people is None:
@@ -125,7 +125,7 @@ def measure(subject: MeasuredModel, settings: CohortChecks, parts: PartStore) ->
     )
 
 
-def errors_on_single_tissues(
+def whole_and_tissue_errors(
     subject: MeasuredModel, settings: CohortChecks, parts: PartStore
 ) -> dict[str, ModelAndProbeErrors]:
     """The errors on the whole volume and on each tissue alone, where the data has tissue maps."""
@@ -133,22 +133,22 @@ def errors_on_single_tissues(
     for name in ("whole", *subject.data.card["regions"]):
         region = None if name == "whole" else subject.data.card["regions"].index(name)
         compute = partial(
-            brain_age_errors, subject.model, subject.data, region, settings.batch, settings.probe
+            model_and_probe_errors, subject.model, subject.data, region, settings.batch, settings.probe
         )
         errors[name] = load_or_compute(parts, name, ModelAndProbeErrors, compute)
     return errors
 
 
-def unseen_people(data: Prepared) -> UnseenPeople | None:
+def unseen_simulated_people(data: Prepared) -> UnseenPeopleSimulator | None:
     """People of the simulation that made the data; None where none did."""
     settings = data.card["settings"]
     if settings["kind"] != "phantom":
         return None
-    return UnseenPeople(Phantom.model_validate(settings))
+    return UnseenPeopleSimulator(Phantom.model_validate(settings))
 
 
 def measure_rescans(
-    subject: MeasuredModel, people: UnseenPeople | None, settings: CohortChecks, parts: PartStore
+    subject: MeasuredModel, people: UnseenPeopleSimulator | None, settings: CohortChecks, parts: PartStore
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
     sizes = (settings.batch, settings.resamples)
@@ -163,7 +163,7 @@ def measure_rescans(
 
 
 def measure_ageing(
-    subject: MeasuredModel, people: UnseenPeople | None, settings: CohortChecks, parts: PartStore
+    subject: MeasuredModel, people: UnseenPeopleSimulator | None, settings: CohortChecks, parts: PartStore
 ) -> Ageing | None:
     """Simulated subjects at every age; None for a real cohort."""
     if people is None:
@@ -181,7 +181,7 @@ def measure_region_generalisation(
     if not tissues or not subject.data.card["regions"]:
         return None
     ages = (settings.ages[0], settings.ages[-1])
-    sizes = BatchAndResamples(settings.batch, settings.resamples)
+    sizes = BatchAndBootstrapSizes(settings.batch, settings.resamples)
     given = (settings.generalisation, ages, SEED, sizes)
     compute = partial(measure_generalisation, subject.model, subject.data, tissues, *given)
     name = f"generalisation of {', '.join(tissues)}"
@@ -194,6 +194,6 @@ def region_skip_reasons(subject: MeasuredModel) -> dict[str, str]:
         return {"generalisation": "the model has no region experts (methods: regions)"}
     if not subject.data.card["regions"]:
         return {"generalisation": NO_MAPS}
-    if not has_generator_grid(subject.data):
+    if not has_generator_voxel_grid(subject.data):
         return {"other generator": "it makes 64³ voxels of 3 mm, and the data have others"}
     return {}

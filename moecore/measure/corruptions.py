@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, flat_image_problem
+from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks import AnyTask
@@ -84,7 +84,7 @@ class Result(Config):
 
 def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images that a model gets right or wrong."""
-    return flat_image_problem(subject, "share")
+    return no_flat_images_reason(subject, "share")
 
 
 def measure(subject: MeasuredModel, settings: Corruptions, parts: PartStore) -> Result:

@@ -11,7 +11,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, PartStore
 from moecore.measure.clock import Quartiles, timing_quartiles
 from moecore.measure.forward_cost import (
-    CostBreakdown,
+    WholeAndRoutingCost,
     Images,
     flops_per_image,
     pass_and_routing_times,
@@ -132,11 +132,11 @@ def quartiles_ms(seconds: Sequence[float]) -> Quartiles:
     return timing_quartiles([1000 * value for value in seconds])
 
 
-def routing_ms(passes: Sequence[CostBreakdown]) -> float:
+def routing_ms(passes: Sequence[WholeAndRoutingCost]) -> float:
     """Median milliseconds of the routing in a pass."""
     return quartiles_ms([one.routing for one in passes]).median
 
 
-def routing_share(passes: Sequence[CostBreakdown]) -> float:
+def routing_share(passes: Sequence[WholeAndRoutingCost]) -> float:
     """The routing's median share of a pass."""
     return timing_quartiles([one.routing / one.whole for one in passes]).median

@@ -17,16 +17,16 @@ from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerExperts,
-    expert_use_by_layer,
+    expert_galleries_by_layer,
 )
 from moecore.measure.exploring.overlays import EncodedPicture, encode_picture
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics import sweeps
-from moecore.measure.routing_metrics.sweeps import ImageVariant
+from moecore.measure.routing_metrics.sweeps import ChangedImages
 from moecore.measure.routing_metrics.view_pairs import (
     Preset,
     TwoViewAugmentation,
-    resolve_augmentation,
+    look_up_augmentation,
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -122,11 +122,11 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     labels = model.targets(labels)
     target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, settings.seed)
     volumes = images.ndim == 5
-    asked = [resolve_augmentation(one, volumes, "explorer") for one in settings.augmentations]
+    asked = [look_up_augmentation(one, volumes, "explorer") for one in settings.augmentations]
     clean = target.clean_images()
 
-    changed: dict[str, Callable[[], Iterable[ImageVariant]]] = {
-        "clean": lambda: [ImageVariant("clean", "clean", clean)],
+    changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
+        "clean": lambda: [ChangedImages("clean", "clean", clean)],
         "noise": lambda: sweeps.noise_variants(clean, places, settings.sigmas, settings.seed),
         "attack": lambda: sweeps.attack_variants(target, settings.attack, settings.epsilons),
         "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, settings.seed),
@@ -140,7 +140,7 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     def experts() -> ExplorerExperts:
         chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
         gallery = GalleryImages(chosen, data.test, data.task)
-        return ExplorerExperts(layers=expert_use_by_layer(model, gallery, settings.favourites))
+        return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, settings.favourites))
 
     seen = [
         load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed
@@ -155,7 +155,7 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     )
 
 
-def show_variant(model: Model, task: AnyTask, variant: ImageVariant) -> ShownVariant:
+def show_variant(model: Model, task: AnyTask, variant: ChangedImages) -> ShownVariant:
     """Return what the model does with the images."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
@@ -170,7 +170,7 @@ def show_variant(model: Model, task: AnyTask, variant: ImageVariant) -> ShownVar
     )
 
 
-def variant_picture(variant: ImageVariant) -> EncodedPicture | None:
+def variant_picture(variant: ChangedImages) -> EncodedPicture | None:
     """The images as they are shown."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel, PartStore, flat_image_problem, load_or_compute
+from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason, load_or_compute
 from moecore.measure.probes.linear_probe import predict_with_features
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_over_seeds
@@ -72,7 +72,7 @@ class Result(Config):
 
 def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images of one class each."""
-    return flat_image_problem(subject, "shots")
+    return no_flat_images_reason(subject, "shots")
 
 
 def measure(subject: MeasuredModel, settings: FewShot, parts: PartStore) -> Result:

@@ -26,14 +26,14 @@ WARM_UP = 3  # passes before those that are timed
 Images = Callable[[int], Tensor]
 
 
-class CostBreakdown(NamedTuple):
+class WholeAndRoutingCost(NamedTuple):
     """Of all of a computation, and of the routing within it."""
 
     whole: float
     routing: float
 
 
-class PassSegment(NamedTuple):
+class ForwardPassSegment(NamedTuple):
     """A part of a forward pass: where it starts and ends, as ``record_spans`` was told to look."""
 
     part: str  # "layer", "experts" or "teacher"
@@ -42,7 +42,7 @@ class PassSegment(NamedTuple):
     padding: float  # share of the experts' rows that no token needs
 
 
-def flops_per_image(model: nn.Module, images: Tensor) -> CostBreakdown:
+def flops_per_image(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
     """FLOPs per image in evaluation mode; a multiplication and an addition count as two.
 
     images: (B, C, H, W) in [0, 1], on the model's device. Counted are products of matrices,
@@ -63,12 +63,12 @@ def flops_per_image(model: nn.Module, images: Tensor) -> CostBreakdown:
         (span.end - span.start) * span.padding for span in spans if span.part == "experts"
     )
     routing = sum_routing_time(spans, lambda start, end: end - start)
-    return CostBreakdown((counter.get_total_flops() - padding) / len(images), routing / len(images))
+    return WholeAndRoutingCost((counter.get_total_flops() - padding) / len(images), routing / len(images))
 
 
 def pass_and_routing_times(
     model: nn.Module, images: Images, rounds: int, warm_up: int = 3
-) -> list[CostBreakdown]:
+) -> list[WholeAndRoutingCost]:
     """Seconds of ``rounds`` forward passes and of the routing in them, after ``warm_up`` others."""
     device = model_device(model)
     times = []
@@ -83,7 +83,7 @@ def pass_and_routing_times(
                 end = clock.mark()
             clock.wait()
             times.append(
-                CostBreakdown(clock.seconds(start, end), sum_routing_time(spans, clock.seconds))
+                WholeAndRoutingCost(clock.seconds(start, end), sum_routing_time(spans, clock.seconds))
             )
     return times[warm_up:]
 
@@ -108,19 +108,19 @@ def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
     return peak.size, peak_counting_method(device)
 
 
-def sum_routing_time(spans: list[PassSegment], length: Callable[[Any, Any], float]) -> float:
+def sum_routing_time(spans: list[ForwardPassSegment], length: Callable[[Any, Any], float]) -> float:
     """All of the MoE layers but their experts, and the teacher where there is one."""
     sign = {"layer": 1, "experts": -1, "teacher": 1}
     return sum(sign[span.part] * length(span.start, span.end) for span in spans)
 
 
 @contextmanager
-def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[PassSegment]]:
+def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[ForwardPassSegment]]:
     """The spans of every MoE layer, its experts, and a teacher, in forward passes within.
 
     ``mark`` is read at both ends of each.
     """
-    spans: list[PassSegment] = []
+    spans: list[ForwardPassSegment] = []
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Guide):
@@ -144,7 +144,7 @@ def _record_module(
     module: nn.Module,
     part: str,
     mark: Callable[[], Any],
-    spans: list[PassSegment],
+    spans: list[ForwardPassSegment],
     seen: dict[str, float],
 ) -> None:
     """``seen``: what the router's plan said of its padding, known when the experts are done."""
@@ -153,7 +153,7 @@ def _record_module(
     stack.callback(
         module.register_forward_hook(
             lambda *_: spans.append(
-                PassSegment(part, starts.pop(), mark(), seen.get("padding", 0.0))
+                ForwardPassSegment(part, starts.pop(), mark(), seen.get("padding", 0.0))
             )
         ).remove
     )

@@ -15,7 +15,7 @@ from moecore.measure.base import (
     MeasuredModel,
     Number,
     PartStore,
-    flat_image_problem,
+    no_flat_images_reason,
     load_or_compute,
 )
 from moecore.measure.routing_metrics.imed import class_expert_probs, imed_between, imed_by_image
@@ -65,7 +65,7 @@ def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images with classes, and a routing that could move."""
     if subject.model.moe is None:
         return "a dense model has no routing that could move"
-    return flat_image_problem(subject, "class_maps")
+    return no_flat_images_reason(subject, "class_maps")
 
 
 def measure(subject: MeasuredModel, settings: Invariance, parts: PartStore) -> Result:
@@ -115,7 +115,7 @@ def moved_distances(
         after = probs_by_layer(records)
         lengths = imed_by_image(clean, after).numpy()
         d = bootstrap_mean(lengths)
-        share = None if between is None else imed_ratio(lengths, between.numpy())
+        share = None if between is None else imed_over_between_images(lengths, between.numpy())
         same = [expert_agreement(u, v) for u, v in zip(clean, after, strict=True)]
         return MovedRow(
             name=name,
@@ -134,7 +134,7 @@ def moved_distances(
     )
 
 
-def imed_ratio(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
+def imed_over_between_images(lengths: np.ndarray, between: np.ndarray) -> Interval | None:
     """Mean IMED under a transform over the mean IMED between different images, both (N,).
 
     0: nothing moved; 1: a moved image is routed as another image would be. Flat probs make both

@@ -9,7 +9,7 @@ from moecore.measure.base import (
     Estimate,
     MeasuredModel,
     PartStore,
-    flat_image_problem,
+    no_flat_images_reason,
     load_or_compute,
 )
 from moecore.measure.theory.lipschitz_lemma import (
@@ -63,7 +63,7 @@ class Result(SlopeEstimates):
 
 def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images of one class each, whose margins can change."""
-    return flat_image_problem(subject, "decision")
+    return no_flat_images_reason(subject, "decision")
 
 
 def measure(subject: MeasuredModel, settings: Lipschitz, parts: PartStore) -> Result:

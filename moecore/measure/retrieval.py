@@ -27,7 +27,7 @@ from moecore.tasks.retrieval_recall import (
     image_to_text_recall,
     missing_caption_mask,
     text_to_image_recall,
-    tied_hit_share,
+    hit_probability_under_ties,
 )
 
 WORDS = 60  # that a page shows: the most frequent
@@ -45,7 +45,7 @@ class Retrieval(Config):
     pictures: int = Field(4, ge=0, le=50, description="Images that a page shows, evenly spread.")
 
 
-class Recall(Config):
+class RecallAtK(Config):
     """One k, in one direction."""
 
     k: int
@@ -80,8 +80,8 @@ class Result(Config):
 
     images: int
     captions: int
-    text_to_image: tuple[Recall, ...]
-    image_to_text: tuple[Recall, ...]
+    text_to_image: tuple[RecallAtK, ...]
+    image_to_text: tuple[RecallAtK, ...]
     scale: float  # what cosines are multiplied with
     layers: tuple[CaptionRouting, ...] = ()
     overlays: Overlays | None = None  # a few images
@@ -112,7 +112,7 @@ def measure(subject: MeasuredModel, settings: Retrieval, parts: PartStore) -> Re
         text_to_image=recall_rows(text_to_image_recall(sides, texts, at), at, len(labels), ONE),
         image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
         scale=float(sides[:, :-1].norm(dim=1).mean()),
-        layers=text_layer_usage(subject, labels),
+        layers=caption_routing_by_layer(subject, labels),
         **captioned_pictures(subject, images, labels, settings),
     )
 
@@ -147,14 +147,14 @@ def captioned_pictures(
     }
 
 
-def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) -> list[Recall]:
+def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) -> list[RecallAtK]:
     """Return a row per k of hits (N, k) in a gallery of so many.
 
     own: how many of the gallery are right, for each image or alike (1,); by chance all are one tie.
     """
-    chance = tied_hit_share(torch.zeros_like(own), gallery - own, own, at).mean(dim=0).tolist()
+    chance = hit_probability_under_ties(torch.zeros_like(own), gallery - own, own, at).mean(dim=0).tolist()
     return [
-        Recall(
+        RecallAtK(
             k=k,
             recall=Estimate.of_mean(values),
             chance=by_chance,
@@ -164,7 +164,7 @@ def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) ->
     ]
 
 
-def text_layer_usage(subject: MeasuredModel, labels: Tensor) -> list[CaptionRouting]:
+def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[CaptionRouting]:
     """Return which experts read which words, in every MoE layer of the text tower."""
     model = find_two_towers(subject.model)
     assert model is not None

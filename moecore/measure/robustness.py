@@ -119,7 +119,7 @@ def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> R
     """
     task = subject.data.task
     check_attack_settings(settings, task)
-    target = build_attack_target(subject, settings)
+    target = target_on_drawn_images(subject, settings)
     labels = target.labels
     prediction, routing = target.predict_images(target.images)
     clean = CleanAnswers(prediction, routing, task.scores(prediction, labels))
@@ -151,7 +151,7 @@ def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> R
     )
 
 
-def build_attack_target(subject: MeasuredModel, settings: Robustness) -> Target:
+def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
     """The model and the drawn test images, with whose each is."""
     test = subject.data.test
     places = draw_image_indices(len(test.labels), settings.images, settings.seed)

@@ -37,8 +37,8 @@ from moecore.measure.routing_metrics.matching import (
     AugmentedRow,
     Matching,
     augmented_row,
-    encoded_layer_means,
-    layer_match_ratios,
+    encode_means_over_layers,
+    layer_match_shares,
     matches_by_image,
 )
 from moecore.measure.routing_metrics.sweeps import (
@@ -51,7 +51,7 @@ from moecore.measure.routing_metrics.view_pairs import (
     Preset,
     TwoViewAugmentation,
     draw_two_views,
-    resolve_augmentation,
+    look_up_augmentation,
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import align_teacher_probs, token_pairs_by_layer
@@ -102,7 +102,7 @@ class Routing(Config):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [resolve_augmentation(asked).name for asked in self.augmentations]
+        names = [look_up_augmentation(asked).name for asked in self.augmentations]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             again = ", ".join(twice)
             raise ValueError(
@@ -150,7 +150,7 @@ def measure(subject: MeasuredModel, settings: Routing, parts: PartStore) -> Resu
     labels = test.labels[where]
     _, records = predict_in_batches(model, images, settings.batch, prediction=False)
     people = test.people_at(where)
-    layers, by_image = measure_routing_layers(subject, records, images, settings)
+    layers, by_image = layer_routing_metrics(subject, records, images, settings)
 
     def tried() -> RoutingSweeps:
         few = evenly_spaced_indices(len(images), settings.sweeps.images)
@@ -161,7 +161,7 @@ def measure(subject: MeasuredModel, settings: Routing, parts: PartStore) -> Resu
     pictured = 0 if images.ndim == TEXT else settings.overlays
     return Result(
         images=len(images),
-        items=encoded_layer_means(by_image, people),
+        items=encode_means_over_layers(by_image, people),
         **average_layers(layers, MEANS),
         layers=layers,
         overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
@@ -173,7 +173,7 @@ def measure(subject: MeasuredModel, settings: Routing, parts: PartStore) -> Resu
     )
 
 
-def measure_routing_layers(
+def layer_routing_metrics(
     subject: MeasuredModel,
     records: tuple[RoutingRecord, ...],
     images: np.ndarray,
@@ -184,7 +184,7 @@ def measure_routing_layers(
     And the same metrics as one value an image, (N,), of each layer.
     """
     router = subject.model.experts_and_router.router
-    matches = view_match_ratios(subject.model, images, settings)
+    matches = view_match_shares(subject.model, images, settings)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []
     by_image = []
@@ -203,7 +203,7 @@ def measure_routing_layers(
     return layers, by_image
 
 
-def view_match_ratios(
+def view_match_shares(
     model: Model, images: np.ndarray, settings: Routing
 ) -> Sequence[tuple[Matching, dict[str, Tensor]]]:
     """Return how often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
@@ -218,7 +218,7 @@ def view_match_ratios(
     _, records = predict_in_batches(model, views.images, settings.batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     return [
-        (layer_match_ratios(record, *pairs), matches_by_image(record, *pairs))
+        (layer_match_shares(record, *pairs), matches_by_image(record, *pairs))
         for record, pairs in zip(records, paired, strict=True)
     ]
 
@@ -241,7 +241,7 @@ def augmented_rows(
 
     if images.ndim == TEXT:
         return ()
-    chosen = [resolve_augmentation(preset, images.ndim == 5) for preset in settings.augmentations]
+    chosen = [look_up_augmentation(preset, images.ndim == 5) for preset in settings.augmentations]
     return tuple(
         load_or_compute(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
         for asked in chosen

@@ -12,7 +12,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, flat_image_problem, load_or_compute
+from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason, load_or_compute
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -81,7 +81,7 @@ class Result(Config):
 
 def applies(subject: MeasuredModel) -> str | None:
     """Why not, in words: it needs flat images of one class each, whose probability is followed."""
-    return flat_image_problem(subject, "decision")
+    return no_flat_images_reason(subject, "decision")
 
 
 def measure(subject: MeasuredModel, settings: Stability, parts: PartStore) -> Result:

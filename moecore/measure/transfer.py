@@ -74,7 +74,7 @@ class Result(Config):
     reading: AuditLine
 
 
-class TransferTargets(NamedTuple):
+class TargetsAndImages(NamedTuple):
     """The models on the same images, and the images that were attacked on each."""
 
     targets: Mapping[str, Target]
@@ -92,7 +92,7 @@ def measure(
     if reason := settings.attack.refuses(task):
         allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
         raise UserError(f"transfer.attack: {reason}; allowed: {allowed}")
-    made = transfer_targets(models, data, settings)
+    made = prepare_transfer_attacks(models, data, settings)
     reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     left = {
@@ -115,9 +115,9 @@ def measure(
     )
 
 
-def transfer_targets(
+def prepare_transfer_attacks(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
-) -> TransferTargets:
+) -> TargetsAndImages:
     """The targets; an attack is made when its images are first asked for."""
     test = data.test
     places = draw_image_indices(len(test.labels), settings.images, settings.seed)
@@ -142,10 +142,10 @@ def transfer_targets(
     def attacked(name: str) -> Tensor:
         return targets[name].attacked(settings.attack, settings.epsilon)
 
-    return TransferTargets(targets, attacked)
+    return TargetsAndImages(targets, attacked)
 
 
-def transferred_scores(made: TransferTargets, source: str, target: str, parts: PartStore) -> Tensor:
+def transferred_scores(made: TargetsAndImages, source: str, target: str, parts: PartStore) -> Tensor:
     """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
 

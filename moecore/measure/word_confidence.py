@@ -56,10 +56,10 @@ class FinalTokens(NamedTuple):
     def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "TokenScores":
         every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*parts, strict=True)]
         nats, squares, sure, hits = every
-        return TokenScores(nats.double(), squares.double(), sure.double(), hits)
+        return TokenLossAndConfidence(nats.double(), squares.double(), sure.double(), hits)
 
 
-class TokenScores(NamedTuple):
+class TokenLossAndConfidence(NamedTuple):
     """Of every token, (N, M); of an image, (N,)."""
 
     nats: Tensor

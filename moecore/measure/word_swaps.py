@@ -20,7 +20,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
 from moecore.measure.base import Estimate, MeasuredModel, PartStore, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, changes_by_image
-from moecore.nn.predict import text_scores_with_routing
+from moecore.nn.predict import block_scores_with_routing
 from moecore.statistics.crossed import encode_item_values
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -74,7 +74,7 @@ def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Re
     unknown = vocabulary.index(UNKNOWN)
     places = swappable_word_places(tokens, vocabulary)
     order = np.random.default_rng(settings.seed).permutation(places)
-    clean, routed = text_scores_with_routing(subject.model, np.array(test.images[where]), labels)
+    clean, routed = block_scores_with_routing(subject.model, np.array(test.images[where]), labels)
 
     def row(share: float) -> SwapShareRow:
         chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
@@ -82,7 +82,7 @@ def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Re
         other[chosen] = unknown
         context, block = test.images.shape[1] - 1, test.images.shape[2]
         images = np.array(block_windows(other, block, context)[0][where])
-        nats, records = text_scores_with_routing(subject.model, images, labels)
+        nats, records = block_scores_with_routing(subject.model, images, labels)
         return word_swap_row(share, len(chosen), nats, nats - clean, routed, records)
 
     clean_nats = Estimate.of_mean(clean, is_share=False)

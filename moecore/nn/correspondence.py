@@ -60,7 +60,7 @@ def match_patches(affines_1: Tensor, affines_2: Tensor, layout: TokenLayout) -> 
     return PatchPartners(index, inside, swapped)
 
 
-def source_patches(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
+def original_patches_of_views(affines: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
     """The patch of the original image in which each patch centre of a view lies.
 
     affines: (B, D+1, D+1), original to view.  Returns (B, P) int64, 0 where there is none, and

@@ -83,7 +83,7 @@ def text_block_scores(model: Model, images: ImageSequence, labels: Tensor) -> Te
     return torch.cat([scores for scores, _ in _iterate_blocks(model, images, labels)])
 
 
-def text_scores_with_routing(
+def block_scores_with_routing(
     model: Model, images: ImageSequence, labels: Tensor
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Return ``text_block_scores``, and a record (N, T, E) per MoE layer, on the CPU."""

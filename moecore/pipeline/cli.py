@@ -79,13 +79,13 @@ def plan_command(
         _say_changed_raw_data(PARAMS_FILE)
         print_plan()
         return
-    from moecore.pipeline.multi_gpu_estimate import GpuPeaks, gpu_scaling_table
+    from moecore.pipeline.multi_gpu_estimate import GpuPeaks, multi_gpu_estimate_table
     from moecore.study.reading.document import load_yaml
     from moecore.study.reading.stage_params import validate_whole
     from moecore.study.reading.study import Study
 
     study = validate_whole(Study, load_yaml(str(PARAMS_FILE)))
-    for line in gpu_scaling_table(
+    for line in multi_gpu_estimate_table(
         study, GpuPeaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)
     ):
         typer.echo(line)

@@ -44,7 +44,7 @@ def write_dvc_files(study: Path, stages: Sequence[str] | None = None, root: Path
     """
     cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
     run = _read_yaml(study / "params.yaml").get("run", {})
-    texts = dvc_yaml_texts(stage_definitions(stages, root), run)
+    texts = study_dvc_yaml_texts(stage_definitions(stages, root), run)
     for file in study.glob("steps/*/dvc.yaml"):
         if file.relative_to(study).as_posix() not in texts:
             file.unlink()
@@ -53,7 +53,7 @@ def write_dvc_files(study: Path, stages: Sequence[str] | None = None, root: Path
         write_whole(study / name, text)
 
 
-def dvc_yaml_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
+def study_dvc_yaml_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
     """Return path → text of a study's dvc.yaml, or of several where it has many stages.
 
     run: the section of its params.yaml.

@@ -75,7 +75,7 @@ def list_gpus() -> list[str]:
     return [card.strip() for card in given.split(",")][:count]
 
 
-def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+def start_server_for_jobs(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return the environments with a server of stages, where they may be forked; see forked.py."""
     import torch
 

@@ -125,7 +125,7 @@ def _ring_bytes(parameters: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * 4 * parameters
 
 
-def gpu_scaling_table(study: Study, peaks: GpuPeaks) -> Iterator[str]:
+def multi_gpu_estimate_table(study: Study, peaks: GpuPeaks) -> Iterator[str]:
     """Lines of a Markdown table, a method each. Raises UserError where a model cannot be built."""
     if study.model is None or study.pretrain is None:
         raise UserError("plan --scale: found no model or no pretrain; both are needed")

@@ -19,7 +19,7 @@ from threading import Event
 from moecore.core.files import UserError
 from moecore.pipeline.job_resources import (
     THREAD_VARIABLES,
-    add_stage_server,
+    start_server_for_jobs,
     choose_places,
     default_jobs,
     job_environments,
@@ -196,7 +196,7 @@ def run_pipeline(jobs: int | None = None) -> None:
         print("Nothing to do: everything is up to date.")
         return
     jobs = jobs or default_jobs()
-    unfinished = run_stages(stages, add_stage_server(job_environments(jobs)), jobs)
+    unfinished = run_stages(stages, start_server_for_jobs(job_environments(jobs)), jobs)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"

@@ -16,7 +16,7 @@ from moecore.brain.prediction_table import (
     write_predictions,
 )
 from moecore.brain.training_cohort import (
-    CohortReference,
+    TrainingCohortRanges,
     age_range_flags,
     out_of_range_flags,
     unknown_site_flags,
@@ -34,7 +34,7 @@ from moecore.training.runtime import tune_runtime
 class Calibration(NamedTuple):
     """What the stage ``calibrate`` left beside a model."""
 
-    reference: CohortReference
+    reference: TrainingCohortRanges
     fitted: FittedLinear | None  # None where its fit was refused
 
 
@@ -107,7 +107,7 @@ def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
         problem = f"{folder}: holds no reference.json, which says how volumes are prepared"
         ways = "the stage `calibrate` writes it, --calibrator names another folder"
         raise UserError(f"{problem} and what is usual; {ways}")
-    reference = read_settings(place, CohortReference, "a reference")
+    reference = read_settings(place, TrainingCohortRanges, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"

@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
     seed: int = 0
 
 
-class TextReading(Config):
+class WordSplittingSettings(Config):
     """``text.json`` of a model: how a text becomes words."""
 
     reading: ReadingStyle
@@ -91,7 +91,7 @@ def read_prompt(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    known = read_settings(folder / "text.json", TextReading, "the reading of a text")
+    known = read_settings(folder / "text.json", WordSplittingSettings, "the reading of a text")
     return split_words(text, known.reading)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain.training_cohort import CohortReference
+from moecore.brain.training_cohort import TrainingCohortRanges
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
 from moecore.data.volumes.bids_table import SEX, read_tsv
@@ -56,7 +56,7 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
 
 
 def prepare_volumes(
-    new_volumes: list[NewVolume], reference: CohortReference
+    new_volumes: list[NewVolume], reference: TrainingCohortRanges
 ) -> tuple[list[np.ndarray], list[str]]:
     """Return the usable volumes, float16 (1, D, H, W), and for each of all why not, or ""."""
     edge, *others = set(reference.data.voxel_mm)

@@ -85,7 +85,7 @@ def render_predictions(content: PredictedPage) -> str:
     )
 
 
-def picture_tile(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
+def picture_tile_with_experts(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
     """Return a picture uint8 (C, H, W) of one or three channels with the experts of its patches.
 
     experts: a layer (rows, columns, k).
@@ -108,5 +108,5 @@ def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> lis
         cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
         pixels = np.rint(np.clip(cut.astype(np.float32), 0, 1) * 255).astype(np.uint8)
         layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
-        tiles.append(picture_tile(pixels[None], layers, label))
+        tiles.append(picture_tile_with_experts(pixels[None], layers, label))
     return tiles

@@ -23,7 +23,7 @@ from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
-from moecore.predict.page import SHOWN, Shown, picture_tile
+from moecore.predict.page import SHOWN, Shown, picture_tile_with_experts
 from moecore.run.progress import report_progress
 from moecore.training.artifacts import load_card
 
@@ -112,7 +112,7 @@ def predict_pictures(
             pictures = [one for one in decoded if not isinstance(one, str)]
             outputs = _outputs_with_experts(model, pictures, batch)
             for path, picture in zip(part, decoded, strict=True):
-                name = escape_file_name(path.relative_to(folder))
+                name = escape_control_letters(path.relative_to(folder))
                 if isinstance(picture, str):
                     rows.append(Row(name, error=picture))
                     continue
@@ -121,7 +121,7 @@ def predict_pictures(
                 rows.append(row)
                 if len(shown) < SHOWN:
                     shown.append(
-                        Shown(name, row.answer, [picture_tile(picture, experts)], row.more)
+                        Shown(name, row.answer, [picture_tile_with_experts(picture, experts)], row.more)
                     )
             bar.update(len(rows))
     return rows, shown
@@ -159,7 +159,7 @@ def write_csv(path: Path, rows: Iterable[Sequence[str]]) -> None:
         writer.writerows(map(spreadsheet_cell, row) for row in rows)
 
 
-def escape_file_name(path: Path) -> str:
+def escape_control_letters(path: Path) -> str:
     """Return a file's name on one line of UTF-8: what is no letter is escaped, as \\n is."""
     return "".join(
         letter.encode("unicode_escape").decode() if category(letter) in ("Cc", "Cs") else letter

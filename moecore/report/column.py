@@ -126,7 +126,7 @@ class ColumnPerRow(NamedTuple):
         return ahead.forms_of(names, self.column.form)
 
 
-class ContextColumns(NamedTuple):
+class ContextDependentColumns(NamedTuple):
     """Columns whose names, words or divisors depend on the task or on other methods."""
 
     of: Callable[[ColumnContext], Iterable[Column]]
@@ -140,7 +140,7 @@ class ContextColumns(NamedTuple):
         return ahead.forms_of(self.ahead(ahead), self.form)
 
 
-Columns = Column | ColumnPerRow | ContextColumns  # an entry of a measurement's COLUMNS
+Columns = Column | ColumnPerRow | ContextDependentColumns  # an entry of a measurement's COLUMNS
 
 
 class ResultColumn(NamedTuple):

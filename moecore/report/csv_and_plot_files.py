@@ -23,7 +23,7 @@ from moecore.report.page.explorer import FILE, explorer, has_explorer_images
 from moecore.report.page.report_page import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
-from moecore.report.tables.headline_metrics import render_run_metrics
+from moecore.report.tables.headline_metrics import render_metrics_json
 from moecore.training.outcome import Outcome
 
 INK = "#333"
@@ -44,7 +44,7 @@ def render_report_files(results: Results, evaluated: Sequence[Evaluated]) -> dic
         files["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
         files["curves/table_s1.csv"] = table_s1_csv(results)
-    return files | render_run_metrics(results) | plot_files(results)
+    return files | render_metrics_json(results) | plot_files(results)
 
 
 def plot_files(results: Results) -> dict[str, str]:

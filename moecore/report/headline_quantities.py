@@ -93,7 +93,7 @@ CHANGES = ("routing_change_", SWAPPED, "noise_selection_change")  # steady is wh
 SCORED = ("on clean test data", "under the worst attack", "under attack")
 
 
-class MethodValues(NamedTuple):
+class QuantityByMethod(NamedTuple):
     """One number of every method that has it."""
 
     words: str  # what it is, within a sentence; of steadiness with a place for the values
@@ -135,10 +135,10 @@ class MethodValues(NamedTuple):
 class PhaseQuantities(NamedTuple):
     """Those of one phase; None for what was not measured."""
 
-    score: MethodValues | None
-    attacked: MethodValues | None
-    steady: MethodValues | None
-    cost: MethodValues | None
+    score: QuantityByMethod | None
+    attacked: QuantityByMethod | None
+    steady: QuantityByMethod | None
+    cost: QuantityByMethod | None
     text: bool = False  # which nothing attacks
 
     def missing(self, routed: bool) -> list[str]:
@@ -158,7 +158,7 @@ def phase_quantities(
     columns = {metric.name: metric.column for metric in compared.metrics}
     cells = {method: row for method, row in compared.cells.items() if method not in controls}
 
-    def choose(words_by_name: Mapping[str, str]) -> MethodValues | None:
+    def choose(words_by_name: Mapping[str, str]) -> QuantityByMethod | None:
         """Return the first that any method has; words_by_name: a column → its words."""
         for name, words in words_by_name.items():
             having = cells_by_method(name, cells or compared.cells) if name in columns else {}
@@ -168,7 +168,7 @@ def phase_quantities(
                 if remains:
                     column = column._replace(form="share")
                 unit = phase.task.score.unit if words in SCORED else ""
-                return MethodValues(words, column, having, unit, remains)
+                return QuantityByMethod(words, column, having, unit, remains)
         return None
 
     attacked, moved = attacked_names(phase)

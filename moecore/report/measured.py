@@ -126,12 +126,12 @@ class Results(NamedTuple):
     @property
     def _settings(self) -> dict[str, Mapping[str, Any]]:
         """The settings of the methods that were compared, as far as params.yaml has them."""
-        methods = read_methods(self.settings)
+        methods = parse_methods_section(self.settings)
         return {name: methods[name] or {} for name in self.methods if name in methods}
 
 
 @cache
-def read_methods(settings: str) -> Mapping[str, Any]:
+def parse_methods_section(settings: str) -> Mapping[str, Any]:
     """The entry ``methods`` of a params.yaml; {} where it has none."""
     return (parse_yaml(settings).data or {}).get("methods") or {}
 

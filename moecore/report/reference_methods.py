@@ -5,7 +5,7 @@ And the columns that are relative to the baseline.
 
 from moecore.measure import routing
 from moecore.report.column import Column, ColumnContext, mean_or_none
-from moecore.report.figures.training_figures import steps_until_baseline
+from moecore.report.figures.training_figures import steps_until_baseline_loss
 from moecore.report.measured import Measured, Models, Phase, drop_none
 from moecore.training.outcome import Outcome
 
@@ -83,7 +83,7 @@ def convergence_columns(seen: ColumnContext) -> list[Column]:
         Column(
             "steps_to_baseline_loss",
             f"Steps to {seen.baseline}'s loss",
-            lambda result: steps_until_baseline(result, seen.baseline_of(result)),
+            lambda result: steps_until_baseline_loss(result, seen.baseline_of(result)),
             "lower",
             "count",
             "until the training loss, a mean over an epoch, is its final one of the same seed "

@@ -50,7 +50,7 @@ def read_results(
 
 
 def _read_phase(root: Path, run: Selection, stages: Collection[str], name: PhaseName) -> Phase:
-    card, task = read_data_card(root, name)
+    card, task = read_card_and_task(root, name)
     wanted = [
         shown
         for shown in SHOWN
@@ -73,7 +73,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
     return Phase(name, card, task, models, together)
 
 
-def read_data_card(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
+def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
     """Return the card and task of a phase's data; UserError where missing or damaged."""
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)

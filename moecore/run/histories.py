@@ -16,7 +16,7 @@ from moecore.study.reading.document import parse_yaml
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
 
 
-class StageHistory(NamedTuple):
+class ExecutionHistory(NamedTuple):
     """One execution of a stage: its folder, and the lines that are there so far."""
 
     folder: Path
@@ -73,22 +73,22 @@ def history_folders(study: Path) -> list[Path]:
     return folders
 
 
-def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, StageHistory]:
+def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str, ExecutionHistory]:
     """Return by uid the history that says most: a resumed run's published one may be older.
 
     readers: what was read before, folder by folder; it is filled.
     """
-    newest: dict[str, StageHistory] = {}
+    newest: dict[str, ExecutionHistory] = {}
     for folder in history_folders(study):
         lines = readers.setdefault(folder, GrowingHistory(folder)).read()
         if lines and "uid" in lines[0]:
-            known = newest.setdefault(lines[0]["uid"], StageHistory(folder, lines))
+            known = newest.setdefault(lines[0]["uid"], ExecutionHistory(folder, lines))
             if lines[-1]["t"] > known.lines[-1]["t"]:
-                newest[lines[0]["uid"]] = StageHistory(folder, lines)
+                newest[lines[0]["uid"]] = ExecutionHistory(folder, lines)
     return newest
 
 
-def dvc_lock_folders(study: Path) -> frozenset[str] | None:
+def paths_in_dvc_locks(study: Path) -> frozenset[str] | None:
     """Return the folders in DVC's lock files; None where DVC was not used."""
     locks = list_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)

@@ -47,7 +47,7 @@ def text_to_image_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         right = cosines.gather(0, who[None])[0]
         above = (cosines > right + TIE).sum(dim=0)
         level = ((cosines - right).abs() <= TIE).sum(dim=0) - 1
-        rows.append(tied_hit_share(above, level, torch.ones_like(level), at))
+        rows.append(hit_probability_under_ties(above, level, torch.ones_like(level), at))
     each = torch.cat(rows).masked_fill(~there[:, None], 0.0).view(number, captions, len(at))
     return each.sum(dim=1) / there.view(number, captions).sum(dim=1, keepdim=True)
 
@@ -70,11 +70,11 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         best = cosines.masked_fill(~own, -2.0).amax(dim=1, keepdim=True)
         above = (cosines > best + TIE).sum(dim=1)
         equal = (cosines - best).abs() <= TIE
-        hits.append(tied_hit_share(above, (equal & ~own).sum(dim=1), (equal & own).sum(dim=1), at))
+        hits.append(hit_probability_under_ties(above, (equal & ~own).sum(dim=1), (equal & own).sum(dim=1), at))
     return torch.cat(hits)
 
 
-def tied_hit_share(above: Tensor, others: Tensor, own: Tensor, at: tuple[int, ...]) -> Tensor:
+def hit_probability_under_ties(above: Tensor, others: Tensor, own: Tensor, at: tuple[int, ...]) -> Tensor:
     """Return the share of a tie's orders in which one of its right answers is among the first k:
     (n, k) fp64; 1 − C(others, r)/C(others + own, r) with r = k − above places for the tie.
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moecore.run.histories import StageHistory
+from moecore.run.histories import ExecutionHistory
 from moecore.tracking.metric_names import PHASES
 from moecore.tracking.stored_run import StoredRun
 
@@ -18,13 +18,13 @@ SHARED = "shared"
 DENSE = "dense"  # the method that numbers of others are relative to
 
 
-class GenerationHistories(NamedTuple):
+class MethodSeedHistories(NamedTuple):
     """The histories on disk of one method and seed, and the trainings of its newest model."""
 
     method: str  # or SHARED
     seed: int
-    histories: list[StageHistory]
-    trainings: dict[str, StageHistory]  # by phase
+    histories: list[ExecutionHistory]
+    trainings: dict[str, ExecutionHistory]  # by phase
 
     @property
     def family(self) -> str:
@@ -34,7 +34,7 @@ class GenerationHistories(NamedTuple):
         """Return what tells its parent from those of other generations."""
         return {f"moecore.{stage}": one.header["uid"] for stage, one in self.trainings.items()}
 
-    def is_outdated(self, history: StageHistory) -> bool:
+    def is_outdated(self, history: ExecutionHistory) -> bool:
         """Whether it is of a model that was trained anew since; its stage has not run again yet."""
         header = history.header
         if header["stage"] in PHASES and self.trainings:
@@ -44,7 +44,7 @@ class GenerationHistories(NamedTuple):
             return False
         return header["t"] < trained.header["t"]
 
-    def current_histories(self) -> list[StageHistory]:
+    def current_histories(self) -> list[ExecutionHistory]:
         """Return the histories of its newest model."""
         return [history for history in self.histories if not self.is_outdated(history)]
 
@@ -66,20 +66,20 @@ class GenerationHistories(NamedTuple):
         return fitting[known.index(max(known))] if known else None
 
 
-def group_by_model(histories: Iterable[StageHistory]) -> list[GenerationHistories]:
+def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[MethodSeedHistories]:
     """Return the histories by method and seed: the dense one first, the shared ones last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
         groups[(SHARED, 0) if None in (method, seed) else (method, seed)].append(history)
     generations = [
-        GenerationHistories(*key, group, {} if key[0] == SHARED else newest_trainings(group))
+        MethodSeedHistories(*key, group, {} if key[0] == SHARED else newest_trainings(group))
         for key, group in groups.items()
     ]
     return sorted(generations, key=lambda one: (one.method == SHARED, one.method != DENSE))
 
 
-def newest_trainings(histories: Iterable[StageHistory]) -> dict[str, StageHistory]:
+def newest_trainings(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
     """Return phase → its training: that which runs, else the published one.
 
     A fine-tuning from before the pretraining is left out.

@@ -12,11 +12,11 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
 from moecore.run import histories as records
-from moecore.run.histories import StageHistory
+from moecore.run.histories import ExecutionHistory
 from moecore.run.history_file import GrowingHistory
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
-from moecore.tracking.generations import DENSE, FAMILY, SHARED, GenerationHistories, group_by_model
+from moecore.tracking.generations import DENSE, FAMILY, SHARED, MethodSeedHistories, group_by_method_and_seed
 from moecore.tracking.metric_names import (
     PHASES,
     curve_points,
@@ -69,14 +69,14 @@ class StudyImport:
     """One import of the histories of a study into its experiment."""
 
     def __init__(
-        self, client: Any, study: Path, histories: Mapping[str, StageHistory], sent: dict[str, int]
+        self, client: Any, study: Path, histories: Mapping[str, ExecutionHistory], sent: dict[str, int]
     ) -> None:
         self.client = client
         self.study = study
         self.histories = histories
         self.sent = sent
         self.methods = records.study_methods(study)
-        self.locked = records.dvc_lock_folders(study)
+        self.locked = records.paths_in_dvc_locks(study)
         self.experiment = mlflow_connection.get_experiment(
             client, mlflow_connection.experiment_name(study)
         )
@@ -90,7 +90,7 @@ class StudyImport:
         """Import what is new, family by family: after a kill, what was done is done."""
         shown = set()  # ids of the parents that are current
         dense = {}  # seed → changed runs of its dense model, complete once all others know
-        for generation in group_by_model(self.histories.values()):
+        for generation in group_by_method_and_seed(self.histories.values()):
             parent = self._find_parent(generation)
             if not self.methods or generation.method in (*self.methods, SHARED):
                 shown.add(parent.id)
@@ -110,7 +110,7 @@ class StudyImport:
         save_view(self.client, self.experiment, [self.parents[one] for one in shown])
         return self.counts
 
-    def _find_parent(self, generation: GenerationHistories) -> StoredRun:
+    def _find_parent(self, generation: MethodSeedHistories) -> StoredRun:
         from moecore.report.figures.drawing import INK, line_look
 
         parent = generation.choose_parent(self.parents.values())
@@ -136,7 +136,7 @@ class StudyImport:
         return StoredRun(self.client, run)
 
     def _import_history(
-        self, history: StageHistory, generation: GenerationHistories, newest: StoredRun
+        self, history: ExecutionHistory, generation: MethodSeedHistories, newest: StoredRun
     ) -> StoredRun | None:
         """Send what is new in a history; returns its run where that has ended since the last."""
         header = history.header
@@ -167,7 +167,7 @@ class StudyImport:
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
-    def _send_lines(self, history: StageHistory, run: StoredRun, parent: StoredRun | None) -> bool:
+    def _send_lines(self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None) -> bool:
         """Send the lines of a history that were not sent yet; returns whether anything changed."""
         new = history.lines[self.sent.get(run.id, 0) :]
         state, when = history.run_state()
@@ -191,7 +191,7 @@ class StudyImport:
         self.sent[run.id] = len(history.lines)
         return True
 
-    def _send_line(self, history: StageHistory, line: dict, run: StoredRun) -> None:
+    def _send_line(self, history: ExecutionHistory, line: dict, run: StoredRun) -> None:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
             metrics, params = stage_numbers(history.header["stage"], line["summary"])
@@ -208,7 +208,7 @@ class StudyImport:
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
 
-    def _send_model(self, history: StageHistory, run: StoredRun, parent: StoredRun | None) -> None:
+    def _send_model(self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place, experiment = path_inside(self.study, folder), self.experiment.experiment_id
             try:
@@ -227,7 +227,7 @@ class StudyImport:
             models.register_model(self.client, name, model_id, run)
             run.set_tags({MODEL: str(place)})
 
-    def _send_figures(self, history: StageHistory, run: StoredRun) -> None:
+    def _send_figures(self, history: ExecutionHistory, run: StoredRun) -> None:
         from moecore.report.tables.headline_metrics import draw_run_figures
 
         said = []
@@ -239,7 +239,7 @@ class StudyImport:
             said.append(f"left out: {error}")
         run.set_tags({"moecore.figures": ", ".join(said) or None})
 
-    def _send_headline(self, generation: GenerationHistories, parent: StoredRun) -> None:
+    def _send_headline(self, generation: MethodSeedHistories, parent: StoredRun) -> None:
         from moecore.report.tables.headline_metrics import headline_numbers
 
         method, seed = generation.method, generation.seed

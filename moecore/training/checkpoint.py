@@ -23,9 +23,9 @@ from moecore.training.artifacts import load_weights
 from moecore.training.sharded_state import (
     at_least_1d,
     collect_state,
-    is_sharded,
+    is_sharded_tensor,
     local_shard,
-    ordered_parameters,
+    optimizer_parameters,
     read_sharded,
     restore_optimizer,
     shard_like,
@@ -58,7 +58,7 @@ class Checkpoint:
         """
         self.wait()
         tensors = collect_state(model, optimizer)
-        if any(is_sharded(value) for value in tensors.values()):
+        if any(is_sharded_tensor(value) for value in tensors.values()):
             self._start_writing(self._shard_writer(step, tensors, note))
             return
         if not current_ranks().first:
@@ -113,7 +113,7 @@ class Checkpoint:
         if damage := broadcast_text(damage):
             raise UserError(damage)
         state = model.state_dict()
-        parameters = ordered_parameters(optimizer)
+        parameters = optimizer_parameters(optimizer)
 
         def of(name: str) -> Tensor:
             kind, _, rest = name.partition(".")

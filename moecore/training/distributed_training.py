@@ -23,7 +23,7 @@ from moecore.nn.layers.language_block import LanguageBlock
 from moecore.nn.layers.moe import MoELayer
 from moecore.training.job import TrainingJob
 from moecore.training.settings import Training
-from moecore.training.sharded_state import ordered_parameters, shard_like, to_full_tensor
+from moecore.training.sharded_state import optimizer_parameters, shard_like, to_full_tensor
 
 FEW = 8  # up to so many shards parameters stay whole between forward and backward
 
@@ -70,7 +70,7 @@ class Spread:
         """Average the gradients that are not sharded, and clip all."""
         sharded: dict[Tensor, Tensor] = {}
         others: dict[Tensor, Tensor] = {}
-        for parameter in ordered_parameters(optimizer):
+        for parameter in optimizer_parameters(optimizer):
             if isinstance(parameter, DTensor) and parameter.grad is not None:
                 sharded[parameter] = parameter.grad
             elif parameter.grad is not None:

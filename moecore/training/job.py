@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, BatchDraws, generator_for
-from moecore.data.loader import Loaded, batch_indices, place_split, steps_per_epoch
+from moecore.data.loader import Loaded, batch_indices, load_split_for_device, steps_per_epoch
 from moecore.data.prepared import Prepared, Split
 from moecore.data.text.reading_order import Stream
 from moecore.data.views.mix import mix_images
@@ -95,8 +95,8 @@ def build_training_job(
         tokens = torch.from_numpy(np.array(data.tokens("train")))
         learned = Stream(tokens.to(device), *data.card["size"])
     else:
-        learned = place_split(train, device)
-    validation = place_split(data.validation, device)
+        learned = load_split_for_device(train, device)
+    validation = load_split_for_device(data.validation, device)
     return TrainingJob(model, learned, validation, objective, guide, views, isolation)
 
 

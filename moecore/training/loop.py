@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from moecore.core.files import UserError
 from moecore.core.ranks import broadcast_text, current_ranks, has_process_group
-from moecore.core.routing_records import Batch, Guidance, ModelOutput, StepContext
+from moecore.core.routing_records import Batch, Guidance, ModelOutput, ObjectiveInputs
 from moecore.core.streams import NOISE, RowsOfBatch, generator_for
 from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
@@ -29,7 +29,7 @@ from moecore.training.meter import WEIGHED, Meter, check_finite_predictions, tak
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
-from moecore.training.sharded_state import ordered_parameters
+from moecore.training.sharded_state import optimizer_parameters
 
 if TYPE_CHECKING:
     from moecore.training.distributed_training import Spread
@@ -188,7 +188,7 @@ def train_step(
         with record_function("forward"):
             output, batch = forward_and_relabel(job, batch, guidance, progress)
     with record_function("losses"):
-        seen = StepContext(batch, output, job.model, guidance, progress)
+        seen = ObjectiveInputs(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(seen)
         loss = job.objective.total(terms)
     optimizer.zero_grad(set_to_none=True)
@@ -198,7 +198,7 @@ def train_step(
         if spread is not None:
             spread.reduce_gradients(optimizer, settings.clip)
         elif settings.clip is not None:
-            nn.utils.clip_grad_norm_(ordered_parameters(optimizer), settings.clip, foreach=True)
+            nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()
         job.model.end_step()
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.

@@ -13,7 +13,7 @@ from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.text_tower_method import TextTowerExperts, configure_text_tower
+from moecore.training.text_tower_method import TextTowerMethod, add_text_tower_experts
 
 
 class TeacherRouter(Config):
@@ -55,7 +55,7 @@ class Method(Config):
     model: dict[str, int | float | str] = Field(
         {}, description="what differs from the section `model`: {width: 128}"
     )
-    text: TextTowerExperts | None = Field(
+    text: TextTowerMethod | None = Field(
         None, description="the text tower of a two-tower model; null: dense"
     )
     pretrain: dict[str, int | float] = Field(
@@ -97,7 +97,7 @@ class Method(Config):
         sized = replace_and_validate("model", model, self.model, Backbone)
         if self.text is None:
             return sized
-        return configure_text_tower(self.text, sized)
+        return add_text_tower_experts(self.text, sized)
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
 from moecore.core.ranks import has_process_group, total_over_ranks
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers import Regularizer
 
 
@@ -25,7 +25,7 @@ class Objective(NamedTuple):
     distillation: float = 0.0
     text: Sequence[Regularizer] = ()  # of the routing of captions
 
-    def terms(self, step: StepContext) -> dict[str, Tensor]:
+    def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
         """Unweighted scalars, fp32: ``task``, ``distillation`` if it is on, one a regularizer."""
         prediction = step.output.heads[0] if self.distillation else step.output.prediction
         labels = step.batch.labels
@@ -49,7 +49,7 @@ class Objective(NamedTuple):
             terms |= {f"text_{regularizer.kind}": regularizer(spoken) for regularizer in self.text}
         return terms
 
-    def score(self, step: StepContext, terms: dict[str, Tensor]) -> Tensor:
+    def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
         """The sum of the scores of the batch's images, on its device and unchecked."""
         task, batch = step.model.image.task, step.batch
         if task.long and not self.label_smoothing:  # its loss: not a second pass over 100 MB
@@ -69,7 +69,7 @@ class Objective(NamedTuple):
         )
 
 
-def hard_distillation(step: StepContext) -> Tensor:
+def hard_distillation(step: ObjectiveInputs) -> Tensor:
     """Cross-entropy of the last head with the teacher's decisions; no label smoothing.
 
     Raises UserError without a fitting teacher, and for labels that are not one class each.

@@ -33,7 +33,7 @@ class TrainingSetup(NamedTuple):
     model: Model
 
 
-def build_teacher_routers(
+def build_unfitted_guide(
     method: Method, backbone: Backbone, teacher: BackboneModel, seed: int, device: str
 ) -> Guide:
     """The teacher of ``seed`` with routers, not fitted yet, for ``method``."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-def is_sharded(value: Tensor) -> bool:
+def is_sharded_tensor(value: Tensor) -> bool:
     """Return whether no rank holds all of it."""
     mesh = getattr(value, "device_mesh", None)
     return mesh is not None and mesh.size(mesh.ndim - 1) > 1
@@ -44,7 +44,7 @@ def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def ordered_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters that it changes, in the order of its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -52,14 +52,14 @@ def ordered_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Take up the optimizer's state of ``collect_state``."""
     whole = optimizer.state_dict()
-    parameters = ordered_parameters(optimizer)
+    parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
         if name.startswith("optimizer."):
             _, index, field = name.split(".")
             of = parameters[int(index)].detach()
             if field == "step":
                 value = value.reshape(())
-            elif not is_sharded(value):
+            elif not is_sharded_tensor(value):
                 value = shard_like(value, of)
             whole["state"].setdefault(int(index), {})[field] = value
     optimizer.load_state_dict(whole)

@@ -13,7 +13,7 @@ from moecore.nn.routers import Router
 from moecore.training.regularizers import Regularizer
 
 
-class TextTowerExperts(Config):
+class TextTowerMethod(Config):
     """Experts, regularizers, and when the tower stays as it is."""
 
     router: Router | None = None
@@ -46,7 +46,7 @@ class TextTowerExperts(Config):
         return tower.model_copy(update={"moe": moe, "frozen": self.frozen or tower.frozen})
 
 
-def configure_text_tower(part: TextTowerExperts, model: AnySettings) -> AnySettings:
+def add_text_tower_experts(part: TextTowerMethod, model: AnySettings) -> AnySettings:
     """The section ``model`` with the text tower that ``part`` makes. UserError without one."""
     tower = getattr(model, "text", None)
     if not isinstance(tower, TextTowerSettings):

@@ -17,7 +17,7 @@ from moecore.brain.age_errors import (
     draw_resample_weights,
     measure_age_errors,
     measure_group_errors,
-    weighted_age_fits,
+    age_errors_by_resample,
 )
 from moecore.brain.age_measurement import AgeResult, conformal_radius, summarize_age_errors
 from moecore.brain.ages import Ages, CalibratorFit, fit_age_line
@@ -302,7 +302,7 @@ def test_a_weight_is_a_volume_taken_as_often(seed):
     if len(set(y)) < 3:
         return
     found = {
-        name: value[0] for name, value in weighted_age_fits(predictions, ages, weights).items()
+        name: value[0] for name, value in age_errors_by_resample(predictions, ages, weights).items()
     }
     slope, intercept = np.polyfit(y, p, 1)
     assert found["slope"] == pytest.approx(slope, rel=1e-6) and found["intercept"] == pytest.approx(

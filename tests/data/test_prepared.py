@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
-from moecore.data.expected_data import summarize_card
+from moecore.data.expected_data import planned_data_from_card
 from moecore.data.npy import new_array
 from moecore.data.prepared import Prepared
 from moecore.data.sources.cifar import Cifar
@@ -216,7 +216,7 @@ def test_what_is_said_beforehand_is_what_is_written(tmp_path, monkeypatch, kind)
     said = source.preview()
     assert said.problem is None and said.note is None
     source.prepare(tmp_path / "out")
-    written = summarize_card(read_json(tmp_path / "out/card.json"))
+    written = planned_data_from_card(read_json(tmp_path / "out/card.json"))
     assert said.counts == written.counts and said.images == written.images
     assert (said.name, said.channels, said.shape) == (written.name, written.channels, written.shape)
     assert said.classes == written.classes and said.task.kind == written.task.kind

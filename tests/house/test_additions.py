@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from moecore.core.files import read_json
-from moecore.pipeline.dvc_file import dvc_yaml_texts, stage_definitions
+from moecore.pipeline.dvc_file import study_dvc_yaml_texts, stage_definitions
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
@@ -139,7 +139,7 @@ def test_a_part_is_a_file_and_two_lines_and_all_of_them_run(tmp_path):
         "moecore/measure/__init__.py": 2,
         "moecore/report/measures/__init__.py": 2,
     }
-    texts = dvc_yaml_texts(stage_definitions(STAGES), {})
+    texts = study_dvc_yaml_texts(stage_definitions(STAGES), {})
     (tmp_path / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     for stage in ("prepare pretrain", "teacher_router mine 0", "pretrain mine 0"):
         project.stage(*stage.split())

@@ -119,11 +119,11 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
     d = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     between = 2 * d[::-1].copy()
     sure, flat = (
-        invariance.imed_ratio(d, between),
-        invariance.imed_ratio(d / 10, between / 10),
+        invariance.imed_over_between_images(d, between),
+        invariance.imed_over_between_images(d / 10, between / 10),
     )
     assert flat.value == pytest.approx(sure.value)
-    assert invariance.imed_ratio(d, np.zeros(40)) is None
+    assert invariance.imed_over_between_images(d, np.zeros(40)) is None
 
 
 def test_one_image_has_no_other(data, vit):

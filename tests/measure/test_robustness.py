@@ -11,7 +11,7 @@ from moecore.measure.base import MeasuredModel, Skipped, read_result
 from moecore.measure.robustness import (
     Result,
     Robustness,
-    build_attack_target,
+    target_on_drawn_images,
     check_attack_settings,
     measure,
 )
@@ -84,7 +84,7 @@ def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
         assert last[shown.attack].score == min(row.score for row in last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
         clean, *moved = (row.pictures.array().astype(float) / 255 for row in shown.rows)
-        images = build_attack_target(subjects[1][name], SETTINGS).images
+        images = target_on_drawn_images(subjects[1][name], SETTINGS).images
         assert np.array_equal(clean * 255, images[[0, 12, 24]])
         for pictures, epsilon in zip(moved, (0.05, 0.2), strict=True):
             assert 0 < np.abs(pictures - clean).max() <= epsilon + 1 / 255

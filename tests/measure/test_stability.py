@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moecore.attacks.attack_setup import Target
-from moecore.core.encoded_arrays import decode_bytes
+from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, noise_directions
@@ -205,7 +205,7 @@ def found(model):
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
     """The three arrays of a layer, read one number at a time."""
-    data = decode_bytes(text)
+    data = decode_compressed_text(text)
     size = 1 if experts <= 255 else 2
     kept = min(experts, 8)
     all = images * tokens
@@ -227,7 +227,7 @@ def test_the_clean_images_are_those_of_the_records(model, found):
     assert found.labels == tuple((float(model.data.test.labels[place]),) for place in where)
     assert (found.special, found.grid) == (1, (3, 3))
     clean = found.shown[0]
-    pixels = np.frombuffer(decode_bytes(clean.picture.pixels), np.uint8)
+    pixels = np.frombuffer(decode_compressed_text(clean.picture.pixels), np.uint8)
     assert np.array_equal(pixels.reshape(clean.picture.shape), model.data.test.images[where])
     prediction, records = predict_in_batches(model.model, model.data.test.images[where], 5)
     probs = prediction.softmax(-1)
@@ -270,7 +270,7 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     kinds = [one.kind for one in found.shown]
     assert kinds == ["clean", *["noise"] * 2, *["attack"] * 2, *["augmentation"] * 3]
     picture = by_label["ε = 25.5/255"].picture
-    shown = np.frombuffer(decode_bytes(picture.pixels), np.uint8).reshape(picture.shape)
+    shown = np.frombuffer(decode_compressed_text(picture.pixels), np.uint8).reshape(picture.shape)
     moved = np.abs(shown.astype(int) - clean)
     assert 0 < moved.max() <= 26
 
@@ -279,7 +279,7 @@ def test_patches_of_moved_images_know_where_they_were(model, found):
     by_label = {one.label: one for one in found.shown}
     assert by_label["brightness"].origins is None
     assert by_label["σ = 0.5"].origins is None
-    moved = np.frombuffer(decode_bytes(by_label["moved"].origins), "<u2").reshape(5, 9)
+    moved = np.frombuffer(decode_compressed_text(by_label["moved"].origins), "<u2").reshape(5, 9)
     clean = model.data.test.images[list(found.images)]
     views = draw_two_views(clean, TwoViewAugmentation.model_validate(MOVED), 0, *b"moved")
     outside = 0
@@ -332,7 +332,7 @@ def check_favourites(use, expert, record, where):
 
 def test_a_crop_shows_the_patch_in_its_middle(model, found):
     layer = found.layers[0]
-    crops = np.frombuffer(decode_bytes(layer.crops.pixels), np.uint8).reshape(layer.crops.shape)
+    crops = np.frombuffer(decode_compressed_text(layer.crops.pixels), np.uint8).reshape(layer.crops.shape)
     first = layer.experts[0].favourites[0]
     row, column = divmod(first.patch, 3)
     image = model.data.test.images[first.image, 0]
@@ -367,7 +367,7 @@ def test_large_images_are_shown_smaller():
     found = explorer.measure(subject(data, moe(), patch=50), FEW, compute_without_cache)
     assert found.shown[0].picture.shape == (5, 3, 96, 96)
     assert found.layers[0].crops.shape[1:] == (3, 24, 24)
-    pixels = np.frombuffer(decode_bytes(found.shown[0].picture.pixels), np.uint8)
+    pixels = np.frombuffer(decode_compressed_text(found.shown[0].picture.pixels), np.uint8)
     assert pixels.mean() == pytest.approx(data.test.images[:].mean(), abs=2)
 
 

@@ -25,14 +25,14 @@ from moecore.pipeline.dvc_file import (
     CONFIG,
     LARGE_STUDY,
     count_stages,
-    dvc_yaml_texts,
+    study_dvc_yaml_texts,
     stage_definitions,
 )
 from moecore.pipeline.multi_gpu_estimate import (
     GpuPeaks,
     ModelCost,
     estimate_step,
-    gpu_scaling_table,
+    multi_gpu_estimate_table,
 )
 from moecore.pipeline.plan import (
     DvcStatus,
@@ -177,7 +177,7 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
     files = list_dvc_files(study)
     texts = {file.relative_to(study).as_posix(): file.read_text("utf-8") for file in files}
     run = resolved.document.data["run"]
-    assert texts == dvc_yaml_texts(stage_definitions(resolved.stages), run)
+    assert texts == study_dvc_yaml_texts(stage_definitions(resolved.stages), run)
 
 
 def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
@@ -339,7 +339,7 @@ def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     study = validate_whole(Study, load_yaml("params.yaml"))
-    rows = [line.split(" | ") for line in gpu_scaling_table(study, GpuPeaks())]
+    rows = [line.split(" | ") for line in multi_gpu_estimate_table(study, GpuPeaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)
     ]

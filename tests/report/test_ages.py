@@ -7,14 +7,14 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.claims.evaluation import claim_entries, evaluate_claims
+from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
 from moecore.report.csv_and_plot_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissue_error_table
 from moecore.report.measures.region_experts import generalisation_table, mixture_table
 from moecore.report.measures.robustness import Result as Robustness
-from moecore.report.measures.robustness import attack_rows
+from moecore.report.measures.robustness import attack_scores_by_epsilon
 from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import build_table, compare_methods, used_tests
@@ -272,7 +272,7 @@ def test_claims_over_errors(three):
         "holds",
         "differs",
     ) and differs.difference.value == pytest.approx(2)
-    assert json.dumps(claim_entries([holds]), allow_nan=False)
+    assert json.dumps(compare_json_claims([holds]), allow_nan=False)
     with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
         evaluate_claims(
             [
@@ -322,7 +322,7 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
         found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
         assert found_limits == pytest.approx(expected), name
     result = found.phases["pretrain"].models["dense"][0].of(Robustness)
-    last = attack_points([attack_rows(result, "pgd-10")], result.task.score)[-1]
+    last = attack_points([attack_scores_by_epsilon(result, "pgd-10")], result.task.score)[-1]
     assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))
 
 

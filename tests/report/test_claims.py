@@ -20,7 +20,7 @@ from moecore.report.claims import claims_page
 from moecore.report.claims.claims_page import read_paper_tables
 from moecore.report.claims.claims_table import ANSWERS, claims_markdown
 from moecore.report.claims.evaluation import (
-    claim_entries,
+    compare_json_claims,
     evaluate_claims,
     judge_difference,
     p_of,
@@ -28,7 +28,7 @@ from moecore.report.claims.evaluation import (
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.page.report_page import render_report
 from moecore.report.tables.comparison import compare_methods, expected_metric_forms, read_comparison
-from moecore.report.tables.methods_by_paper import phase_metric_tables
+from moecore.report.tables.methods_by_paper import headline_tables_by_phase
 from moecore.report.tables.summary import claim_lines, headline_rows
 from moecore.statistics.crossed import (
     BOTH,
@@ -39,7 +39,7 @@ from moecore.statistics.crossed import (
     encode_item_values,
 )
 from moecore.study.reading.claims_section import Claim, Question
-from moecore.study.reading.overlay import stages_with_params
+from moecore.study.reading.overlay import stages_reading_params
 from tests.project import check_params
 from tests.report.generated import (
     TASK,
@@ -76,7 +76,7 @@ def study(**methods: list) -> Results:
 
 def flat_claims(evaluated) -> dict:
     """The entry ``claims`` of compare.json."""
-    return claim_entries(evaluated).get("claims", {})
+    return compare_json_claims(evaluated).get("claims", {})
 
 
 def claim(**changes) -> Claim:
@@ -265,7 +265,7 @@ def test_questions_are_answered_in_a_table_of_their_own():
     assert "differs |" not in text.split("\n\n", 2)[2] and "✓ holds" in claims
     assert "| Do views agree? | yes |" in asked and "| Do views agree? | no |" in asked
     assert "| open; detectable: " in asked and "✓" not in asked
-    flat = claim_entries(found)
+    flat = compare_json_claims(found)
     assert len(flat["claims"]) == 1 and len(flat["questions"]) == 3
     assert claim_lines(flat["questions"], ANSWERS)[0].startswith("yes  ")
     whole = render_report(shown, found)
@@ -404,7 +404,7 @@ def test_by_hand():
         "vmoe": {"pretrain": {"test_accuracy": {"mean": 0.625}, "load_cv2": {"mean": 0.0125}}},
         "claims": {"a": {"verdict": "holds"}},
     }
-    assert phase_metric_tables(compared) == [
+    assert headline_tables_by_phase(compared) == [
         "",
         "**pretrain**",
         "",
@@ -422,7 +422,7 @@ def test_every_phase_has_its_own_columns():
             "finetune": {"mce": None, "jumps": {"mean": 0.5}},
         }
     }
-    text = "\n".join(phase_metric_tables(compared))
+    text = "\n".join(headline_tables_by_phase(compared))
     assert (
         text.index("**pretrain**")
         < text.index("| method | mCE |")
@@ -477,7 +477,7 @@ def test_a_study_that_was_run(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
     alike = claim(source="table 3", better="equivalent", margin=0.1)
     found = evaluate_claims([claim(), alike, question(better="lower")], shown)
-    compared = json.loads(json.dumps(compare_methods(shown) | claim_entries(found)))
+    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
     text = small_project(tmp_path, compared)
     assert "| equivalent |" in row_of(text, "table 3")
     four = row_of(text, "table 4")
@@ -513,7 +513,7 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
     then = {"pretrain": {"epochs": 3}, "methods": methods}
     compared = json.loads(
-        json.dumps(compare_methods(shown) | claim_entries(evaluate_claims([claim()], shown), then))
+        json.dumps(compare_methods(shown) | compare_json_claims(evaluate_claims([claim()], shown), then))
     )
     (entry,) = compared["claims"].values()
     assert len(entry["settings"]) == 16
@@ -550,7 +550,7 @@ def test_the_rows_of_the_papers_say_what_they_need():
             for printed in row.columns:
                 asked = check_params(ROOT / "pipelines" / printed.study / "params.yaml")
                 assert set(printed.methods) <= set(asked.run.methods), row.number
-                stages = stages_with_params(ROOT / "pipelines" / printed.study)
+                stages = stages_reading_params(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(
                     expected_metric_forms(asked, stages, printed.phase)
                 )

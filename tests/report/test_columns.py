@@ -13,7 +13,7 @@ from moecore.measure.routing import Result as Routing
 from moecore.report.column import Column
 from moecore.report.figures.charts import attack_points, points_over_seeds
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.robustness import WORST, attack_rows, attack_title, hits_under
+from moecore.report.measures.robustness import WORST, attack_scores_by_epsilon, attack_title, hits_under
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
@@ -198,7 +198,7 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     models["dense"][0] = changed(models["dense"][0], result)
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
-    assert attack_points([attack_rows(result, "pgd-10")], result.task.score) == []
+    assert attack_points([attack_scores_by_epsilon(result, "pgd-10")], result.task.score) == []
     assert hits_under(models["dense"][0], "pgd-10") is None
     both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
     assert (next(both) == next(both)).all()

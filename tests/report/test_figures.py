@@ -20,10 +20,10 @@ from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_lo
 from moecore.report.figures.expert_figures import class_expert_maps, expert_load
 from moecore.report.figures.training_figures import (
     confusion_matrix,
-    draw_filter_sigma,
-    epoch_mean_losses,
+    draw_filter_sigma_schedule,
+    trailing_epoch_losses,
     routing_agreement,
-    steps_until_baseline,
+    steps_until_baseline_loss,
     training_curves,
 )
 from moecore.report.measured import Measured
@@ -184,21 +184,21 @@ def trained_with(losses: list[float], per_epoch: int) -> Outcome:
 
 def test_the_loss_of_the_last_epoch_by_hand():
     # two logged points an epoch
-    found = epoch_mean_losses(trained_with([4.0, 2.0, 1.0, 3.0], 20))
+    found = trailing_epoch_losses(trained_with([4.0, 2.0, 1.0, 3.0], 20))
     assert found == [(10, 4.0), (20, 3.0), (30, 1.5), (40, 2.0)]
     # a short point counts for as many steps as it is of: 10 · 4 and 5 · 1
     odd = trained_with([4.0], 15)
     last = {"step": 15, "epoch": 1.0, "train_loss": 1.0}
     odd = odd.model_copy(update={"curve": (*odd.curve, last)})
-    assert epoch_mean_losses(odd)[-1] == (15, pytest.approx(3.0))
+    assert trailing_epoch_losses(odd)[-1] == (15, pytest.approx(3.0))
 
 
 def test_steps_to_the_loss_of_another_training():
     slow, fast = (trained_with(losses, 10) for losses in ([4, 3, 2, 1], [3, 1, 0.5, 0.4]))
-    assert (steps_until_baseline(fast, slow), steps_until_baseline(slow, slow)) == (20, 40)
-    assert steps_until_baseline(slow, fast) == 50  # never: an epoch of ten steps after the end
-    assert steps_until_baseline(slow, None) is None
-    assert steps_until_baseline(slow, slow.model_copy(update={"curve": ()})) is None
+    assert (steps_until_baseline_loss(fast, slow), steps_until_baseline_loss(slow, slow)) == (20, 40)
+    assert steps_until_baseline_loss(slow, fast) == 50  # never: an epoch of ten steps after the end
+    assert steps_until_baseline_loss(slow, None) is None
+    assert steps_until_baseline_loss(slow, slow.model_copy(update={"curve": ()})) is None
 
 
 def test_of_text_perplexities_are_drawn():
@@ -215,7 +215,7 @@ def test_of_text_perplexities_are_drawn():
 
 def test_the_schedule_of_sigma_is_that_of_the_regularizer():
     settings = GroupSparsity(sigma_start=10, sigma_end=2, exponent=0.3)
-    figure = draw_filter_sigma(settings, "moge")
+    figure = draw_filter_sigma_schedule(settings, "moge")
     assert figure.caption.startswith("σ from 10 to 2 as in moge, whose γ is 0.3; T = 45,000")
     lines = {line.get_label(): line.get_xydata() for line in figure.axes[0].lines}
     assert {"γ = 0", "γ = 0.3", "γ = 1", "γ = 3"} <= set(lines)

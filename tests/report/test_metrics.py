@@ -21,14 +21,14 @@ from moecore.report.tables.comparison import (
     build_table,
     compare_methods,
     expected_metric_forms,
-    phase_metrics,
+    phase_result_columns,
     unknown_metrics,
 )
-from moecore.report.tables.paper_numbers import PAPERS, REPORTED, reported_models
+from moecore.report.tables.paper_numbers import PAPERS, REPORTED, paper_models_with_numbers
 from moecore.report.tables.summary import headline_rows
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.run_section import Selection
-from moecore.study.reading.stage_params import validate_declared_keys
+from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.study.reading.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import SHIPPED
@@ -128,7 +128,7 @@ def test_a_dense_model_has_none_of_it(whole):
 
 
 def test_names_are_unique_and_papers_are_known(whole):
-    metrics = phase_metrics(whole.phases["pretrain"])
+    metrics = phase_result_columns(whole.phases["pretrain"])
     names = {metric.name for metric in metrics}
     assert len(names) == len(metrics)
     order = [metric.column.paper for metric in metrics]
@@ -186,7 +186,7 @@ def test_what_the_papers_print():
     ) == pytest.approx(1, abs=1e-3)
     assert [
         found.model
-        for found in reported_models("tgr", frozenset({"test_accuracy", "agreement_before_after"}))
+        for found in paper_models_with_numbers("tgr", frozenset({"test_accuracy", "agreement_before_after"}))
     ] == ["V-MoE", "TGR-MoE"]
 
 
@@ -303,7 +303,7 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 def misnamed(metric: str, phase: str = "pretrain") -> list[tuple[tuple, str]]:
     text = f"{SETTINGS}questions: [{{{ASKED}, metric: '{metric}', phase: {phase}}}]\n"
-    return list(unknown_metrics(validate_declared_keys(Study, parse_yaml(text)), STAGES))
+    return list(unknown_metrics(extract_declared_settings(Study, parse_yaml(text)), STAGES))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     metrics = build_table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
-    study = validate_declared_keys(
+    study = extract_declared_settings(
         Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"])))
     )
     known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
@@ -364,7 +364,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
-    study = validate_declared_keys(Study, load_yaml(SHIPPED))
+    study = extract_declared_settings(Study, load_yaml(SHIPPED))
     assert list(PlannedPhase(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
     known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)

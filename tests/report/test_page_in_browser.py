@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Locator
 
 from moecore.predict import page as predicted
-from moecore.predict.page import Failure, PredictedPage, RoutedText, Shown, picture_tile
+from moecore.predict.page import Failure, PredictedPage, RoutedText, Shown, picture_tile_with_experts
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.measured import Models
 from moecore.report.page.explorer import explorer
@@ -277,7 +277,7 @@ def hostile_explorer(folder: Path) -> str:
 
 def hostile_predictions(folder: Path) -> str:
     pixels = np.zeros((1, 8, 8), np.uint8)
-    tile = picture_tile(pixels, [np.zeros((2, 2, 1), np.int16)], EVIL["data"])
+    tile = picture_tile_with_experts(pixels, [np.zeros((2, 2, 1), np.int16)], EVIL["data"])
     shown = [Shown(EVIL["participant"], EVIL["class"], [tile], (EVIL["caption"],))]
     spoken = [
         RoutedText(EVIL["caption"], [[(EVIL["caption"], [0])]], [EVIL["class"]], EVIL["reason"])

@@ -26,7 +26,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc_file import dvc_yaml_texts, stage_definitions
+from moecore.pipeline.dvc_file import study_dvc_yaml_texts, stage_definitions
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.training.artifacts import save_model, save_no_guide
 from stages import out_of_fold as stage
@@ -139,7 +139,7 @@ def explored(tmp_path_factory) -> Project:
     explored = Project(tmp_path_factory.mktemp("explorer"), PARAMS)
     stages = stage_definitions(["prepare", "teacher_router", "pretrain", "measure"])
     (explored.folder / "dvc.yaml").write_text(
-        dvc_yaml_texts(stages, {})["dvc.yaml"], encoding="utf-8"
+        study_dvc_yaml_texts(stages, {})["dvc.yaml"], encoding="utf-8"
     )
     explored.stage("prepare", "pretrain")
     for method in ("dense", "vmoe"):

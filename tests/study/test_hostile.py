@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT, list_dvc_files
-from moecore.data.loader import place_split
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
 from moecore.report.tables.comparison import unknown_metrics
@@ -166,7 +166,7 @@ def step(study: Study, name: str) -> None:
         guide = build_guide(study.teacher.model.build(image), method, backbone.stages)
     pixels = np.random.default_rng(0).integers(0, 256, (8, image.channels, *image.shape))
     split = Split(pixels.astype(np.uint8), np.arange(8) % image.task.outputs)
-    data = place_split(split, "cpu")
+    data = load_split_for_device(split, "cpu")
     objective = Objective(method.losses, training.label_smoothing, method.distillation)
     job = TrainingJob(model, data, data, objective, guide, method.views)
     few = training.model_copy(update={"batch": 8})

@@ -20,13 +20,13 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.study.reading.document import load_yaml, parse_yaml
-from moecore.study.reading.message_format import join_first_lines, spell_keys
+from moecore.study.reading.message_format import cap_line_count, spell_keys
 from moecore.study.reading.overlay import merge_settings, resolve_overlay
 from moecore.study.reading.stage_params import (
-    ParamsKeyPath,
+    ParamsKeyTemplate,
     params_keys,
     read_params,
-    validate_declared_keys,
+    extract_declared_settings,
 )
 from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
 from tests.project import PARAMS as TEXT
@@ -65,7 +65,7 @@ class Method(Config):
 class Params(Config):
     epsilons: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     flag: bool = False
-    method: Annotated[Method, ParamsKeyPath("methods.{method}")]
+    method: Annotated[Method, ParamsKeyTemplate("methods.{method}")]
 
 
 def test_yaml_1_2():
@@ -179,8 +179,8 @@ def test_what_is_no_file_of_text_is_said(tmp_path):
 
 def test_a_line_is_a_line_and_no_longer_than_a_screen():
     assert spell_keys(("a\nb\u2028", 0, "c" * 200)) == rf"a\nb\u2028[0].{'c' * 28}...{'c' * 28}"
-    assert join_first_lines(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
-    lines = join_first_lines(["p:1:1: a"] * 10_000).split("\n")
+    assert cap_line_count(["p:1:1: a"] * 20) == "\n".join(["p:1:1: a"] * 20)
+    lines = cap_line_count(["p:1:1: a"] * 10_000).split("\n")
     assert len(lines) == 21 and lines[-1] == "p: and 9,980 more; mend these first"
 
 
@@ -199,7 +199,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
 
 def problems(text: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        validate_declared_keys(Params, parse_yaml(text), method="vmoe")
+        extract_declared_settings(Params, parse_yaml(text), method="vmoe")
     return str(caught.value).split("\n")
 
 

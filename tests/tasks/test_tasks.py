@@ -21,7 +21,7 @@ from moecore.tasks.regression import Regression
 from moecore.tasks.retrieval_recall import (
     image_to_text_recall,
     text_to_image_recall,
-    tied_hit_share,
+    hit_probability_under_ties,
 )
 
 ONE = Classification(classes=("a", "b", "c"))
@@ -305,7 +305,7 @@ def test_a_tie_counts_for_the_share_of_its_orders_that_hit(above, others, own, k
     orders = list(permutations([False] * others + [True] * own))
     wanted = sum(any(([False] * above + list(order))[:k]) for order in orders) / len(orders)
     given = (torch.tensor([number]) for number in (above, others, own))
-    assert float(tied_hit_share(*given, (k,))) == pytest.approx(wanted)
+    assert float(hit_probability_under_ties(*given, (k,))) == pytest.approx(wanted)
 
 
 def test_two_images_with_one_caption_share_the_hit_whichever_comes_first():

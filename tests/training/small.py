@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moecore.core.routing_records import Batch, Guidance, ModelOutput, RoutingRecord, StepContext
-from moecore.data.loader import place_split
+from moecore.core.routing_records import Batch, Guidance, ModelOutput, RoutingRecord, ObjectiveInputs
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
@@ -45,8 +45,8 @@ def task(method: Method = VMOE, seed: int = 0, guide=None, image: ImageSpec = IM
     model = Vit(patch=4, width=16, depth=4, heads=2).build(image, method.moe)
     return TrainingJob(
         model,
-        place_split(images(50), "cpu"),
-        place_split(images(20, 1), "cpu"),
+        load_split_for_device(images(50), "cpu"),
+        load_split_for_device(images(20, 1), "cpu"),
         Objective(method.losses, distillation=method.distillation),
         guide,
         method.views,
@@ -98,6 +98,6 @@ def step(*records, guidance=None, progress=0.0):
         if guidance is None
         else Guidance(blank, tuple(torch.as_tensor(probs) for probs in guidance))
     )
-    return StepContext(
+    return ObjectiveInputs(
         Batch(blank, blank, blank), ModelOutput(blank, records), None, teacher, progress
     )

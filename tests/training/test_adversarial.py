@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from moecore.attacks.pgd import Pgd
 from moecore.core.routing_records import Batch, ModelOutput
 from moecore.core.streams import generator_for
-from moecore.data.loader import place_split
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import eval_mode, predict_in_batches
@@ -182,7 +182,7 @@ def test_both_views_are_attacked_and_training_goes_on():
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
     sets = IMAGE.model_copy(update={"task": MultiLabel(classes=("dark", "light"))})
     made = task(image=sets)._replace(
-        train=place_split(
+        train=load_split_for_device(
             Split(images(50).images, np.tile(np.array([[1, 1], [0, 1]], np.uint8), (25, 1))), "cpu"
         )
     )
@@ -253,8 +253,8 @@ def test_it_makes_a_model_robust():
         test = weak_and_robust(200, 1)
         made = TrainingJob(
             model,
-            place_split(weak_and_robust(400, 0), "cpu"),
-            place_split(test, "cpu"),
+            load_split_for_device(weak_and_robust(400, 0), "cpu"),
+            load_split_for_device(test, "cpu"),
             Objective(),
         )
         list(

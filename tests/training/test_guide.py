@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Batch, Guidance, ModelOutput, StepContext
-from moecore.data.loader import place_split
+from moecore.core.routing_records import Batch, Guidance, ModelOutput, ObjectiveInputs
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
@@ -164,7 +164,7 @@ def step(labels, heads, teacher=None, image=IMAGE):
     heads = tuple(torch.tensor(head, dtype=torch.float32) for head in heads)
     guidance = None if teacher is None else Guidance(torch.tensor(teacher), ())
     blank = torch.zeros(())
-    return StepContext(
+    return ObjectiveInputs(
         Batch(blank, torch.tensor(labels), blank),
         ModelOutput(torch.stack(heads).mean(0), (), heads),
         SimpleNamespace(image=image),
@@ -223,7 +223,7 @@ def test_two_views_are_the_same_images_moved_differently_and_both_are_classified
         output.prediction, torch.cat([alone.labels, alone.labels])
     )
     torch.testing.assert_close(
-        Objective().terms(StepContext(batch, output, made.model))["task"], expected
+        Objective().terms(ObjectiveInputs(batch, output, made.model))["task"], expected
     )
 
 
@@ -247,21 +247,21 @@ def age_job(seed: int = 0, **settings) -> TrainingJob:
         patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled", **settings
     ).build(VOLUMES)
     return TrainingJob(
-        model, place_split(cohort(32, 0), "cpu"), place_split(cohort(12, 100), "cpu"), Objective()
+        model, load_split_for_device(cohort(32, 0), "cpu"), load_split_for_device(cohort(12, 100), "cpu"), Objective()
     )
 
 
 def test_the_loss_of_ages_is_the_mean_absolute_error_in_deviations():
     # errors 4 and 10 years; the model's deviation is 20: (4 + 10) / 2 / 20
     answers = ModelOutput(torch.tensor([[44.0], [50.0]]))
-    terms = Objective().terms(StepContext(Batch(None, AGES, None), answers, age_job().model))
+    terms = Objective().terms(ObjectiveInputs(Batch(None, AGES, None), answers, age_job().model))
     assert float(terms["task"]) == pytest.approx(0.35)
 
 
 def test_validation_is_in_years_and_its_loss_in_deviations():
     model = age_job().model
     model.head.weight.data.zero_()  # answers 55 always
-    split = place_split(Split(cohort(2, 0).images, np.array([50.0, 70.0], np.float32)), "cpu")
+    split = load_split_for_device(Split(cohort(2, 0).images, np.array([50.0, 70.0], np.float32)), "cpu")
     assert validation_metrics(model, split) == pytest.approx(
         {"validation_mae": 10.0, "validation_loss": 0.5}
     )  # errors 5 and 15; deviation 20
@@ -292,7 +292,7 @@ SETS = IMAGE.model_copy(update={"task": MultiLabel(classes=("left", "right"))})
 
 def several(method: Method = DENSE, seed: int = 0):
     return task(method, seed, image=SETS)._replace(
-        train=place_split(sets(50), "cpu"), validation=place_split(sets(20, 1), "cpu")
+        train=load_split_for_device(sets(50), "cpu"), validation=load_split_for_device(sets(20, 1), "cpu")
     )
 
 

@@ -9,9 +9,9 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Batch, StepContext, TokenLayout
+from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.tensors import read_tensors
-from moecore.data.loader import place_split
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.data.text.reading_order import Stream
 from moecore.data.text.words import block_windows
@@ -72,7 +72,7 @@ def task(data, method=METHOD):
     model = Vit3d(patch=4, width=24, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2).build(
         VOLUMES, method.moe
     )
-    splits = place_split(data.train, "cpu"), place_split(data.validation, "cpu")
+    splits = load_split_for_device(data.train, "cpu"), load_split_for_device(data.validation, "cpu")
     return TrainingJob(
         model,
         *splits,
@@ -187,7 +187,7 @@ def test_later_isolated_volumes_teach_the_routers_and_not_age(data):
     changed = batch._replace(labels=batch.labels.clone())
     changed.labels[(batch.belongs >= 0).any(dim=1)] += 100  # the ages of isolated volumes
     terms = [
-        made.objective.terms(StepContext(one, made.model(one.images), made.model))
+        made.objective.terms(ObjectiveInputs(one, made.model(one.images), made.model))
         for one in (batch, changed)
     ]
     assert terms[0]["task"] == terms[1]["task"] and terms[0]["region_routing"] > 0
@@ -320,7 +320,7 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
     train = Stream(counting(300, 0), BLOCK)
-    return TrainingJob(made, train, place_split(split, "cpu"), Objective(method.losses))
+    return TrainingJob(made, train, load_split_for_device(split, "cpu"), Objective(method.losses))
 
 
 def test_it_learns_what_follows():

@@ -150,7 +150,7 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
             yield path
 
 
-def files_at_rows(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
+def select_split_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
     """The files at ``rows``, in that order."""
     return SplitFiles([files.paths[row] for row in rows], files.labels[rows])
 

@@ -62,14 +62,14 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
         return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 
 
-class JpegImage(NamedTuple):
+class EncodedJpeg(NamedTuple):
     """A JPEG file, and its pixels' histogram before compression, int64 (C, 256)."""
 
     content: bytes
     histogram: np.ndarray
 
 
-def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegImage:
+def recompress_image(path: str | Path, short_side: int, channels: int) -> EncodedJpeg:
     """Decode an image file as ``decode_image`` does, whole, and encode it as JPEG.
 
     Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises
@@ -83,7 +83,7 @@ def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegIm
         file = io.BytesIO()
         small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
-    return JpegImage(file.getvalue(), histogram)
+    return EncodedJpeg(file.getvalue(), histogram)
 
 
 def unpack_image(content: bytes, channels: int) -> Image.Image:
@@ -92,7 +92,7 @@ def unpack_image(content: bytes, channels: int) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=["JPEG"])
         image.load()
     if image.mode != MODES[channels]:
-        raise UnreadableImage(mode_refusal(image.mode))
+        raise UnreadableImage(mode_refusal_text(image.mode))
     return image
 
 
@@ -132,7 +132,7 @@ def _raise_unreadable() -> Iterator[None]:
         raise UnreadableImage(f"its header or its EXIF is damaged ({why})") from error
 
 
-def mode_refusal(mode: str) -> str:
+def mode_refusal_text(mode: str) -> str:
     """Return why images of a mode are not taken."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
@@ -144,7 +144,7 @@ def _to_plain_mode(image: Image.Image) -> Image.Image:
         return Image.fromarray(np.rint(deep * (255 / DEEPEST)).astype(np.uint8))
     if image.mode.startswith(DEEP):
         # PIL would clip them to 0 … 255 silently
-        raise UnreadableImage(mode_refusal(image.mode))
+        raise UnreadableImage(mode_refusal_text(image.mode))
     if not image.has_transparency_data:
         return image
     clear = image.convert("RGBA")

@@ -96,7 +96,7 @@ class Anatomy(NamedTuple):
         growth = float(np.exp(varies.ventricles * self.ventricles))
         lesions = numbers.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
         return TissueShares(
-            grey * numbers.grey_matter_at_age(brain_age) * lost - moved,
+            grey * numbers.grey_matter_relative_to_25(brain_age) * lost - moved,
             white * numbers.white_share(brain_age) * lost + moved,
             ventricles * numbers.ventricles_relative_to_25(brain_age) * growth * men,
             lesions / numbers.LESION_HEAD_ML,
@@ -112,12 +112,12 @@ def shift_tissue_boundaries(
     """
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
-    to_grey = tissue_flow(
+    to_grey = tissue_exchange_map(
         white, grey, _total(white) - targets.white * head, _blur_volume(grey), _blur_volume(white)
     )
     white = white - to_grey
     grey = grey + to_grey
-    to_fluid = tissue_flow(
+    to_fluid = tissue_exchange_map(
         grey,
         fluid,
         _total(grey) - targets.grey * head,
@@ -136,7 +136,7 @@ def shift_tissue_boundaries(
     return Brain(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
 
 
-def tissue_flow(
+def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
 ) -> np.ndarray:
     """Return what goes from ``source`` to ``sink`` in each voxel, ``amount`` voxels in all, in

@@ -81,7 +81,7 @@ PRESETS: dict[str, Variation] = {
 }
 
 
-def grey_matter_at_age(age: float) -> float:
+def grey_matter_relative_to_25(age: float) -> float:
     """Grey matter at an age, relative to age 25; linear between the medians."""
     return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
 

@@ -12,10 +12,10 @@ import numpy as np
 from moecore.data.phantom.anatomy import Anatomy
 from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, scan_brain
 from moecore.data.phantom.numbers import FLUID, GREY, WHITE
-from moecore.data.phantom.template import Template, template_from_maps, ventricle_shares
+from moecore.data.phantom.template import Template, template_from_maps, ventricle_voxel_shares
 from moecore.data.thread_map import one_blas_thread
 from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.stored_volumes import VolumeWithRegions, to_stored
+from moecore.data.volumes.stored_volumes import VolumeWithTissueShares, to_stored
 
 # Semi-axes along right, anterior, superior
 HEAD = (72.0, 88.0, 76.0)
@@ -39,7 +39,7 @@ SITES = 8
 _STREAM = 5  # of the seed; the first generator's streams have 1 to 3
 
 
-def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithRegions:
+def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
     """A scan of person ``seed`` at an age in years, as a woman (F) or a man (M).
 
     As ``prepare`` stores the first generator's: image float16 (1, D, H, W) in [0, 1], regions uint8
@@ -60,12 +60,12 @@ def folded_brain_template() -> Template:
     points = ((grid_points() - np.float32(middle)) * np.float32(VOXEL_MM)).reshape(3, *(SIDE,) * 3)
     depth = -ellipsoid_distance(points, HEAD)
     folds = np.sin(points * np.float32(2 * np.pi / FOLD_MM)).sum(axis=0) / 3
-    head = ventricle_shares(0.0, -depth)
-    brain = ventricle_shares(0.0, GREY_DEPTH + GREY_FOLD * folds - depth)
-    core = ventricle_shares(0.0, WHITE_DEPTH + WHITE_FOLD * folds - depth)
+    head = ventricle_voxel_shares(0.0, -depth)
+    brain = ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD * folds - depth)
+    core = ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD * folds - depth)
     sides = np.abs(points[:1])  # left and right alike
     half = np.concatenate([sides, points[1:]])
-    nucleus = ventricle_shares(0.0, ellipsoid_distance(half, NUCLEUS, NUCLEUS_AT))
+    nucleus = ventricle_voxel_shares(0.0, ellipsoid_distance(half, NUCLEUS, NUCLEUS_AT))
     white = core * (1 - nucleus)
     grey = brain - white
     fluid = head - brain

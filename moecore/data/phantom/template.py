@@ -111,7 +111,7 @@ def template_from_maps(
     steepness = np.maximum(np.linalg.norm(slope, axis=0), SMALLEST_SLOPE)
     away = (give * slope / steepness).astype(np.float32).reshape(3, -1)
     region = np.flatnonzero(ndimage.binary_dilation(head > 0.02, iterations=3))
-    ventricles = ventricle_shares(0.0, distance)
+    ventricles = ventricle_voxel_shares(0.0, distance)
     parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
     return Template(
         *(brightness, grey, white, fluid, distance, away, region),
@@ -121,7 +121,7 @@ def template_from_maps(
     )
 
 
-def ventricle_shares(offset: float, distance: np.ndarray) -> np.ndarray:
+def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
     """Share of each voxel inside the ventricles when their wall moves outwards ``offset`` mm."""
     return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
 
@@ -165,7 +165,7 @@ def place_template(
     points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
     distance = interpolate_volume(base.distance, points)
     wall = ventricle_wall_offset(distance[distance < NEAR_MM], ventricle_voxels)
-    inside = ventricle_shares(wall, distance)
+    inside = ventricle_voxel_shares(wall, distance)
     # a voxel shows the tissue that lay nearer to the ventricles before they grew
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
     away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
@@ -187,7 +187,7 @@ def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
     low, high = WALL
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if ventricle_shares(middle, distance).sum(dtype=np.float64) < voxels:
+        if ventricle_voxel_shares(middle, distance).sum(dtype=np.float64) < voxels:
             low = middle
         else:
             high = middle

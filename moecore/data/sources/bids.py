@@ -13,13 +13,13 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.bids_table import SubjectProblem, read_table
-from moecore.data.volumes.cohort_splits import CohortSettings, preview_age_cohort, split_cohort
+from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.nifti import UnusableVolume
 from moecore.data.volumes.stored_volumes import REGIONS, read_subject_volumes
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
 from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
 sub-01 or sub-01_ses-1, * for anything"""
@@ -125,7 +125,7 @@ class Bids(CohortSettings, Grid):
             part = [ready[place] for place in places]
             # a generator: the volumes of a split are loaded one by one, when written
             volumes = (load_stored(one.path) for one in part)
-            parts[split] = VolumeSplit([one.subject for one in part], volumes)
+            parts[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
         facts = VolumeDatasetInfo(
             self.name,
             self.size,
@@ -140,7 +140,7 @@ class Bids(CohortSettings, Grid):
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = preview_age_cohort(self.name, self.size, self._regions())
+        known = planned_age_cohort_data(self.name, self.size, self._regions())
         return known.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:

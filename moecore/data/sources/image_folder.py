@@ -8,7 +8,7 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.files.class_folders import (
     ImageFilesSource,
     class_names,
-    files_at_rows,
+    select_split_files,
     list_labelled_images,
 )
 from moecore.data.files.resumable_decoding import SplitFiles
@@ -59,13 +59,13 @@ class ImageFolder(ImageFilesSource):
         }
         if "test" not in splits:
             kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
-            splits["test"] = files_at_rows(rest, carved)
-            rest = files_at_rows(rest, kept)
+            splits["test"] = select_split_files(rest, carved)
+            rest = select_split_files(rest, kept)
         chosen = stratified_limit(splits["test"].labels, self.test_limit, self.seed)
-        splits["test"] = files_at_rows(splits["test"], chosen)
+        splits["test"] = select_split_files(splits["test"], chosen)
         if "validation" in splits:
             kept = stratified_limit(rest.labels, self.train_limit, self.seed)
         else:
             kept, carved = split_train(rest.labels, self)
-            splits["validation"] = files_at_rows(rest, carved)
-        return classes, splits | {"train": files_at_rows(rest, kept)}
+            splits["validation"] = select_split_files(rest, carved)
+        return classes, splits | {"train": select_split_files(rest, kept)}

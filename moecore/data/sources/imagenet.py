@@ -11,7 +11,7 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.files.class_folders import (
     ImageFilesSource,
     class_names,
-    files_at_rows,
+    select_split_files,
     list_labelled_images,
 )
 from moecore.data.files.resumable_decoding import SplitFiles
@@ -54,10 +54,10 @@ class Imagenet(ImageFilesSource):
         train = list_labelled_images(root, root / "train", classes)
         test = list_labelled_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)
-        test = files_at_rows(test, stratified_limit(test.labels, self.test_limit, self.seed))
+        test = select_split_files(test, stratified_limit(test.labels, self.test_limit, self.seed))
         return classes, {
-            "train": files_at_rows(train, kept),
-            "validation": files_at_rows(train, carved),
+            "train": select_split_files(train, kept),
+            "validation": select_split_files(train, carved),
             "test": test,
         }
 

@@ -12,11 +12,11 @@ from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
 from moecore.data.phantom.numbers import Preset
 from moecore.data.prepared import SPLITS
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.volumes.cohort_splits import CohortSettings, preview_age_cohort, split_cohort
+from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
 from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithRegions, to_stored
+from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithTissueShares, to_stored
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
 AGES = (20.0, 90.0)  # drawn evenly between the two
@@ -82,7 +82,7 @@ class Phantom(CohortSettings):
         for split, rows in split_cohort([visit.subject for visit in visits], self).items():
             own = [visits[row] for row in rows]
             volumes = map_in_threads(self._draw_visit, own)
-            parts[split] = VolumeSplit([visit.subject for visit in own], volumes)
+            parts[split] = VolumeSplitToWrite([visit.subject for visit in own], volumes)
         facts = VolumeDatasetInfo(
             self._name(), (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, SOURCE, self, simulated=True
         )
@@ -90,7 +90,7 @@ class Phantom(CohortSettings):
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; nothing is simulated."""
-        return preview_age_cohort(self._name(), (SIDE,) * 3, REGIONS).complete_with(self._known)
+        return planned_age_cohort_data(self._name(), (SIDE,) * 3, REGIONS).complete_with(self._known)
 
     def _name(self) -> str:
         return f"Simulated ageing cohort (phantom, {self.preset})"
@@ -101,11 +101,11 @@ class Phantom(CohortSettings):
 
     def draw(
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
-    ) -> VolumeWithRegions:
+    ) -> VolumeWithTissueShares:
         """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
         return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
-    def _draw_visit(self, visit: Visit) -> VolumeWithRegions:
+    def _draw_visit(self, visit: Visit) -> VolumeWithTissueShares:
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)
 
     def person_seed(self, number: int) -> int:

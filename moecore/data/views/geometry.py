@@ -18,7 +18,7 @@ def uniform_draws(draws: BatchDraws, low: float, high: float) -> Tensor:
     return low + (high - low) * draws.rand(dtype=torch.float64)
 
 
-def affines_from_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
+def affines_from_matrix_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
     """(count, 3, 3) with first row ``rows``, second row ``columns`` and third row 0 0 1."""
     full = torch.zeros(count, 3, 3, dtype=torch.float64)
     for line, entries in enumerate((rows, columns, (0, 0, 1))):
@@ -29,30 +29,30 @@ def affines_from_rows(rows: tuple, columns: tuple, count: int) -> Tensor:
 
 def scaling_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """Scale about the corner (0, 0)."""
-    return affines_from_rows((rows, 0, 0), (0, columns, 0), count)
+    return affines_from_matrix_rows((rows, 0, 0), (0, columns, 0), count)
 
 
 def translation_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """Move by ``rows`` down and ``columns`` to the right, in pixels."""
-    return affines_from_rows((1, 0, rows), (0, 1, columns), count)
+    return affines_from_matrix_rows((1, 0, rows), (0, 1, columns), count)
 
 
 def rotation_affines(radians: Tensor) -> Tensor:
     """Turn about the corner (0, 0) by ``radians`` (B,), counter-clockwise on the screen."""
     cosine = radians.cos()
     sine = radians.sin()
-    return affines_from_rows((cosine, -sine, 0), (sine, cosine, 0), len(radians))
+    return affines_from_matrix_rows((cosine, -sine, 0), (sine, cosine, 0), len(radians))
 
 
 def shearing_affines(rows: Tensor | float, columns: Tensor | float, count: int) -> Tensor:
     """row += rows · column; column += columns · row."""
-    return affines_from_rows((1, rows, 0), (columns, 1, 0), count)
+    return affines_from_matrix_rows((1, rows, 0), (columns, 1, 0), count)
 
 
 def flip_affines(mirrored: Tensor, width: float) -> Tensor:
     """Mirror left and right where ``mirrored`` (B,) is true."""
     sign = 1.0 - 2.0 * mirrored.to(torch.float64)
-    return affines_from_rows(
+    return affines_from_matrix_rows(
         (1, 0, 0), (0, sign, width * mirrored.to(torch.float64)), len(mirrored)
     )
 
@@ -94,7 +94,7 @@ def invert_affines(affines: Tensor) -> Tensor:
     """Inverse of affines (B, 3, 3), in closed form."""
     (a, b, t), (c, d, u) = (line.unbind(-1) for line in affines[:, :2].unbind(1))
     scale = 1 / (a * d - b * c)
-    return affines_from_rows(
+    return affines_from_matrix_rows(
         (d * scale, -b * scale, (b * u - d * t) * scale),
         (-c * scale, a * scale, (c * t - a * u) * scale),
         len(affines),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import in_range_mask, to_device_async, wrap_indices
+from moecore.data.image_warping import in_range_mask, to_device_async, clamp_or_reflect_indices
 from moecore.data.views.geometry import uniform_draws
 
 
@@ -113,7 +113,7 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
     turned = torch.arange(depth).flip(0) - shifts[:, :1]
     places[0] = torch.where(mirrored[:, None], turned, places[0])
     first, second, third = (
-        to_device_async(wrap_indices(where, length, fill), volumes.device)
+        to_device_async(clamp_or_reflect_indices(where, length, fill), volumes.device)
         for where, length in zip(places, size, strict=True)
     )
     # Whole lines of the last axis are copied; the lines' numbers are made on the device.

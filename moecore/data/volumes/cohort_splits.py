@@ -106,7 +106,7 @@ def _draw_from_groups(
     )
 
 
-def preview_age_cohort(
+def planned_age_cohort_data(
     name: str, size: tuple[int, int, int], regions: tuple[str, ...]
 ) -> PlannedData:
     """The preview of a cohort whose volumes have ages, before anything is counted."""

@@ -17,7 +17,7 @@ from moecore.data.volumes.grids import (
 from moecore.data.volumes.nifti import MOST, UnusableVolume, Volume, load_volume, place_mismatch
 from moecore.data.volumes.volume_checks import (
     crop_problem,
-    share_range_problem,
+    tissue_map_range_problem,
     size_problem,
     skull_problem,
     tissue_problem,
@@ -28,7 +28,7 @@ PERCENTILES = (1.0, 99.0)
 REGIONS = ("wm", "gm", "csf")
 
 
-class VolumeWithRegions(NamedTuple):
+class VolumeWithTissueShares(NamedTuple):
     """image float16 (1, D, H, W) in [0, 1], regions uint8 (3, D, H, W) share × 255, or None."""
 
     image: np.ndarray
@@ -37,7 +37,7 @@ class VolumeWithRegions(NamedTuple):
 
 def read_subject_volumes(
     files: Mapping[str, Path], grid: Grid, labels: Mapping[str, tuple[int, ...]] | None = None
-) -> VolumeWithRegions:
+) -> VolumeWithTissueShares:
     """Read what is stored of one subject. Raises UnusableVolume, one line per problem.
 
     files: "t1", perhaps "mask", and tissue as maps ("wm", "gm", "csf"), as one label map ("dseg")
@@ -87,12 +87,12 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 def to_stored(
     volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray
-) -> VolumeWithRegions:
+) -> VolumeWithTissueShares:
     """Return what is stored of a volume (D, H, W), shares (R, D, H, W) and a brain mask."""
     image = normalise_intensities(volume, mask).astype(np.float16)[None]
     if regions is None:
-        return VolumeWithRegions(image, None)
-    return VolumeWithRegions(image, np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8))
+        return VolumeWithTissueShares(image, None)
+    return VolumeWithTissueShares(image, np.rint(np.clip(regions, 0, 1) * 255).astype(np.uint8))
 
 
 def _refuse(where: str | Path, problem: str | None) -> None:
@@ -113,7 +113,7 @@ def _load_volumes(files: Mapping[str, Path]) -> dict[str, Volume]:
         for name, volume in volumes.items():
             why = place_mismatch(volumes["t1"], volume)
             if why is None and name in REGIONS:
-                why = share_range_problem(volume.values)
+                why = tissue_map_range_problem(volume.values)
             if why:
                 problems.append(f"{files[name]}: {why}")
     if problems:
@@ -135,7 +135,7 @@ def _tissue_regions(
 
 def _store_on_grid(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
-) -> VolumeWithRegions:
+) -> VolumeWithTissueShares:
     _refuse(path, size_problem(t1.values.shape, t1.zooms, grid.voxel_mm, MOST))
     volume, inside = resample_inside(t1.values, mask, t1.zooms, grid.voxel_mm)
     if not inside.any():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.files import whole_file
-from moecore.data.volumes.stored_volumes import VolumeWithRegions
+from moecore.data.volumes.stored_volumes import VolumeWithTissueShares
 
 VERSION = 2  # raise it where reading a subject gives other values than before
 
@@ -33,13 +33,13 @@ class VolumeCache(NamedTuple):
         return self.folder / f"{hashlib.sha256(words.encode()).hexdigest()}.npz"
 
 
-def load_stored(path: Path) -> VolumeWithRegions:
+def load_stored(path: Path) -> VolumeWithTissueShares:
     """Return what was kept."""
     with np.load(path, allow_pickle=False) as kept:
-        return VolumeWithRegions(kept["image"], kept.get("regions"))
+        return VolumeWithTissueShares(kept["image"], kept.get("regions"))
 
 
-def save_stored(path: Path, made: VolumeWithRegions) -> None:
+def save_stored(path: Path, made: VolumeWithTissueShares) -> None:
     """Keep a subject."""
     arrays = {name: values for name, values in made._asdict().items() if values is not None}
     with whole_file(path) as temporary, open(temporary, "wb") as file:

@@ -42,7 +42,7 @@ def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     return texts
 
 
-def share_range_problem(region: np.ndarray) -> str | None:
+def tissue_map_range_problem(region: np.ndarray) -> str | None:
     """Return why a map (D, H, W) is not one of tissue shares, or None."""
     low = float(region.min())
     high = float(region.max())

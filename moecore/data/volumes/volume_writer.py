@@ -30,7 +30,7 @@ class VolumeDatasetInfo(NamedTuple):
     skipped: Sequence[Mapping[str, str]] = ()
 
 
-class VolumeSplit(NamedTuple):
+class VolumeSplitToWrite(NamedTuple):
     """One split to write: the subjects, and in the same order their volumes float16 (1, D, H, W) in
     [0, 1] with regions uint8 (R, D, H, W).
 
@@ -42,7 +42,7 @@ class VolumeSplit(NamedTuple):
 
 
 def write_volumes(
-    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, VolumeSplit]
+    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
     """Write the splits and ``card.json`` to ``folder`` (made where missing); return the card.
 
@@ -99,7 +99,7 @@ def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
 
 
 def _write_split(
-    folder: Path, split: str, facts: VolumeDatasetInfo, part: VolumeSplit
+    folder: Path, split: str, facts: VolumeDatasetInfo, part: VolumeSplitToWrite
 ) -> np.ndarray:
     """Write one split; number, sum and sum of squares of its values inside the brain, fp64 (3,)."""
     shape = (len(part.subjects), 1, *facts.size)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_bytes, encode_arrays
+from moecore.core.encoded_arrays import decode_compressed_text, encode_arrays
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
@@ -34,7 +34,7 @@ class EncodedPicture(Config):
 
     def array(self) -> np.ndarray:
         """The pixels, uint8 of this shape."""
-        return np.frombuffer(decode_bytes(self.pixels), np.uint8).reshape(self.shape)
+        return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
 def encode_picture(pixels: Tensor, side: int = SIDE) -> EncodedPicture:

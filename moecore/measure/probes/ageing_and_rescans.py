@@ -32,7 +32,7 @@ class ScanRequest(NamedTuple):
     site: int = 0
 
 
-class UnseenPeople(NamedTuple):
+class UnseenPeopleSimulator(NamedTuple):
     """People of a cohort's simulation who are in no split."""
 
     source: Phantom
@@ -67,7 +67,7 @@ class Ageing(Config):
 
 
 def predict_ageing(
-    model: Model, people: UnseenPeople, subjects: int, ages: Sequence[float], batch: int
+    model: Model, people: UnseenPeopleSimulator, subjects: int, ages: Sequence[float], batch: int
 ) -> Ageing:
     """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay."""
     rows = []
@@ -116,7 +116,7 @@ class Rescan(Config):
 
 def predict_rescans(
     model: Model,
-    people: UnseenPeople,
+    people: UnseenPeopleSimulator,
     ages: Sequence[float] | np.ndarray,
     batch: int,
     resamples: int,

@@ -52,7 +52,7 @@ class RoutedCubes(NamedTuple):
         return self.scores.argmax(axis=-1)
 
 
-def tissue_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
+def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
     """Sums over the cubes of a grid (a, b, c): (N, R, D, H, W) → int64 (N, a·b·c, R)."""
     split = [
         size
@@ -84,12 +84,12 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes], resamples: int) -> Tissu
         share=estimate_over_people(right, resamples, 0.0),
         permuted=float(permuted.mean()),
         fixed=float(rates.mean(axis=0).max()),
-        same_place=same_place_accuracy(is_own, is_first),
+        same_place=cross_person_place_accuracy(is_own, is_first),
         over_chance=estimate_over_people(right - permuted, resamples, -1.0),
     )
 
 
-def same_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
+def cross_person_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> float | None:
     """Share of the pairs (a person's cube, another person's cube of that place, both with tissue)
     in which the decision for the first is the tissue of the second: bool (N, P, R), one-hot or 0.
 
@@ -104,7 +104,7 @@ def same_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> float | Non
     return None
 
 
-def tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int, resamples: int) -> Estimate:
+def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int, resamples: int) -> Estimate:
     """Spearman's, of a tissue's share of what a cube holds and the score of its expert.
 
     Over a person's cubes, 0 where one of the two is constant; the mean over people.

@@ -27,8 +27,8 @@ from moecore.measure.probes.expert_tissue_agreement import (
     RoutedCubes,
     TissueAgreement,
     cube_tissue_agreement,
-    tissue_by_cube,
-    tissue_score_correlation,
+    tissue_sums_by_cube,
+    cube_tissue_score_correlation,
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -40,7 +40,7 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 Kept = Callable[[np.ndarray], np.ndarray]  # shares of one person (R, D, H, W) → those that are left
 
 
-class GeneralisationSettings(Config):
+class RegionGeneralisationSettings(Config):
     """On what region experts are tried that training did not show them."""
 
     volumes: int = Field(48, ge=2, description="Test participants, at most; a volume of each.")
@@ -52,7 +52,7 @@ class GeneralisationSettings(Config):
     )
 
 
-class TissueMixture(Config):
+class TissueMixtureAgreement(Config):
     """Volumes with all of one tissue and a share of the voxels of another."""
 
     whole: str
@@ -61,7 +61,7 @@ class TissueMixture(Config):
     found: TissueAgreement
 
 
-class TissueRouting(Config):
+class RegionExpertAgreement(Config):
     """Region experts on the volumes of one generator."""
 
     whole: TissueAgreement  # nothing isolated
@@ -73,10 +73,10 @@ class RegionExpertResult(Config):
     """Region experts where they were taught, and where not."""
 
     tissues: tuple[str, ...]  # that have an expert
-    test: TissueRouting
+    test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None where one tissue has an expert
-    mixtures: tuple[TissueMixture, ...]
-    other: TissueRouting | None  # the other generator; None where the data lie on another grid
+    mixtures: tuple[TissueMixtureAgreement, ...]
+    other: RegionExpertAgreement | None  # the other generator; None where the data lie on another grid
 
 
 class VolumesAndTissues(NamedTuple):
@@ -86,7 +86,7 @@ class VolumesAndTissues(NamedTuple):
     shares: np.ndarray
 
 
-class BatchAndResamples(NamedTuple):
+class BatchAndBootstrapSizes(NamedTuple):
     """Volumes a forward pass, and bootstrap resamples."""
 
     batch: int
@@ -97,10 +97,10 @@ def measure_generalisation(
     model: Model,
     data: Prepared,
     tissues: tuple[str, ...],
-    settings: GeneralisationSettings,
+    settings: RegionGeneralisationSettings,
     ages: tuple[float, float],
     seed: int,
-    sizes: BatchAndResamples,
+    sizes: BatchAndBootstrapSizes,
 ) -> RegionExpertResult:
     """All of it, on the test split and on volumes made here.
 
@@ -111,18 +111,18 @@ def measure_generalisation(
     mixed = {}
     for whole, thinned in permutations(range(len(tissues)), 2):
         for left in settings.shares:
-            kept = keep_tissue_mixture(whole, thinned, left, seed)
-            mixed[whole, thinned, left] = route_masked_cubes(model, test, kept, sizes.batch)
+            kept = keep_thinned_tissue_pair(whole, thinned, left, seed)
+            mixed[whole, thinned, left] = route_tissue_masked_volumes(model, test, kept, sizes.batch)
     other = None
-    if has_generator_grid(data):
-        made = simulate_other_scans(tissues, settings.subjects, ages, seed)
+    if has_generator_voxel_grid(data):
+        made = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
         other = measure_tissue_routing(model, made, tissues, sizes)
     return RegionExpertResult(
         tissues=tissues,
         test=measure_tissue_routing(model, test, tissues, sizes),
         mixed=cube_tissue_agreement(list(mixed.values()), sizes.resamples) if mixed else None,
         mixtures=[
-            TissueMixture(
+            TissueMixtureAgreement(
                 whole=tissues[whole],
                 thinned=tissues[thinned],
                 left=left,
@@ -134,7 +134,7 @@ def measure_generalisation(
     )
 
 
-def has_generator_grid(data: Prepared) -> bool:
+def has_generator_voxel_grid(data: Prepared) -> bool:
     """Return whether the other generator makes volumes as the data has them."""
     return data.card["size"] == [SIDE] * 3 and data.card["voxel_mm"] == [VOXEL_MM] * 3
 
@@ -149,7 +149,7 @@ def own_scans(data: Prepared, tissues: tuple[str, ...], count: int) -> VolumesAn
     return VolumesAndTissues(data.test.images[places], data.regions("test")[places][:, channels])
 
 
-def simulate_other_scans(
+def simulate_shell_cohort(
     tissues: tuple[str, ...], count: int, ages: tuple[float, float], seed: int
 ) -> VolumesAndTissues:
     """People of the other generator, of ages evenly spread, women and men in turn."""
@@ -164,25 +164,25 @@ def simulate_other_scans(
 
 
 def measure_tissue_routing(
-    model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], sizes: BatchAndResamples
-) -> TissueRouting:
+    model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], sizes: BatchAndBootstrapSizes
+) -> RegionExpertAgreement:
     """Whole volumes, and each tissue alone."""
-    whole = route_masked_cubes(model, scans, None, sizes.batch)
+    whole = route_tissue_masked_volumes(model, scans, None, sizes.batch)
     alone = [
-        route_masked_cubes(model, scans, keep_one_tissue(tissue), sizes.batch)
+        route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), sizes.batch)
         for tissue in range(len(tissues))
     ]
-    return TissueRouting(
+    return RegionExpertAgreement(
         whole=cube_tissue_agreement([whole], sizes.resamples),
         isolated=cube_tissue_agreement(alone, sizes.resamples),
         correlation={
-            name: tissue_score_correlation(whole, tissue, sizes.resamples)
+            name: cube_tissue_score_correlation(whole, tissue, sizes.resamples)
             for tissue, name in enumerate(tissues)
         },
     )
 
 
-def keep_one_tissue(tissue: int) -> Callable[[int], Kept]:
+def one_tissue_filter(tissue: int) -> Callable[[int], Kept]:
     """Only one tissue is left, as in training."""
 
     def kept(shares: np.ndarray) -> np.ndarray:
@@ -193,7 +193,7 @@ def keep_one_tissue(tissue: int) -> Callable[[int], Kept]:
     return lambda person: kept
 
 
-def keep_tissue_mixture(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
+def keep_thinned_tissue_pair(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
     """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
 
     A person's voxel draws one number: what is left at a share is left at all greater ones.
@@ -212,7 +212,7 @@ def keep_tissue_mixture(whole: int, thinned: int, left: float, seed: int) -> Cal
     return of_person
 
 
-def route_masked_cubes(
+def route_tissue_masked_volumes(
     model: Model, scans: VolumesAndTissues, kept: Callable[[int], Kept] | None, batch: int
 ) -> RoutedCubes:
     """The cubes of volumes of which ``kept`` leaves some tissue; None leaves them whole.
@@ -238,4 +238,4 @@ def route_scans(model: Model, scans: VolumesAndTissues, batch: int) -> RoutedCub
     layout = model.layout
     scores = records[-1].logits[:, layout.special :, : scans.shares.shape[1]]
     inside = scans.shares * (scans.images > 0)
-    return RoutedCubes(tissue_by_cube(inside, layout.grid), scores.double().numpy())
+    return RoutedCubes(tissue_sums_by_cube(inside, layout.grid), scores.double().numpy())

@@ -43,7 +43,7 @@ class TissueErrors(Config):
     probe_items: str | None = None
 
 
-class TissueContrast(Config):
+class TissueErrorDifference(Config):
     """By how much the probe errs more on one tissue than on the next, paired over the volumes."""
 
     less: str
@@ -80,7 +80,7 @@ def predict_volumes(
     return VolumePredictions(predicted, features, ages[chosen])
 
 
-def brain_age_errors(
+def model_and_probe_errors(
     model: Model, data: Prepared, region: int | None, batch: int, count: int | None
 ) -> ModelAndProbeErrors:
     """Errors on the test split, and of a probe fitted on ``count`` training volumes (None: all)."""
@@ -115,7 +115,7 @@ def summarize_errors(
 
 def tissue_error_differences(
     tissues: Mapping[str, ModelAndProbeErrors], resamples: int, people: np.ndarray | None = None
-) -> tuple[TissueContrast, ...] | None:
+) -> tuple[TissueErrorDifference, ...] | None:
     """Return how much more the probe errs on one tissue than on the next, or None."""
     if any(name not in tissues for name in ORDER):
         return None
@@ -124,7 +124,7 @@ def tissue_error_differences(
         apart = np.array(tissues[more].probe) - np.array(tissues[less].probe)
         difference = bootstrap_mean(apart, resamples, lowest=-math.inf, people=people)
         rows.append(
-            TissueContrast(
+            TissueErrorDifference(
                 less=less,
                 more=more,
                 difference=difference.value,

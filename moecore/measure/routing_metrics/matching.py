@@ -55,7 +55,7 @@ def augmented_row(
     _, records = predict_in_batches(model, views.images, batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     layers = [
-        layer_match_ratios(record, *pairs) for record, pairs in zip(records, paired, strict=True)
+        layer_match_shares(record, *pairs) for record, pairs in zip(records, paired, strict=True)
     ]
     by_image = [
         matches_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
@@ -64,11 +64,11 @@ def augmented_row(
         name=name,
         **average_layers(layers, NAMES),
         **match_intervals(records, paired, people),
-        items=encoded_layer_means(by_image, people),
+        items=encode_means_over_layers(by_image, people),
     )
 
 
-def layer_match_ratios(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
+def layer_match_shares(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
     """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first.
 
     Experts are ranked by logits, which have no ties where an eigenbasis router clamps probs.
@@ -91,7 +91,7 @@ def matches_by_image(
     }
 
 
-def encoded_layer_means(
+def encode_means_over_layers(
     layers: Sequence[Mapping[str, Tensor]], people: np.ndarray | None
 ) -> dict[str, str]:
     """The means over the layers of what all of them have, packed; layers: name → (N,)."""

@@ -20,7 +20,7 @@ from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv
 from moecore.measure.routing_metrics.unchosen_weight import fallback_rate, tail_mass, tail_of_probs
 from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
 from moecore.nn.backbones.base_model import BackboneModel, Model
-from moecore.nn.correspondence import source_patches
+from moecore.nn.correspondence import original_patches_of_views
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
@@ -31,7 +31,7 @@ from moecore.training.guide import GuidedModel
 Kind = Literal["clean", "noise", "attack", "augmentation"]
 
 
-class ImageVariant(NamedTuple):
+class ChangedImages(NamedTuple):
     """N images that were changed."""
 
     kind: Kind
@@ -43,7 +43,7 @@ class ImageVariant(NamedTuple):
 
 def noise_variants(
     clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int
-) -> Iterator[ImageVariant]:
+) -> Iterator[ChangedImages]:
     """Gaussian noise along one direction an image, as the measurement ``stability`` draws it.
 
     The background of a volume, which is 0, stays as it is.
@@ -52,21 +52,21 @@ def noise_variants(
     if clean.ndim == 5:
         drawn = drawn * (clean != 0)
     for sigma in sigmas:
-        yield ImageVariant("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
+        yield ChangedImages("noise", f"σ = {sigma:g}", (clean + sigma * drawn).clamp(0, 1))
 
 
 def attack_variants(
     target: Target, attack: Attack, epsilons: Sequence[float]
-) -> Iterator[ImageVariant]:
+) -> Iterator[ChangedImages]:
     """Every radius by itself, from the clean image."""
     for epsilon in epsilons:
         label = f"ε = {255 * epsilon:.3g}/255"
-        yield ImageVariant("attack", label, target.attacked(attack, epsilon))
+        yield ChangedImages("attack", label, target.attacked(attack, epsilon))
 
 
 def augmentation_variants(
     images: np.ndarray, augmentations: Sequence[TwoViewAugmentation], layout: TokenLayout, seed: int
-) -> Iterator[ImageVariant]:
+) -> Iterator[ChangedImages]:
     """One random view of each image, kind by kind; images: uint8, volumes float16.
 
     Drawn from (seed, name), so every method sees the same.
@@ -74,11 +74,11 @@ def augmentation_variants(
     number = len(images)
     for asked in augmentations:
         views = draw_two_views(images, asked, seed, *asked.name.encode())
-        index, has_origin = source_patches(views.affines[:number], layout)
+        index, has_origin = original_patches_of_views(views.affines[:number], layout)
         shown = torch.where(has_origin, index, -1)
         patches = torch.arange(shown.shape[1])
         moved = None if bool((shown == patches).all()) else shown
-        yield ImageVariant("augmentation", asked.name, views.images[:number], moved)
+        yield ChangedImages("augmentation", asked.name, views.images[:number], moved)
 
 
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
@@ -211,11 +211,11 @@ def _values(model: Model, k: int, sample: SweepImages, batch: int) -> dict[str, 
     scores = sample.task.scores(prediction, sample.labels)
     return {
         "score": float(scores.double().numpy().mean()),
-        **mean_setting_values(records, k, threshold),
+        **routing_means_over_layers(records, k, threshold),
     }
 
 
-def mean_setting_values(
+def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> dict[str, Any]:
     """Means over the MoE layers of what ``SettingValues`` has."""

@@ -87,7 +87,7 @@ OF_VOLUMES = {
 }
 
 
-def resolve_augmentation(
+def look_up_augmentation(
     asked: Preset | TwoViewAugmentation, volumes: bool = False, section: str = "routing"
 ) -> TwoViewAugmentation:
     """A preset by its name, or the augmentation itself.

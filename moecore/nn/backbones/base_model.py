@@ -152,7 +152,7 @@ class BackboneModel(Model):
         """``guidance``: a teacher's; ``progress``: share of the training that is done."""
         encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
         heads = self.heads(encoded.tokens)
-        return ModelOutput(average_predictions(heads), encoded.routing, heads)
+        return ModelOutput(average_head_predictions(heads), encoded.routing, heads)
 
     @abstractmethod
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
@@ -224,7 +224,7 @@ class BackboneModel(Model):
 
     def predict(self, tokens: Tensor) -> Tensor:
         """Final tokens to outputs (B, K), averaged over the heads (as DeiT does at inference)."""
-        return average_predictions(self.heads(tokens))
+        return average_head_predictions(self.heads(tokens))
 
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] to the scale that the model was trained at."""
@@ -240,7 +240,7 @@ def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
     return pad(cut_patches(pad(images, padding), sides), (0, 0, layout.special, 0))
 
 
-def average_predictions(heads: tuple[Tensor, ...]) -> Tensor:
+def average_head_predictions(heads: tuple[Tensor, ...]) -> Tensor:
     """Return the prediction of all heads; one head's own bits."""
     if len(heads) == 1:
         return heads[0]

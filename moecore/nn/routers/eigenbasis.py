@@ -16,7 +16,7 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.eigenbasis_plan import EigenbasisPlan
+from moecore.nn.routers.eigenbasis_plan import ProjectionDispatchPlan
 from moecore.nn.routers.token_choice import plan_and_record, top_k
 
 _LEAST = 1e-6  # what a score counts at least as a weight
@@ -117,7 +117,7 @@ class EigenbasisRouter(nn.Module):
             chosen, plan, record = self.decide(scores)
         if self.basis is not None:
             return plan, record
-        return EigenbasisPlan.build(plan, projections, chosen), record
+        return ProjectionDispatchPlan.build(plan, projections, chosen), record
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""

@@ -14,7 +14,7 @@ from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import to_autocast
 
 
-class EigenbasisPlan(NamedTuple):
+class ProjectionDispatchPlan(NamedTuple):
     """A SparsePlan whose rows are projections, which experts of the same basis reuse."""
 
     plan: SparsePlan

@@ -22,7 +22,7 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.study.reading.claims_section import Claim, Question, comparison_digest
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.run_section import Selection
-from moecore.study.reading.stage_params import validate_declared_keys
+from moecore.study.reading.stage_params import extract_declared_settings
 
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
@@ -41,7 +41,7 @@ STATES = {
 }
 
 
-class UnjudgedMetrics(Config):
+class MetricsWithoutClaim(Config):
     """Metrics of a study that stand beside a paper's number without being judged."""
 
     study: str
@@ -50,14 +50,14 @@ class UnjudgedMetrics(Config):
     metrics: tuple[str, ...]
 
 
-class PaperEntry(Config):
+class PaperTableOrFigure(Config):
     """One table, figure or sentence of a paper."""
 
     number: str
     shows: str
     paper: str = Field("", description="the paper's own numbers")
     sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
-    columns: tuple[UnjudgedMetrics, ...] = ()
+    columns: tuple[MetricsWithoutClaim, ...] = ()
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = False
     needs: str = Field("", description="why it cannot be printed here")
@@ -68,7 +68,7 @@ class PaperEntry(Config):
         return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
 
 
-class StudyClaims(Config):
+class DeclaredClaims(Config):
     """What of a study's params.yaml is judged."""
 
     run: Selection
@@ -120,7 +120,7 @@ def render_claims_page(root: Path = Path()) -> str:
         for row in rows:
             of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
             others = [answer for answer in others if answer not in of_row]
-            state, lines = describe_paper_item(row, of_row, studies)
+            state, lines = paper_item_verdict_rows(row, of_row, studies)
             states[state] += 1
             cells += lines
         tables[paper] = markdown_table(HEAD, cells)
@@ -143,10 +143,10 @@ def render_claims_page(root: Path = Path()) -> str:
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
-def read_paper_tables() -> dict[str, list[PaperEntry]]:
+def read_paper_tables() -> dict[str, list[PaperTableOrFigure]]:
     """Return the rows of each paper, as paper_tables.yaml has them."""
     papers = load_yaml(str(TABLES)).data
-    return {name: [PaperEntry.model_validate(row) for row in rows] for name, rows in papers.items()}
+    return {name: [PaperTableOrFigure.model_validate(row) for row in rows] for name, rows in papers.items()}
 
 
 def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
@@ -162,7 +162,7 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
             state = "not run yet with this claim"
         studies[folder.name] = compared
         document = load_yaml(str(folder / "params.yaml"))
-        asked = validate_declared_keys(StudyClaims, document)
+        asked = extract_declared_settings(DeclaredClaims, document)
         entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
         current = {
             json.dumps(entry["asked"], sort_keys=True): entry
@@ -178,7 +178,7 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
     return studies, answers
 
 
-def describe_values(printed: UnjudgedMetrics, studies: Studies) -> str:
+def describe_values(printed: MetricsWithoutClaim, studies: Studies) -> str:
     """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
     compared = studies.get(printed.study, {})
     words = []
@@ -195,8 +195,8 @@ def describe_values(printed: UnjudgedMetrics, studies: Studies) -> str:
     return "; ".join(words)
 
 
-def describe_paper_item(
-    row: PaperEntry, claims: Sequence[Answer], studies: Studies
+def paper_item_verdict_rows(
+    row: PaperTableOrFigure, claims: Sequence[Answer], studies: Studies
 ) -> tuple[str, list[list[str]]]:
     """Return what is known of a row, a key of STATES, and its lines.
 

@@ -7,7 +7,7 @@ from moecore.report.claims.evaluation import (
     Evaluated,
     claim_entry,
     keep_paper_claims,
-    select_questions,
+    keep_own_questions,
 )
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import interval_from_json, markdown_table
@@ -88,7 +88,7 @@ def claims_section(evaluated: Sequence[Evaluated]) -> Section:
     blocks = []
     if claims := keep_paper_claims(evaluated):
         blocks.append(Block("", grids=[PageTable(HEAD, list(map(_claim_line, claims)))]))
-    if questions := select_questions(evaluated):
+    if questions := keep_own_questions(evaluated):
         blocks.append(
             Block(ASKED, grids=[PageTable(ASKED_HEAD, list(map(_claim_line, questions)))])
         )

@@ -62,7 +62,7 @@ def keep_paper_claims(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     return [one for one in evaluated if isinstance(one.claim, Claim)]
 
 
-def select_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def keep_own_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """What no paper claims."""
     return [one for one in evaluated if isinstance(one.claim, Question)]
 
@@ -115,7 +115,7 @@ def p_of(difference: Difference, asked: Comparison) -> float | None:
     return p if p is None or apart > 0 else p / 2
 
 
-def claim_entries(
+def compare_json_claims(
     evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the entries ``claims`` and ``questions`` of compare.json that there are: what is said

@@ -21,7 +21,7 @@ from moecore.report.figures.sheets import (
     SheetLabels,
     Tile,
     displayable_image,
-    expert_tints,
+    patch_expert_colours,
     heat_colours,
     put,
     sheet,
@@ -119,7 +119,7 @@ def patch_experts_tile(image: np.ndarray, grid: np.ndarray, colours: Sequence[st
     """Return an image (C, H, W) with the colour and the number of each patch's expert."""
     return Tile(
         displayable_image(image),
-        expert_tints(grid, colours),
+        patch_expert_colours(grid, colours),
         np.where(grid < 0, "", grid.astype(str)),
     )
 
@@ -129,7 +129,7 @@ def _largest(values: np.ndarray) -> float:
 
 
 @styled
-def captioned_expert_maps(
+def image_and_caption_experts(
     stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
 ) -> Figure:
     """A row per image: its patches in the colours of their experts in the last layer that has some,

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
-from moecore.report.headline_quantities import PANELS, MethodValues, PhaseQuantities
+from moecore.report.headline_quantities import PANELS, QuantityByMethod, PhaseQuantities
 from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
@@ -56,7 +56,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 
 @styled
-def draw_scatter(score: MethodValues, attacked: MethodValues, looks: Looks) -> Figure:
+def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
     """A point per method with its name, and thin whiskers."""
     form = score.column.form
     figure = new_figure(5.0, 4.3)
@@ -86,7 +86,7 @@ def draw_scatter(score: MethodValues, attacked: MethodValues, looks: Looks) -> F
 
 
 @styled
-def draw_method_rows(quantities: Sequence[MethodValues], looks: Looks) -> Figure:
+def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
     """A panel per quantity, a row per method: a point with its whisker, or no point.
 
     The method that is first in params.yaml stands at the top.
@@ -119,7 +119,7 @@ def draw_method_rows(quantities: Sequence[MethodValues], looks: Looks) -> Figure
     return figure
 
 
-def panel_limits(quantity: MethodValues, ends: Sequence[float]) -> tuple[float, float]:
+def panel_limits(quantity: QuantityByMethod, ends: Sequence[float]) -> tuple[float, float]:
     """Return a panel's limits: from zero, except where differing errors would then look alike."""
     near = [end for end in ends if end]
     if quantity.column.name in ERRORS and near and min(near) > FAR * max(near):
@@ -136,7 +136,7 @@ def method_labels(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def print_values(axes: Axes, quantity: MethodValues, methods: Sequence[str]) -> None:
+def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:
     """Each value above its point, on the side where there is room."""
     middle = sum(axes.get_xlim()) / 2
     scaled = NumberFormat.of("number", [_scaled(quantity, method) for method in quantity.cells])
@@ -151,7 +151,7 @@ def print_values(axes: Axes, quantity: MethodValues, methods: Sequence[str]) -> 
             axes.annotate(text, (value, place), (shift, 7), **look)
 
 
-def panel_title(quantity: MethodValues) -> str:
+def panel_title(quantity: QuantityByMethod) -> str:
     """A short one, in two lines."""
     name = quantity.column.name
     if name.startswith("routing_change"):
@@ -185,7 +185,7 @@ def whisker_ends(interval: Interval) -> tuple[float, float]:
     return interval.limits or (interval.value, interval.value)
 
 
-def _scaled(quantity: MethodValues, method: str) -> Interval:
+def _scaled(quantity: QuantityByMethod, method: str) -> Interval:
     """As it is drawn: parameters, and products of a small model, in millions."""
     interval = quantity.interval(method)
     scale = {"active_parameters": 1e-6, "gflops": 1e3}.get(quantity.column.name, 1.0)

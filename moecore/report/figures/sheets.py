@@ -119,7 +119,7 @@ def displayable_image(image: np.ndarray) -> np.ndarray:
     return image.transpose(1, 2, 0) if image.shape[0] == 3 else image[0]
 
 
-def expert_tints(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
+def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
     """The colour of each patch's expert, half clear; a patch without an expert (−1) stays bare."""
     palette = np.array([to_rgba(colour, 0.55) for colour in colours] + [(0.0, 0.0, 0.0, 0.0)])
     return palette[grid]

@@ -88,7 +88,7 @@ def _plot(axes: Axes, result: Outcome, name: str, look: Mapping) -> tuple[float,
     return (epochs[-1], values[-1]) if len(epochs) else None
 
 
-def epoch_mean_losses(result: Outcome) -> list[tuple[int, float]]:
+def trailing_epoch_losses(result: Outcome) -> list[tuple[int, float]]:
     """(step, training loss averaged over the last epoch before it) of every logged point.
 
     A logged loss is a mean since the point before; it counts for as many steps. Without points
@@ -108,7 +108,7 @@ def epoch_mean_losses(result: Outcome) -> list[tuple[int, float]]:
     return [(int(step), float(mean)) for step, mean in zip(steps, means, strict=True)]
 
 
-def steps_until_baseline(result: Outcome, baseline: Outcome | None) -> int | None:
+def steps_until_baseline_loss(result: Outcome, baseline: Outcome | None) -> int | None:
     """The first logged step at which the training loss is down to the baseline's final one.
 
     Both are means over an epoch (TGR, figure S5). A training that never is there counts as one
@@ -116,8 +116,8 @@ def steps_until_baseline(result: Outcome, baseline: Outcome | None) -> int | Non
     """
     if baseline is None:
         return None
-    known = epoch_mean_losses(baseline)
-    own = epoch_mean_losses(result)
+    known = trailing_epoch_losses(baseline)
+    own = trailing_epoch_losses(result)
     if not known or not own:
         return None
     final = known[-1][1]
@@ -127,7 +127,7 @@ def steps_until_baseline(result: Outcome, baseline: Outcome | None) -> int | Non
 
 
 @styled
-def draw_filter_sigma(settings: GroupSparsity, method: str) -> Figure:
+def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
     """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
     figure = new_figure(
         4.8,
@@ -203,7 +203,7 @@ def row_shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
     return table / np.maximum(table.sum(axis=1, keepdims=True), 1)
 
 
-def class_routing_maps(result: Outcome) -> Figure:
+def draw_class_routing_by_epoch(result: Outcome) -> Figure:
     """Mean routing of each class in the last MoE layer over the epochs."""
     rows = {
         f"epoch {epoch}": [layers[-1] for layers in classes]

@@ -56,7 +56,7 @@ def age_number_reader(prediction: str, name: str) -> Callable[[AgeResult], Estim
     return read
 
 
-def shares_of_median_mae(result: AgeResult) -> np.ndarray | None:
+def errors_over_median_mae(result: AgeResult) -> np.ndarray | None:
     errors = items_reader("raw")(result)
     return None if errors is None else errors / result.median_mae
 
@@ -75,7 +75,7 @@ COLUMNS = (
         lambda result: result.raw.mae.value / result.median_mae,
         "lower",
         note="test MAE / the median predictor's; below 0.5 is less than half its error",
-        items=shares_of_median_mae,
+        items=errors_over_median_mae,
     ),
     Column(
         "mae_pooled",
@@ -152,7 +152,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     )
     drawn = pictures_by_name(phase, AgeResult, figures)
     block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
-    yield block._replace(below=list_uncorrected(phase), about="mae_pooled")
+    yield block._replace(below=age_correction_refusals(phase), about="mae_pooled")
     others = drawn["pad_against_age"] + drawn["errors_by_group"]
     title = "Brain-PAD, and errors by decade, sex and site"
     yield Block(title, pictures=others, about="corr_raw")
@@ -181,7 +181,7 @@ def table_s1(phase: Phase) -> PageTable:
     return PageTable(["Prediction", *NUMBERS.values()], lines)
 
 
-def list_uncorrected(phase: Phase) -> list[str]:
+def age_correction_refusals(phase: Phase) -> list[str]:
     return [
         f"Not corrected: {method}, seed {seed}. {result.refused}"
         for method, seeds in phase.models.items()

@@ -12,7 +12,7 @@ from moecore.report.column import (
     Column,
     ColumnContext,
     ColumnPerRow,
-    ContextColumns,
+    ContextDependentColumns,
     column_slug,
     mean_or_none,
 )
@@ -69,7 +69,7 @@ COLUMNS = (
         "over corruptions and severities",
         "corruptions",
     ),
-    ContextColumns(mce_column, lambda ahead: ["mce"]),
+    ContextDependentColumns(mce_column, lambda ahead: ["mce"]),
     ColumnPerRow(
         lambda result: {column_slug(name): row for name, row in errors_of(result).items()},
         Column(

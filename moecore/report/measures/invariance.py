@@ -29,7 +29,7 @@ def columns_per_transform(column: Column) -> ColumnPerRow:
     return ColumnPerRow(transforms_of, column, lambda ahead: slugs, lambda key, row: [row.name])
 
 
-def relative_imed(row: MovedRow) -> Interval | None:
+def imed_vs_different_images(row: MovedRow) -> Interval | None:
     """IMED as a share of that between different images; None where these are routed alike."""
     if row.normalised is None:
         return None
@@ -78,7 +78,7 @@ COLUMNS = (
         Column(
             "imed_normalised_{}",
             "IMED, normalised, {}",
-            relative_imed,
+            imed_vs_different_images,
             "lower",
             note=NORMALISED,
             paper="moge",

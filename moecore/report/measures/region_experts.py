@@ -11,7 +11,7 @@ from moecore.report.column import Column, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, format_shares
 from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.result_display import path_reader
-from moecore.report.page.rows import read_column_items
+from moecore.report.page.rows import column_cells_over_seeds
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.number_format import NumberFormat
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
@@ -138,10 +138,10 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         for method, result in phase.first(Outcome).items()
         if result.region_routing
     }
-    grids = [tissue_expert_table(probes, method) for method, probes in probed.items()]
+    grids = [tissue_experts_by_epoch(probes, method) for method, probes in probed.items()]
     drawn = [
         Picture(
-            region_shares(max(probes, key=lambda probe: probe.epoch).rows),
+            region_share_heatmap(max(probes, key=lambda probe: probe.epoch).rows),
             f"{phase.name}: regions of {method}",
             f"{method}. Last epoch, percent of the tokens.",
         )
@@ -170,7 +170,7 @@ def generalisation_table(phase: Phase) -> PageTable | None:
                 form = {"over_chance": "number"}.get(name, "share")
                 read = path_reader(f"generalisation.{path}.{name}")
                 column = Column(name, label, read, form=form)
-                items += read_column_items(column, CohortChecks, {method: seeds})
+                items += column_cells_over_seeds(column, CohortChecks, {method: seeds})
             lines.append(TableRow(PageCell(words), items))
     if not lines:
         return None
@@ -204,7 +204,7 @@ def mixture_table(result: RegionExpertResult, method: str) -> PageTable:
     return PageTable(["Mixture", *heads], lines, title=method, below=f"{below}.")
 
 
-def tissue_expert_table(probes: Sequence[EpochTissueRouting], method: str) -> PageTable:
+def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> PageTable:
     """A row per tissue, two columns per epoch."""
     columns = ["Tissue"]
     for probe in probes:
@@ -231,7 +231,7 @@ def tissue_experts_cell(row: TissueRoutingRow | None) -> PageCell:
     return PageCell(experts, f"chosen by {', '.join(shares)}" if shares else "", look="lines")
 
 
-def region_shares(rows: Sequence[TissueRoutingRow]) -> Figure:
+def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
     """Share of the tokens of each tissue, and of its control, that choose each expert."""
     experts = list(dict.fromkeys(name for row in rows for name in row.share))
     table = np.array([[row.share.get(name, 0.0) for name in experts] for row in rows])

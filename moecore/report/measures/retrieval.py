@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from moecore.measure.retrieval import CaptionRouting, Recall, Result, Retrieval
+from moecore.measure.retrieval import CaptionRouting, RecallAtK, Result, Retrieval
 from moecore.report.column import Column, ColumnPerRow, PlannedPhase, decode_items, mean_or_none
-from moecore.report.figures.expert_figures import captioned_expert_maps
+from moecore.report.figures.expert_figures import image_and_caption_experts
 from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Figures, Shown, pictures_by_name
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
@@ -19,7 +19,7 @@ NOTES = {
 
 def recall_columns(way: str) -> ColumnPerRow:
 
-    def rows(result: Result) -> dict[str, Recall]:
+    def rows(result: Result) -> dict[str, RecallAtK]:
         return {str(row.k): row for row in getattr(result, way)}
 
     def planned_numbers(ahead: PlannedPhase) -> list[str]:
@@ -85,7 +85,7 @@ def figures(result: Result) -> Figures:
     stored = result.overlays
     if stored is not None and (stored.grids or result.layers):
         experts = next((len(layer.words[0].experts) for layer in result.layers), 0)
-        yield "images_and_words", captioned_expert_maps(stored, result.captions_read, experts)
+        yield "images_and_words", image_and_caption_experts(stored, result.captions_read, experts)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:

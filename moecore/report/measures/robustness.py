@@ -18,7 +18,7 @@ from moecore.report.column import (
     Column,
     ColumnContext,
     ColumnPerRow,
-    ContextColumns,
+    ContextDependentColumns,
     PlannedPhase,
     mean_or_none,
     score_interval_kind,
@@ -57,7 +57,7 @@ def attacks_of(result: Result) -> list[str]:
     return list(measured_curves(result.attacks))
 
 
-def attack_rows(result: Result, attack: str) -> tuple[ScoresAtEpsilon, ...]:
+def attack_scores_by_epsilon(result: Result, attack: str) -> tuple[ScoresAtEpsilon, ...]:
     """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
     if attack == WORST:
         return result.worst_case
@@ -72,7 +72,7 @@ def attack_title(name: str) -> str:
 
 def largest_epsilon(result: Result, attack: str) -> str:
     """The largest epsilon of an attack: 8/255."""
-    return format_epsilon(attack_rows(result, attack)[-1].epsilon)
+    return format_epsilon(attack_scores_by_epsilon(result, attack)[-1].epsilon)
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
@@ -89,7 +89,7 @@ def hits_under(model: Measured, attack: str) -> np.ndarray | None:
 def worst_case_scores(result: Result, attack: str) -> np.ndarray | None:
     """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
     names = {WORST: attacks_of(result)}.get(attack, [attack])
-    last = [attack_rows(result, name)[-1] for name in names if attack_rows(result, name)]
+    last = [attack_scores_by_epsilon(result, name)[-1] for name in names if attack_scores_by_epsilon(result, name)]
     return worst_scores(result.task, last, result.images).numpy() if last else None
 
 
@@ -129,7 +129,7 @@ def score_under(attack: str, result: Result) -> Column:
     """The score at the largest epsilon of an attack, or of the worst of them for each image."""
 
     def read(result: Result) -> Interval | None:
-        last = attack_rows(result, attack)[-1:]
+        last = attack_scores_by_epsilon(result, attack)[-1:]
         return next((Interval(row.score, row.low, row.high) for row in last), None)
 
     score = result.task.score
@@ -187,14 +187,14 @@ def changes_by_layer(result: Result) -> dict[str, tuple[AttackRow, int]]:
     }
 
 
-def layer_label_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
+def attack_and_layer_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
     """The attack, the number of the layer, epsilon."""
     attack, layer = key.rsplit("_layer_", 1)
     return [attack_title(attack), layer, format_epsilon(moved[0].epsilon)]
 
 
 COLUMNS = (
-    ContextColumns(
+    ContextDependentColumns(
         scores_under_attack,
         lambda ahead: [
             attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]
@@ -217,7 +217,7 @@ COLUMNS = (
         lambda ahead: [
             f"{attack}_layer_{layer}" for attack in planned_attacks(ahead) for layer in ahead.layers
         ],
-        layer_label_words,
+        attack_and_layer_words,
     ),
 )
 
@@ -225,7 +225,7 @@ COLUMNS = (
 def figures(result: Result) -> Figures:
     """The score over epsilon, a line per attack."""
     curves = {
-        name: attack_points([attack_rows(result, name)], result.task.score)
+        name: attack_points([attack_scores_by_epsilon(result, name)], result.task.score)
         for name in [*attacks_of(result), WORST]
     }
     yield "score_under_attack", under_attack(curves, "attack", result.task.score)
@@ -252,7 +252,7 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     first = phase.results(Result)[0]
     curves = {
         method: attack_points(
-            [attack_rows(result, attack) for result in of_method], first.task.score
+            [attack_scores_by_epsilon(result, attack) for result in of_method], first.task.score
         )
         for method, of_method in seeds.items()
     }
@@ -341,7 +341,7 @@ def audit_block(phase: Phase) -> Block:
     rows = [
         TableRow(
             PageCell(name.replace("_", " ")),
-            [worst_verdict([line for line in one if line.name == name]) for one in lines.values()],
+            [worst_audit_verdict_cell([line for line in one if line.name == name]) for one in lines.values()],
         )
         for name in dict.fromkeys(line.name for line in every)
     ]
@@ -349,7 +349,7 @@ def audit_block(phase: Phase) -> Block:
     return Block("Can the attacks be believed?", grids=grids, finding=tally_verdicts(every))
 
 
-def worst_verdict(audited: Sequence[Audited]) -> PageCell:
+def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     """Return what all seeds say of a question: the worst verdict, with its words."""
     if not audited:
         return NONE

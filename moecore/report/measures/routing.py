@@ -6,13 +6,13 @@ from operator import attrgetter
 
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.matching import AugmentedRow
-from moecore.measure.routing_metrics.view_pairs import resolve_augmentation
+from moecore.measure.routing_metrics.view_pairs import look_up_augmentation
 from moecore.report.column import (
     SCORE,
     Column,
     ColumnPerRow,
     Columns,
-    ContextColumns,
+    ContextDependentColumns,
     PlannedPhase,
     column_slug,
     mean_or_none,
@@ -95,7 +95,7 @@ def planned_augmentations(ahead: PlannedPhase) -> list[str]:
     if ahead.score == "nats":
         return []
     volumes = ahead.score == "mae"
-    asked = [resolve_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
+    asked = [look_up_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
     return [column_slug(one.name) for one in asked]
 
 
@@ -171,7 +171,7 @@ COLUMNS = (
     *(column for place in PLACES for column in map_part_columns(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    ContextColumns(score_over_k_columns, planned_scores, SCORE),
+    ContextDependentColumns(score_over_k_columns, planned_scores, SCORE),
 )
 
 

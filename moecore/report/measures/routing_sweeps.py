@@ -91,7 +91,7 @@ def draw_all_sweeps(phase: Phase) -> list[Picture]:
         "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
     )
     words = "Forward passes of this machine (ERMoE, figure S5)."
-    return drawn + draw_method_curves(phase, Cost, slowdown_by_k, look, words)
+    return drawn + draw_method_curves(phase, Cost, slowdown_vs_one_expert, look, words)
 
 
 def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> list[Picture]:
@@ -103,7 +103,7 @@ def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -
     return draw_method_curves(phase, Result, lambda one: swept(one, setting, name), look, what)
 
 
-def slowdown_by_k(result: Cost) -> dict[float, float]:
+def slowdown_vs_one_expert(result: Cost) -> dict[float, float]:
     """k → the time of a batch, as a multiple of that with one expert per token."""
     times = {row.k: row.batch_ms.median for row in result.by_k}
     return {k: time / times[1] for k, time in times.items()} if 1 in times else {}

@@ -9,7 +9,7 @@ from moecore.measure.sizes import Result, SizeRow
 from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
 from moecore.report.measures.result_display import Figures
 from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Picture, TableRow
-from moecore.report.tables.paper_numbers import REPORTED, ReportedModel
+from moecore.report.tables.paper_numbers import REPORTED, PaperModelNumbers
 
 LIMIT = 0.01  # a difference beyond it is explained
 
@@ -65,17 +65,17 @@ def size_differences(result: Result) -> dict[str, dict[str, dict[str, float]]]:
         comparisons[row.name] = {}
         for count in COUNTS:
             value = ours(row, count)
-            paper = find_reported_model(row).values.get(count.metric)
+            paper = find_paper_numbers(row).values.get(count.metric)
             if value is not None and paper is not None:
                 both = {"ours": value, "paper": paper, "difference": value / paper - 1}
                 comparisons[row.name][count.metric] = both
     return comparisons
 
 
-def find_reported_model(row: SizeRow) -> ReportedModel:
+def find_paper_numbers(row: SizeRow) -> PaperModelNumbers:
     """What the paper prints of the model. Raises ValueError for a name that it does not have."""
     if not row.reported:
-        return ReportedModel("cost", row.name, "", {})
+        return PaperModelNumbers("cost", row.name, "", {})
     for model in REPORTED:
         if (model.paper, model.model) == ("cost", row.reported):
             return model
@@ -92,7 +92,7 @@ def size_table(result: Result) -> PageTable:
     """A row per model: each number, the paper's below it, and how far apart they are."""
     lines = [
         TableRow(
-            PageCell(row.name, note=find_reported_model(row).source.partition(":")[0]),
+            PageCell(row.name, note=find_paper_numbers(row).source.partition(":")[0]),
             [count_beside_paper(row, count) for count in COUNTS] + [deviation_reason(row)],
         )
         for row in result.rows
@@ -103,7 +103,7 @@ def size_table(result: Result) -> PageTable:
 def count_beside_paper(row: SizeRow, count: SizeColumn) -> PageCell:
     """Ours; below it the paper's and the difference."""
     value = ours(row, count)
-    paper = find_reported_model(row).values.get(count.metric)
+    paper = find_paper_numbers(row).values.get(count.metric)
     if value is None:
         return NONE if paper is None else PageCell("–", small=f"paper {number(paper, count)}")
     if paper is None:

@@ -13,7 +13,7 @@ from moecore.report.column import (
     SCORE,
     Column,
     ColumnContext,
-    ContextColumns,
+    ContextDependentColumns,
     decode_items,
     mean_or_none,
     score_interval_kind,
@@ -30,7 +30,7 @@ from moecore.report.figures.drawing import (
     share_axis,
     styled,
 )
-from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, expert_tints, sheet
+from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, patch_expert_colours, sheet
 from moecore.report.measured import Phase
 from moecore.report.measures.result_display import (
     Figures,
@@ -66,7 +66,7 @@ def noise_score_columns(seen: ColumnContext) -> list[Column]:
 
 
 COLUMNS = (
-    ContextColumns(noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE),
+    ContextDependentColumns(noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE),
     Column(
         "noise_selection_change",
         "Selection change, noise",
@@ -168,7 +168,7 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
             grid = expert_grid(row.grids[layer][number])
             changed = grid != expert_grid(clean.grids[layer][number])
             words = np.where(grid < 0, "–", grid.astype(str))
-            tint = expert_tints(np.where(changed, 0, -1), (PALETTE[1],))
+            tint = patch_expert_colours(np.where(changed, 0, -1), (PALETTE[1],))
             line.append(Tile(displayable_image(image), tint, words))
         tiles.append(line)
     rows = [{0.0: "clean"}.get(row.sigma, f"σ = {row.sigma:g}") for row in stored]

@@ -10,7 +10,7 @@ from moecore.report.column import (
     SCORE,
     Column,
     ColumnContext,
-    ContextColumns,
+    ContextDependentColumns,
     decode_items,
     mean_or_none,
     score_interval_kind,
@@ -23,7 +23,7 @@ from moecore.report.figures.training_figures import (
     AGREEMENTS,
     NUMBERED,
     agreement_points,
-    class_routing_maps,
+    draw_class_routing_by_epoch,
     confusion_matrix,
     routing_agreement,
     row_shares,
@@ -117,9 +117,9 @@ def agreement_items_reader(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 
 COLUMNS = (
-    ContextColumns(test_score_column, lambda ahead: [f"test_{ahead.score}"], SCORE),
-    ContextColumns(loss_column, lambda ahead: ["test_loss"]),
-    ContextColumns(
+    ContextDependentColumns(test_score_column, lambda ahead: [f"test_{ahead.score}"], SCORE),
+    ContextDependentColumns(loss_column, lambda ahead: ["test_loss"]),
+    ContextDependentColumns(
         perplexity_columns, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []
     ),
     Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
@@ -130,10 +130,10 @@ COLUMNS = (
         form="count",
         note="used for one token",
     ),
-    ContextColumns(throughput, lambda ahead: ["images_per_second"], "count"),
+    ContextDependentColumns(throughput, lambda ahead: ["images_per_second"], "count"),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
-    ContextColumns(overhead_columns, lambda ahead: ["training_overhead"]),
-    ContextColumns(convergence_columns, lambda ahead: ["steps_to_baseline_loss"], "count"),
+    ContextDependentColumns(overhead_columns, lambda ahead: ["training_overhead"]),
+    ContextDependentColumns(convergence_columns, lambda ahead: ["steps_to_baseline_loss"], "count"),
     Column(
         "agreement_with_final",
         "Agreement with final model",
@@ -202,7 +202,7 @@ def figures(result: Outcome) -> Figures:
 
 def class_map_figures(result: Outcome) -> Figures:
     if result.class_maps:
-        yield "class_maps", class_routing_maps(result)
+        yield "class_maps", draw_class_routing_by_epoch(result)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:

@@ -54,18 +54,18 @@ def perplexity_columns(seen: ColumnContext) -> list[Column]:
     return list(PERPLEXITIES) if seen.task.long else []
 
 
-def share_key(share: float) -> str:
+def percent_slug(share: float) -> str:
     """1_5 of 0.015."""
     return f"{100 * share:g}".replace(".", "_")
 
 
 def swap_rows_by_share(result: Result) -> dict[str, SwapAgainstClean]:
-    return {share_key(row.share): SwapAgainstClean(row, result.nats.value) for row in result.rows}
+    return {percent_slug(row.share): SwapAgainstClean(row, result.nats.value) for row in result.rows}
 
 
 def planned_swap_shares(ahead: PlannedPhase) -> list[str]:
     settings = ahead.study.word_swaps or WordSwaps()
-    return [share_key(share) for share in settings.shares]
+    return [percent_slug(share) for share in settings.shares]
 
 
 def word_swap_columns(

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import Evaluated, keep_paper_claims, select_questions
-from moecore.report.headline_quantities import MethodValues, PhaseQuantities
+from moecore.report.claims.evaluation import Evaluated, keep_paper_claims, keep_own_questions
+from moecore.report.headline_quantities import QuantityByMethod, PhaseQuantities
 from moecore.report.measured import Phase, drop_none
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line
@@ -36,7 +36,7 @@ def describe_phase_findings(
 def describe_claims(evaluated: Sequence[Evaluated]) -> str:
     """How many claims of the papers hold, and which; of questions how many have an answer."""
     claims = keep_paper_claims(evaluated)
-    questions = select_questions(evaluated)
+    questions = keep_own_questions(evaluated)
     told = []
     if claims:
         told.append(_judged(claims))
@@ -114,7 +114,7 @@ def _scores(quantities: PhaseQuantities, dense: Collection[str], one_seed: bool)
     return [_score(quantity, dense) for quantity in both]
 
 
-def _score(quantity: MethodValues, dense: Collection[str]) -> str:
+def _score(quantity: QuantityByMethod, dense: Collection[str]) -> str:
     """Who is ahead, if anybody is shown to be."""
     better, best, as_good = SCORES.get(quantity.column.form, ERRORS)
     leader = quantity.leader
@@ -135,13 +135,13 @@ def _alone(quantities: PhaseQuantities) -> Iterable[str]:
         yield f"{method} {told.format(measured)} {quantity.words}"
 
 
-def format_leader_value(quantity: MethodValues, method: str) -> str:
+def format_leader_value(quantity: QuantityByMethod, method: str) -> str:
     """79.1 % (76.0 – 82.2); an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()
 
 
-def format_value_range(quantity: MethodValues) -> str:
+def format_value_range(quantity: QuantityByMethod) -> str:
     """Return 55.0 to 79.1 %; where they are printed alike, 55.0 %; an error has its unit."""
     low, high = (
         quantity.format.value(quantity.interval(method).value) for method in quantity.ends()

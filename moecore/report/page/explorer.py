@@ -62,11 +62,11 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "answers": phase.task.answers,
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("share") is None,
-        "methods": [explorer_entry(phase, method, pool) for method in phase.models],
+        "methods": [explored_method_data(phase, method, pool) for method in phase.models],
     }
 
 
-def explorer_entry(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, Any]:
+def explored_method_data(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, Any]:
     """The model of a method's first seed, or why there is none to look at."""
     result = phase.first(Explorer).get(method)
     if result is None:
@@ -74,11 +74,11 @@ def explorer_entry(phase: Phase, method: str, pool: dict[str, int]) -> dict[str,
     model = result.model_dump(mode="json")
     outcome = phase.first(Outcome).get(method)
     if outcome is not None:
-        model["shown"] += epoch_traces(outcome, result)
+        model["shown"] += image_traces_by_epoch(outcome, result)
     return {"name": method, "model": intern_texts(model, pool)}
 
 
-def epoch_traces(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
+def image_traces_by_epoch(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:
     """The same images after epochs of the training, where it looked at these."""
     number = len(result.images)
     return [

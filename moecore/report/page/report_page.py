@@ -18,7 +18,7 @@ from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
 from moecore.report.page.templating import template_environment
-from moecore.report.page.view import Page, PageCell, PageTable, PhaseOverview, Section, TableRow
+from moecore.report.page.view import Page, PageCell, PageTable, PhaseOverviewCharts, Section, TableRow
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.comparison import build_table
 
@@ -45,7 +45,7 @@ def build_page(results: Results, evaluated: Sequence[Evaluated]) -> Page:
     for name, phase in results.phases.items():
         table = build_table(results, phase)
         known[name] = phase_quantities(phase, table, results.controls)
-        overviews.append(build_overview(results, phase, known[name]))
+        overviews.append(build_overview_charts(results, phase, known[name]))
         sections.append(phase_section(results, phase, table))
         facts.append(PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
@@ -81,14 +81,14 @@ def main_finding(
     )
 
 
-def build_overview(results: Results, phase: Phase, known: PhaseQuantities) -> PhaseOverview:
+def build_overview_charts(results: Results, phase: Phase, known: PhaseQuantities) -> PhaseOverviewCharts:
     """The picture of the first screen, and what it lacks."""
     notes = known.missing(has_moe_method(phase.models))
     left_out = [method for method in phase.models if method in results.controls]
     if left_out:
         notes.append(f"Without {join_names(left_out)} (control).")
     drawn = list(overview.overview_charts(phase, known))
-    return PhaseOverview(f"overview-{phase.name}", phase_title(phase), drawn, notes)
+    return PhaseOverviewCharts(f"overview-{phase.name}", phase_title(phase), drawn, notes)
 
 
 def report_introduction(results: Results) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, column_slug
-from moecore.report.figures.training_figures import draw_filter_sigma
-from moecore.report.headline_quantities import MethodValues, cells_by_method, first_columns
+from moecore.report.figures.training_figures import draw_filter_sigma_schedule
+from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
 from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
 from moecore.report.page.answer import format_leader_value
@@ -13,7 +13,7 @@ from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
 from moecore.report.tables.cells import Cells
 from moecore.report.tables.comparison import ComparisonTable, used_tests
-from moecore.report.tables.methods_by_paper import tables_by_paper
+from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.number_format import keep_percent_on_line
 
 TITLES = {
@@ -42,7 +42,7 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
             marks=describe_marks(results, phase, compared, controls),
             below=[describe_intervals(compared)],
         ),
-        tables_by_paper(list(columns.values()), compared.cells, controls),
+        paper_tables_block(list(columns.values()), compared.cells, controls),
     ]
     shown = [one for one in SHOWN if one.applies(phase.task) and phase.results(one.result)]
     folded = [block for one in shown for block in one.blocks(phase)]
@@ -56,7 +56,7 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
             continue
         said = block.finding
         if not said and block.about in columns:
-            said = summarize_column_values(columns[block.about], compared.cells, controls)
+            said = describe_leader_or_range(columns[block.about], compared.cells, controls)
         place = block.title and f"{phase.name}-{column_slug(block.title).lower()}"
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
     title = phase_title(phase)
@@ -71,7 +71,7 @@ def sigma_schedule_block(results: Results) -> Block:
     }
     drawn = []
     for method in reversed(different.values()):
-        figure = draw_filter_sigma(results.schedules[method], method)
+        figure = draw_filter_sigma_schedule(results.schedules[method], method)
         drawn.append(Picture(figure, f"σ of {method}", getattr(figure, "caption", "")))
     told = f"the schedule of {join_names(list(results.schedules))}" if drawn else ""
     return Block("How the neighbourhood narrows", pictures=drawn, finding=told)
@@ -144,13 +144,13 @@ def join_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def summarize_column_values(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
+def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[str] = ()) -> str:
     """The one line that a folded part of the page says of itself.
 
     Who is ahead where that was shown, else from where to where the values reach.
     """
     having = cells_by_method(column.name, cells)
-    quantity = MethodValues(
+    quantity = QuantityByMethod(
         "", column, {name: cell for name, cell in having.items() if name not in controls}
     )
     if not quantity.cells:

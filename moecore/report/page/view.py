@@ -119,7 +119,7 @@ class Section(NamedTuple):
     blocks: Sequence[Block]
 
 
-class PhaseOverview(NamedTuple):
+class PhaseOverviewCharts(NamedTuple):
     """The methods of one phase in a picture that is read in ten seconds."""
 
     id: str
@@ -134,7 +134,7 @@ class Page(NamedTuple):
     simulated: str  # names of simulated data; "" where there are none
     answer: str  # to the question that is its title
     opening: str
-    overviews: Sequence[PhaseOverview]
+    overviews: Sequence[PhaseOverviewCharts]
     sections: Sequence[Section]
     facts: Sequence[PageTable]  # of the data
     settings: str  # the text of params.yaml

@@ -18,7 +18,7 @@ from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.overlay import stages_with_params
+from moecore.study.reading.overlay import stages_reading_params
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import Study
@@ -36,7 +36,7 @@ class ComparisonTable(NamedTuple):
     cells: dict[str, dict[str, Cell | None]]
 
 
-def phase_metrics(phase: Phase) -> list[ResultColumn]:
+def phase_result_columns(phase: Phase) -> list[ResultColumn]:
     """Return all metrics in order: those of every paper, then paper by paper."""
     metrics = [
         ResultColumn(column, shown.result)
@@ -54,7 +54,7 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
     """Return every metric of every method; controls are never marked."""
     columns = {
         metric: column_cells(metric, phase.models, results.controls, results.without_experts)
-        for metric in phase_metrics(phase)
+        for metric in phase_result_columns(phase)
     }
     cells = {
         method: {metric.name: of_metric[method] for metric, of_metric in columns.items()}
@@ -136,7 +136,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
     if facts:
         compared["data"] = facts
     for name, phase in results.phases.items():
-        for metric in phase_metrics(phase):
+        for metric in phase_result_columns(phase):
             cells = {one: cell for one, cell in read_cells(metric, phase.models).items() if cell}
             for method, cell in cells.items():
                 compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
@@ -171,7 +171,7 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     if formless:
         folder = path.parent.parent
         study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
-        stages = stages_with_params(folder)
+        stages = stages_reading_params(folder)
         forms = {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
         for phase, name, cell in formless:
             cell["form"] = forms.get(phase, {}).get(name, "number")

@@ -19,8 +19,8 @@ from moecore.report.headline_quantities import HEADLINES, attacked_names, first_
 from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
 from moecore.report.measures.result_display import Shown
-from moecore.report.results import read_data_card, read_model
-from moecore.report.tables.comparison import phase_metrics
+from moecore.report.results import read_card_and_task, read_model
+from moecore.report.tables.comparison import phase_result_columns
 from moecore.study.reading.run_section import Phase as PhaseName
 
 MOST = 12  # numbers of a run
@@ -31,7 +31,7 @@ ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "tran
 TRAININGS = ("teacher", "pretrain", "finetune", "adversarial")
 
 
-def render_run_metrics(results: Results) -> dict[str, str]:
+def render_metrics_json(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
     numbers: dict[str, dict[str, float]] = {}
     if counted := results.alone.get(Sizes):
@@ -41,7 +41,7 @@ def render_run_metrics(results: Results) -> dict[str, str]:
             for name, compared in metrics.items()
         }
     for phase in results.phases.values():
-        metrics = select_run_metrics(phase)
+        metrics = metrics_json_columns(phase)
         for method, seeds in phase.models.items():
             for seed, model in seeds.items():
                 numbers[f"{phase.name}/{method}-{seed}"] = {
@@ -55,9 +55,9 @@ def render_run_metrics(results: Results) -> dict[str, str]:
     }
 
 
-def select_run_metrics(phase: Phase) -> list[ResultColumn]:
+def metrics_json_columns(phase: Phase) -> list[ResultColumn]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
-    metrics = {metric.name: metric for metric in phase_metrics(phase)}
+    metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     names = [headline.name for headline in HEADLINES if headline.run]
     names = list(dict.fromkeys([*names[:4], *attacked_names(phase), *names]))
     return [metrics[name] for name in names if name in metrics][:MOST]
@@ -83,7 +83,7 @@ def headline_numbers(
     counts: dict[str, int] = {}
     for name in PHASES:
         try:
-            card, task = read_data_card(study, name)
+            card, task = read_card_and_task(study, name)
         except UserError:
             continue  # not there, or of other code: the run of `prepare` says so
         wanted = [shown for shown in SHOWN if shown.applies(task)]
@@ -94,7 +94,7 @@ def headline_numbers(
         phase = Phase(name, card, task, models)
         if not models[method][seed].results:
             continue
-        metrics = {metric.name: metric for metric in phase_metrics(phase)}
+        metrics = {metric.name: metric for metric in phase_result_columns(phase)}
         for metric in map(metrics.__getitem__, first_columns(phase, metrics)):
             interval = metric.read(models[method][seed])
             if interval is not None and metric.column.form == "count":

@@ -15,7 +15,7 @@ from moecore.report.page.rows import method_rows_table, paper_number
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
-from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, ReportedModel, reported_models
+from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, PaperModelNumbers, paper_models_with_numbers
 
 # What stands beside a table's own columns: the score, and for the cost what it is of.
 BESIDE = {
@@ -31,19 +31,19 @@ WORDS = (
 )
 
 
-def tables_by_paper(
+def paper_tables_block(
     columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
 ) -> Block:
     """One small table for each paper whose metrics any method has; one is shown at a time."""
     grids = [
-        paper_table(paper, columns, cells, controls)
+        paper_metrics_table(paper, columns, cells, controls)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
     return Block("Every method on the metrics of every paper", [WORDS], grids, choice=True)
 
 
-def paper_table(
+def paper_metrics_table(
     paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
 ) -> PageTable:
     """One paper's columns, of the methods that have any of them."""
@@ -55,7 +55,7 @@ def paper_table(
     }
     absent = ", ".join(method for method in cells if method not in having)
     below = (f"Without these metrics: {absent}." if absent else "", NOTES[paper])
-    papers = reported_models(paper, frozenset(column.name for column in shown))
+    papers = paper_models_with_numbers(paper, frozenset(column.name for column in shown))
     grid = method_rows_table(shown, having, controls, lambda column: paper_values(column, papers))
     return grid._replace(
         title=PAPERS[paper],
@@ -65,7 +65,7 @@ def paper_table(
     )
 
 
-def paper_values(column: Column, papers: Sequence[ReportedModel]) -> list[str]:
+def paper_values(column: Column, papers: Sequence[PaperModelNumbers]) -> list[str]:
     """The paper's numbers of one column: model by model where they are few, else their ends."""
     values = {one.model: one.values[column.name] for one in papers if column.name in one.values}
     printed = {
@@ -78,7 +78,7 @@ def paper_values(column: Column, papers: Sequence[ReportedModel]) -> list[str]:
     return [f"{len(values)} models {least} to {largest}"]
 
 
-def paper_model_line(model: ReportedModel, columns: Sequence[Column]) -> TableRow:
+def paper_model_line(model: PaperModelNumbers, columns: Sequence[Column]) -> TableRow:
     """All numbers of one model of the paper, and where in it they stand."""
     values = [
         f"{column.label} {paper_number(model.values[column.name], column)}"
@@ -90,7 +90,7 @@ def paper_model_line(model: ReportedModel, columns: Sequence[Column]) -> TableRo
     )
 
 
-def phase_metric_tables(compared: Mapping[str, Any]) -> list[str]:
+def headline_tables_by_phase(compared: Mapping[str, Any]) -> list[str]:
     """Return the lines of a Markdown table for each phase: means over seeds.
 
     A metric that no method has is left out, one that a method lacks is a dash.
@@ -114,6 +114,6 @@ def phase_metric_tables(compared: Mapping[str, Any]) -> list[str]:
 if __name__ == "__main__":
     try:
         path = next(iter(sys.argv[1:]), "reports/compare.json")
-        print("\n".join(phase_metric_tables(read_comparison(Path(path)))))
+        print("\n".join(headline_tables_by_phase(read_comparison(Path(path)))))
     except UserError as error:
         sys.exit(str(error))

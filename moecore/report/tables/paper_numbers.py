@@ -8,7 +8,7 @@ import yaml
 NUMBERS = Path(__file__).parents[1] / "paper_numbers.yaml"
 
 
-class ReportedModel(NamedTuple):
+class PaperModelNumbers(NamedTuple):
     """One model of one paper. ``values``: name of our metric → the paper's number."""
 
     paper: str
@@ -22,7 +22,7 @@ PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items(
 SHORT: dict[str, str] = {name: paper["short"] for name, paper in _PAPERS.items()}
 NOTES: dict[str, str] = {name: paper.get("note", "") for name, paper in _PAPERS.items()}
 REPORTED = tuple(
-    ReportedModel(
+    PaperModelNumbers(
         paper,
         model,
         table["source"],
@@ -38,6 +38,6 @@ REPORTED = tuple(
 )
 
 
-def reported_models(paper: str, shown: frozenset[str]) -> list[ReportedModel]:
+def paper_models_with_numbers(paper: str, shown: frozenset[str]) -> list[PaperModelNumbers]:
     """The models of one paper that have a number in one of the ``shown`` columns."""
     return [model for model in REPORTED if model.paper == paper and model.values.keys() & shown]

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import PlannedData, summarize_card
+from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS
 from moecore.study.reading.study import Misfits, Study
 
@@ -57,7 +57,7 @@ def data_problems(previews: Mapping[str, PlannedData], data: Any) -> Misfits:
             yield ("data", phase, *(["root"] if named else [])), preview.problem
 
 
-def phase_data_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
     """Yield where what was pretrained cannot go on with the images of another phase."""
     first = previews.get("pretrain")
     if first is None:
@@ -74,7 +74,7 @@ def phase_data_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Mis
             yield ("data", phase), f"{text}; allowed: as many, choose other data for one of them"
 
 
-def describe_preview(preview: PlannedData) -> str:
+def describe_planned_data(preview: PlannedData) -> str:
     """Return a data set in a line."""
     size = "×".join(map(str, (preview.channels, *preview.shape)))
     words = [preview.name, f"images of {size}"]
@@ -99,7 +99,7 @@ def _read_card(card: Path, source: Any) -> PlannedData | None:
         content = read_json(card)
         # Settings that are younger than the card have their defaults in it.
         if type(source).model_validate(content["settings"]) == source:
-            return summarize_card(content)
+            return planned_data_from_card(content)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew
     return None

@@ -8,20 +8,20 @@ from moecore.core.files import UserError
 from moecore.study.checking.data_rules import (
     chdir_to_stages,
     data_problems,
-    describe_preview,
+    describe_planned_data,
     load_previews,
-    phase_data_misfits,
+    misfits_with_pretrain_images,
 )
 from moecore.study.checking.model_build_rules import model_misfits
 from moecore.study.checking.training_rules import (
     training_image_misfits,
     unused_teacher_note,
-    warn_untrained_routers,
+    warn_gradientless_routers,
 )
 from moecore.study.checking.validate import collect_problems, format_misfits
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.message_format import join_first_lines
-from moecore.study.reading.overlay import stages_with_params
+from moecore.study.reading.message_format import cap_line_count
+from moecore.study.reading.overlay import stages_reading_params
 from moecore.study.reading.study import Study
 
 # What a room above this one has to say of a study and its stages: keys, and what is wrong.
@@ -44,14 +44,14 @@ def check_study(
     line per problem: those of the file in its order, then those of data and models.
     """
     document = load_yaml(path)
-    stages = stages_with_params(Path(path).parent)
+    stages = stages_reading_params(Path(path).parent)
     study, problems = collect_problems(document, stages)
     if study is None:
-        raise UserError(join_first_lines(problems))
+        raise UserError(cap_line_count(problems))
     with chdir_to_stages(Path(path).parent if home is None else home):
         previews = load_previews(study)
     missing = format_misfits(document, data_problems(previews, document.data.get("data", {})))
-    others = [*phase_data_misfits(study, previews), *training_image_misfits(study, previews)]
+    others = [*misfits_with_pretrain_images(study, previews), *training_image_misfits(study, previews)]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
         if also is not None and not others:  # it reads what all these rules have held good
@@ -60,9 +60,9 @@ def check_study(
     if missing and len(lines) == len(missing):
         lines.append(f"{document.path}: all else is in order")
     if lines:
-        raise UserError(join_first_lines(lines))
-    notes = [f"data.{phase}: {describe_preview(preview)}" for phase, preview in previews.items()]
-    notes += [note for note in (unused_teacher_note(study), warn_untrained_routers(study)) if note]
+        raise UserError(cap_line_count(lines))
+    notes = [f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()]
+    notes += [note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note]
     return CheckedStudy(study, tuple(notes))
 
 

@@ -59,7 +59,7 @@ def list_training_settings(study: Study) -> Iterator[tuple[tuple, str, Any]]:
         yield ("teacher", "training"), "pretrain", training
 
 
-def format_changed_settings(value: Any) -> str:
+def format_non_default_settings(value: Any) -> str:
     """Return settings as what was set of them."""
     if hasattr(value, "model_dump"):
         return str(value.model_dump(exclude_defaults=True) or "it")
@@ -80,7 +80,7 @@ def _training(study: Study, tasks: dict[str, Any]) -> Misfits:
         for key, allowed in NEED_CLASSES.items() if phase in tasks else ():
             value = getattr(training, key, None)
             if value and (reason := tasks[phase].needs_classes(key)):
-                text = f"found {format_changed_settings(value)}, but {reason} (data.{phase})"
+                text = f"found {format_non_default_settings(value)}, but {reason} (data.{phase})"
                 yield (*keys, key), f"{text}; allowed: {allowed}"
 
 
@@ -153,7 +153,7 @@ def _views_of_text(study: Study, kinds: dict[str, str]) -> Misfits:
         for key, usual in (("views", ViewSettings()), ("adversarial", None)):
             value = getattr(training, key)
             if kinds.get(phase) == "next_token" and value != usual:
-                changed = format_changed_settings(value)
+                changed = format_non_default_settings(value)
                 yield (*keys, key), f"found {changed}, but data.{phase} is text; leave it out"
 
 

@@ -15,7 +15,7 @@ from moecore.study.checking.task_rules import label_misfits
 from moecore.study.checking.training_rules import schedule_misfits
 from moecore.study.checking.volume_rules import volume_misfits
 from moecore.study.reading.document import Document
-from moecore.study.reading.message_format import join_first_lines
+from moecore.study.reading.message_format import cap_line_count
 from moecore.study.reading.setting_errors import describe_field, format_error_line
 from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import (
@@ -35,7 +35,7 @@ def check_document(document: Document, stages: Sequence[str]) -> Study:
     """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
     study, problems = collect_problems(document, stages)
     if study is None or problems:
-        raise UserError(join_first_lines(problems))
+        raise UserError(cap_line_count(problems))
     return study
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moecore.measure.routing_metrics.view_pairs import OF_VOLUMES
-from moecore.study.checking.task_rules import format_changed_settings, list_training_settings
+from moecore.study.checking.task_rules import format_non_default_settings, list_training_settings
 from moecore.study.reading.study import Misfits, Study
 
 VOLUME_VIEWS = "shift, flip, affine and fill"
@@ -49,7 +49,7 @@ def _augmentations(section: str, augmentations: Iterable[Any]) -> Misfits:
 def _flat_views(keys: tuple, views: Any) -> Misfits:
     for name in FLAT_VIEWS:
         if value := getattr(views, name, None):
-            text = f"found {format_changed_settings(value)}, which is for flat images"
+            text = f"found {format_non_default_settings(value)}, which is for flat images"
             yield (*keys, name), f"{text}; volumes have {VOLUME_VIEWS}"
     if views.affine is not None and views.affine.shear:
         text = f"found {views.affine.shear:g}, which is for flat images; allowed for volumes: 0"

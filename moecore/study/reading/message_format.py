@@ -32,7 +32,7 @@ def to_one_line(text: str, most: int = LINE_LETTERS) -> str:
     return CONTROL_LETTERS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def join_first_lines(lines: Sequence[str]) -> str:
+def cap_line_count(lines: Sequence[str]) -> str:
     """Return the first lines, and how many more there are: nobody reads ten thousand."""
     more = len(lines) - MOST_LINES
     if more <= 1:

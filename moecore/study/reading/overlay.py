@@ -66,7 +66,7 @@ def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Re
     for name in presets:
         layers.append(_load_preset(folder, name))
         values = merge_settings(values, layers[-1].data)
-    runs = stages_with_params(root) if stages is None else stages
+    runs = stages_reading_params(root) if stages is None else stages
     wanted = stages_by_section(runs, values.get("run") or {})
     values = {key: value for key, value in values.items() if key in wanted}
     for key in ("claims", "questions"):
@@ -152,7 +152,7 @@ def _read_list(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str
     return tuple(words)
 
 
-def stages_with_params(folder: Path) -> tuple[str, ...]:
+def stages_reading_params(folder: Path) -> tuple[str, ...]:
     """Return the stages of the dvc.yaml in ``folder`` that read params.yaml; none without one."""
     names: list[str] = []
     for path in list_dvc_files(folder):

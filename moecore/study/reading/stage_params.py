@@ -26,7 +26,7 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 
 
 @dataclass(frozen=True)
-class ParamsKeyPath:
+class ParamsKeyTemplate:
     """Dotted keys of params.yaml at which a field sits; ``read_params`` fills in braces."""
 
     path: str
@@ -36,7 +36,7 @@ def params_keys(model: type[Config]) -> dict[str, str]:
     """Return field → key in params.yaml, as ``params:`` of dvc.yaml has them."""
     keys = {}
     for name, field in model.model_fields.items():
-        named = [note.path for note in field.metadata if isinstance(note, ParamsKeyPath)]
+        named = [note.path for note in field.metadata if isinstance(note, ParamsKeyTemplate)]
         keys[name] = named[0] if named else name
     return keys
 
@@ -48,7 +48,7 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
     the keys, such as ``method="vmoe"``. Raises UserError, a line per problem.
     """
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
-    return validate_declared_keys(model, load_yaml(path), **item)
+    return extract_declared_settings(model, load_yaml(path), **item)
 
 
 def read_section(name: str, model: type[Config]) -> Config:
@@ -57,7 +57,7 @@ def read_section(name: str, model: type[Config]) -> Config:
     return read_params(create_model("Params", __base__=Config, **fields))
 
 
-def validate_declared_keys(
+def extract_declared_settings(
     model: type[AnySettings], document: Document, **item: object
 ) -> AnySettings:
     """Return the keys of ``document`` that ``model`` declares, validated.

@@ -13,7 +13,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from moecore.core.files import write_whole
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import ResolvedStudy, resolve_overlay, stages_with_params
+from moecore.study.reading.overlay import ResolvedStudy, resolve_overlay, stages_reading_params
 
 HEAD = """\
 # yaml-language-server: $schema={up}/params.schema.json
@@ -50,7 +50,7 @@ def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Itera
 def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
     """Return what the study's params.yaml should say; raises UserError where it is not in order."""
     resolved = resolve_overlay(folder, root, presets)
-    stages = stages_with_params(root) if resolved.stages is None else resolved.stages
+    stages = stages_reading_params(root) if resolved.stages is None else resolved.stages
     check_document(resolved.document, stages)
     up = os.path.relpath(root, folder)
     head = HEAD.format(up=up)

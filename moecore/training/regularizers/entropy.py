@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
@@ -21,7 +21,7 @@ class Entropy(Config):
         0.01, allow_inf_nan=False, description="above 0 makes tokens surer, below 0 less so"
     )
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: entropy(probs=record.probs))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import RoutingRecord, StepContext
+from moecore.core.routing_records import RoutingRecord, ObjectiveInputs
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
@@ -62,7 +62,7 @@ class GroupSparsity(Config):
             raise ValueError(f"{problem}; allowed: sigma_end ≤ sigma_start")
         return self
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf
 
         def of(record: RoutingRecord) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import StepContext
-from moecore.training.regularizers.layer_terms import token_pair_probs
+from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.layer_terms import probs_of_paired_tokens
 
 
 class JensenShannon(Config):
@@ -26,8 +26,8 @@ class JensenShannon(Config):
     )
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
-    def __call__(self, step: StepContext) -> Tensor:
-        layers = token_pair_probs(self.kind, step, self.special)
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
+        layers = probs_of_paired_tokens(self.kind, step, self.special)
         return cast(Tensor, sum(jensen_shannon(*pairs) for pairs in layers))
 
 

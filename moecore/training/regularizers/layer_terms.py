@@ -6,25 +6,25 @@ from typing import cast
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord, StepContext
+from moecore.core.routing_records import RoutingRecord, ObjectiveInputs
 from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
 
 
-def sum_over_layers(step: StepContext, loss: Callable[[RoutingRecord], Tensor]) -> Tensor:
+def sum_over_layers(step: ObjectiveInputs, loss: Callable[[RoutingRecord], Tensor]) -> Tensor:
     """The sum of ``loss(record)`` over MoE layers; a model without any is a UserError."""
     check_has_experts(step)
     return cast(Tensor, sum(loss(record) for record in step.output.routing))
 
 
-def check_has_experts(step: StepContext) -> None:
+def check_has_experts(step: ObjectiveInputs) -> None:
     """Raise UserError for a model without MoE layers."""
     if not step.output.routing:
         mend = "give the method a router and experts, or remove its regularizers"
         raise UserError(f"regularizers: the model has no MoE layer to regularize; {mend}")
 
 
-def token_pair_probs(
-    part: str, step: StepContext, special: bool
+def probs_of_paired_tokens(
+    part: str, step: ObjectiveInputs, special: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield per MoE layer both sides' probs (B, T', E) of token pairs and which exist (B, T').
 

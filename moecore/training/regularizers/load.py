@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
@@ -20,7 +20,7 @@ class Load(Config):
     kind: Literal["load"] = "load"
     weight: float = Field(0.005, ge=0, description="factor in the objective")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: load(chances=record.load))
 
 

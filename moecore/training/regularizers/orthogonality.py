@@ -9,7 +9,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_shards
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.sharded_state import local_shard
 
 
@@ -21,7 +21,7 @@ class Orthogonality(Config):
     kind: Literal["orthogonality"] = "orthogonality"
     weight: float = Field(5e-5, ge=0, description="factor in the objective (the paper's λ)")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         bases = [
             parameter
             for name, parameter in step.model.named_parameters()

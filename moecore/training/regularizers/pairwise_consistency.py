@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import StepContext
-from moecore.training.regularizers.layer_terms import token_pair_probs
+from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.layer_terms import probs_of_paired_tokens
 
 
 class PairwiseConsistency(Config):
@@ -27,9 +27,9 @@ class PairwiseConsistency(Config):
     )
     special: bool = Field(False, description="pair the class token with itself (on for ImageNet)")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         factors = {"diagonal": self.diagonal, "off_diagonal": self.off_diagonal}
-        layers = token_pair_probs(self.kind, step, self.special)
+        layers = probs_of_paired_tokens(self.kind, step, self.special)
         return cast(Tensor, sum(pairwise_consistency(*pairs, **factors) for pairs in layers))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.layer_terms import check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
@@ -59,7 +59,7 @@ class RegionRouting(Config):
     kind: Literal["region_routing"] = "region_routing"
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)
         if (belongs := step.batch.belongs) is None:
             return step.output.routing[0].logits.new_zeros(())

@@ -9,7 +9,7 @@ from torch.nn.functional import kl_div
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.correspondence import align_teacher_probs
 
 
@@ -22,7 +22,7 @@ class RouterKl(Config):
     weight: float = Field(5.0, ge=0, description="factor in the objective")
     until: float = Field(1.0, gt=0, le=1, description="share of the training during which it acts")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         students = [record.probs for record in step.output.routing]
         if step.guidance is None:
             mend = "run the teacher_router stage first, or remove router_kl"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.entropy import entropy
 from moecore.training.regularizers.importance import importance
 
@@ -24,7 +24,7 @@ class TeacherRouter(Config):
     )
     entropy: float = Field(0.005, ge=0, description="factor of the mean token entropy")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         if step.guidance is None or not step.guidance.probs:
             mend = "give the method a teacher, or remove teacher_router"
             raise UserError(f"teacher_router: there is no teacher guidance in this step; {mend}")

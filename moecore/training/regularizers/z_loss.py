@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor, logsumexp
 
 from moecore.core.config import Config
-from moecore.core.routing_records import StepContext
+from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
@@ -18,7 +18,7 @@ class ZLoss(Config):
     kind: Literal["z_loss"] = "z_loss"
     weight: float = Field(1e-3, ge=0, description="factor in the objective")
 
-    def __call__(self, step: StepContext) -> Tensor:
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: z_loss(logits=record.logits))
 
 

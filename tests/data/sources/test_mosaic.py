@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.loader import few_shot_indices, place_split
+from moecore.data.loader import few_shot_indices, load_split_for_device
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
 from moecore.data.sources.digits import Digits
@@ -224,7 +224,7 @@ def test_helpers_that_need_one_label_refuse_sets(folder):
         few_shot_indices(MultiLabel(classes=tuple("0123456789")), split.labels, 5, 0)
     with pytest.raises(UserError, match="several labels each cannot be split by class"):
         stratified_split(split.labels, 0.5, 0)
-    images, labels = place_split(split, "cpu").take(torch.tensor([7, 3]))
+    images, labels = load_split_for_device(split, "cpu").take(torch.tensor([7, 3]))
     assert np.array_equal(labels.numpy(), split.labels[[7, 3]]) and images.shape == (2, 1, 12, 12)
 
 

@@ -16,7 +16,7 @@ from moecore.data.phantom.numbers import (
     HEAD_LOG_SD,
     HEAD_ML,
     PRESETS,
-    grey_matter_at_age,
+    grey_matter_relative_to_25,
     lesions_ml,
     ventricles_relative_to_25,
     white_share,
@@ -32,7 +32,7 @@ from moecore.data.phantom.template import (
     Pose,
     load_template,
     place_template,
-    ventricle_shares,
+    ventricle_voxel_shares,
     ventricle_wall_offset,
 )
 from moecore.data.prepared import SPLITS, Prepared
@@ -72,14 +72,14 @@ def test_regions_are_shares():
 def test_published_curves():
     # the table's values at 25 are 587.9, 447.2 and 11.78 mL, at 90: 470.1, 386.9 and 51.05; between
     # 25 and 30 the middle (geometric for ventricles)
-    assert (grey_matter_at_age(25), white_share(25), ventricles_relative_to_25(25)) == (1, 1, 1)
-    assert grey_matter_at_age(90) == pytest.approx(470.1 / 587.9) and white_share(
+    assert (grey_matter_relative_to_25(25), white_share(25), ventricles_relative_to_25(25)) == (1, 1, 1)
+    assert grey_matter_relative_to_25(90) == pytest.approx(470.1 / 587.9) and white_share(
         90
     ) == pytest.approx(386.9 / 447.2)
     assert ventricles_relative_to_25(90) == pytest.approx(
         51.05 / 11.78
     ) and ventricles_relative_to_25(27.5) == pytest.approx(np.sqrt(12.87 / 11.78))
-    assert grey_matter_at_age(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9) and lesions_ml(
+    assert grey_matter_relative_to_25(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9) and lesions_ml(
         50
     ) == pytest.approx(1.45)
 
@@ -216,7 +216,7 @@ def test_splines_add_up_to_one():
 def test_the_wall_holds_the_volume():
     distance = np.linspace(-3, 40, 5000)
     for wanted in (200.0, 1500.0):
-        assert ventricle_shares(
+        assert ventricle_voxel_shares(
             ventricle_wall_offset(distance, wanted), distance
         ).sum() == pytest.approx(wanted, rel=1e-4)
 
@@ -227,14 +227,14 @@ def test_growing_ventricles_push_tissue_outwards():
     base = load_template()
     shell = (base.distance < 9).astype(np.float32)
     still = Pose(np.ones(3), np.eye(3), np.zeros(3), np.zeros((3, SIDE**3), np.float32))
-    ventricles = float(ventricle_shares(0.0, base.distance).sum())
+    ventricles = float(ventricle_voxel_shares(0.0, base.distance).sum())
     sums = [
         place_template(base._replace(white=shell), still, 1.0, ventricles * times).white.sum()
         for times in (1, 2, 3)
     ]
     assert (
         sums[0]
-        == pytest.approx((shell * (1 - ventricle_shares(0.0, base.distance))).sum(), rel=0.01)
+        == pytest.approx((shell * (1 - ventricle_voxel_shares(0.0, base.distance))).sum(), rel=0.01)
         and 0.9 * sums[0] < sums[1] < sums[2]
     )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.data import prepared
-from moecore.data.loader import few_shot_indices, place_split
+from moecore.data.loader import few_shot_indices, load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.cohort_splits import CohortSettings, split_cohort
 from moecore.data.volumes.grids import (
@@ -24,14 +24,14 @@ from moecore.data.volumes.grids import (
     resample_volume,
 )
 from moecore.data.volumes.stored_volumes import (
-    VolumeWithRegions,
+    VolumeWithTissueShares,
     normalise_intensities,
     read_volume,
 )
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
 from moecore.data.volumes.volume_checks import volume_flags
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplit, write_volumes
+from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
@@ -227,7 +227,7 @@ def written(folder, **changed):
     ]
     rows = [VolumeSubject(f"sub-{i}", "", 30.1 + i, "FM"[i % 2] if i else "") for i in range(6)]
     parts = {
-        split: VolumeSplit(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
+        split: VolumeSplitToWrite(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
     }
     facts = VolumeDatasetInfo(
@@ -268,7 +268,7 @@ def test_card_and_arrays_of_volumes(tmp_path):
 def test_ages_that_are_all_the_same_are_refused(tmp_path):
     _, volumes, rows = written(tmp_path)
     with pytest.raises(UserError, match=r"all ages of train are 30\.1"):
-        written(tmp_path / "out", train=VolumeSplit(rows[:1], volumes[:1]))
+        written(tmp_path / "out", train=VolumeSplitToWrite(rows[:1], volumes[:1]))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_the_loader_takes_volumes_and_few_shot_refuses_ages(tmp_path):
     written(tmp_path)
     train = Prepared.open(tmp_path).train
     for limit in (1 << 30, 1):
-        images, labels = place_split(train, "cpu", limit).take(torch.tensor([1, 0]))
+        images, labels = load_split_for_device(train, "cpu", limit).take(torch.tensor([1, 0]))
         assert (
             images.dtype == torch.float16
             and labels.dtype == torch.float32
@@ -331,7 +331,7 @@ def test_the_cache_keeps_a_subject_until_a_file_or_a_setting_changes(tmp_path, r
     cache = VolumeCache(tmp_path / "cache", {})
     path = cache.subject_path({"t1": file})
     assert cache.subject_path({"t1": file}) == path
-    made = VolumeWithRegions(np.ones((1, 2, 2, 2), np.float16), regions)
+    made = VolumeWithTissueShares(np.ones((1, 2, 2, 2), np.float16), regions)
     save_stored(path, made)
     kept = load_stored(path)
     assert np.array_equal(kept.image, made.image) and kept.image.dtype == np.float16

@@ -21,27 +21,27 @@ from moecore.measure.probes.expert_tissue_agreement import (
     RoutedCubes,
     cube_tissue_agreement,
     estimate_over_people,
-    tissue_by_cube,
-    tissue_score_correlation,
+    tissue_sums_by_cube,
+    cube_tissue_score_correlation,
 )
 from moecore.measure.probes.region_generalisation import (
     OTHERS,
-    BatchAndResamples,
-    GeneralisationSettings,
+    BatchAndBootstrapSizes,
+    RegionGeneralisationSettings,
     VolumesAndTissues,
-    keep_one_tissue,
-    keep_tissue_mixture,
+    one_tissue_filter,
+    keep_thinned_tissue_pair,
     measure_generalisation,
     measure_tissue_routing,
     own_scans,
-    route_masked_cubes,
-    simulate_other_scans,
+    route_tissue_masked_volumes,
+    simulate_shell_cohort,
 )
 from tests.measure.subjects import compute_without_cache
 from tests.volumes import GREY, balls, write_cohort
 
 TISSUES = ("wm", "gm", "csf")
-SIZES = BatchAndResamples(batch=3, resamples=100)
+SIZES = BatchAndBootstrapSizes(batch=3, resamples=100)
 
 
 class ByBrightness(nn.Module):
@@ -149,10 +149,10 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = tissue_score_correlation(cubes, 1, 100)
+    found = cube_tissue_score_correlation(cubes, 1, 100)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert tissue_score_correlation(flat, 1, 100).value == 0
+    assert cube_tissue_score_correlation(flat, 1, 100).value == 0
 
 
 def test_limits_stay_where_shares_are():
@@ -162,7 +162,7 @@ def test_limits_stay_where_shares_are():
 
 def test_amounts_are_sums_over_cubes():
     shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
-    found = tissue_by_cube(shares, (2, 3, 1))
+    found = tissue_sums_by_cube(shares, (2, 3, 1))
     assert found.shape == (2, 6, 3)
     for person, tissue, (a, b) in product(range(2), range(3), product(range(2), range(3))):
         cube = shares[person, tissue, 2 * a : 2 * a + 2, 2 * b : 2 * b + 2]
@@ -171,8 +171,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = keep_tissue_mixture(0, 2, 0.25, seed=3)(5)(shares)
-    much = keep_tissue_mixture(0, 2, 0.75, seed=3)(5)(shares)
+    little = keep_thinned_tissue_pair(0, 2, 0.25, seed=3)(5)(shares)
+    much = keep_thinned_tissue_pair(0, 2, 0.75, seed=3)(5)(shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all()
         assert (found[1] == 0).all()
@@ -180,10 +180,10 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert (found[2][some] == shares[2][some]).all()
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
-    assert not np.array_equal(little, keep_tissue_mixture(0, 2, 0.25, seed=3)(6)(shares)), (
+    assert not np.array_equal(little, keep_thinned_tissue_pair(0, 2, 0.25, seed=3)(6)(shares)), (
         "people differ"
     )
-    assert not np.array_equal(little, keep_tissue_mixture(0, 2, 0.25, seed=4)(5)(shares))
+    assert not np.array_equal(little, keep_thinned_tissue_pair(0, 2, 0.25, seed=4)(5)(shares))
 
 
 def test_what_is_left_is_what_the_model_sees():
@@ -198,13 +198,13 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    found = route_masked_cubes(Watching(), VolumesAndTissues(images, shares), keep_one_tissue(1), 3)
+    found = route_tissue_masked_volumes(Watching(), VolumesAndTissues(images, shares), one_tissue_filter(1), 3)
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
     inside = np.where(images[:, 0] > 0, shares[:, 1], 0).astype(int)
     np.testing.assert_array_equal(found.amounts[..., 1].sum(axis=1), inside.sum(axis=(1, 2, 3)))
-    whole = route_masked_cubes(Watching(), VolumesAndTissues(images, shares), None, 3)
+    whole = route_tissue_masked_volumes(Watching(), VolumesAndTissues(images, shares), None, 3)
     assert torch.equal(seen[-1], torch.from_numpy(images[3:]).float())
     assert whole.scores.shape == (4, 64, 3), "without the special token and the free expert"
 
@@ -216,7 +216,7 @@ def cohort(tmp_path_factory) -> Prepared:
 
 def test_experts_that_know_their_tissue(cohort):
     found = measure_generalisation(
-        ByBrightness(), cohort, TISSUES, GeneralisationSettings(volumes=6), (20, 90), 0, SIZES
+        ByBrightness(), cohort, TISSUES, RegionGeneralisationSettings(volumes=6), (20, 90), 0, SIZES
     )
     assert found.other is None, "the balls have 16³ voxels"
     assert found.test.isolated.share.value == 1
@@ -243,22 +243,22 @@ def test_the_order_of_names_is_the_order_of_experts(cohort):
     turned = ("csf", "wm")
     model = ByBrightness((GREY["csf"], GREY["wm"]))
     found = measure_generalisation(
-        model, cohort, turned, GeneralisationSettings(volumes=6), (20, 90), 0, SIZES
+        model, cohort, turned, RegionGeneralisationSettings(volumes=6), (20, 90), 0, SIZES
     )
     assert found.tissues == turned
     assert found.test.isolated.share.value == 1
     assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(turned))
     one = measure_generalisation(
-        model, cohort, ("csf",), GeneralisationSettings(volumes=6), (20, 90), 0, SIZES
+        model, cohort, ("csf",), RegionGeneralisationSettings(volumes=6), (20, 90), 0, SIZES
     )
     assert one.mixed is None and one.mixtures == ()
 
 
 def test_no_result_depends_on_the_batch(cohort):
-    settings = GeneralisationSettings(volumes=5, shares=(0.5,))
+    settings = RegionGeneralisationSettings(volumes=5, shares=(0.5,))
     one, other = (
         measure_generalisation(
-            ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, BatchAndResamples(batch, 100)
+            ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, BatchAndBootstrapSizes(batch, 100)
         )
         for batch in (1, 4)
     )
@@ -275,13 +275,13 @@ def test_a_volume_of_each_participant(tmp_path):
 
 
 def test_people_of_the_other_generator():
-    found = simulate_other_scans(("csf", "gm"), 2, (30.0, 80.0), 1)
+    found = simulate_shell_cohort(("csf", "gm"), 2, (30.0, 80.0), 1)
     assert found.images.shape == (2, 1, 64, 64, 64) and found.images.dtype == np.float16
     assert found.shares.shape == (2, 2, 64, 64, 64) and found.shares.dtype == np.uint8
-    again = simulate_other_scans(("gm",), 2, (30.0, 80.0), 1)
+    again = simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 1)
     np.testing.assert_array_equal(again.shares[:, 0], found.shares[:, 1])
     assert not np.array_equal(
-        simulate_other_scans(("gm",), 2, (30.0, 80.0), 2).images, found.images
+        simulate_shell_cohort(("gm",), 2, (30.0, 80.0), 2).images, found.images
     )
     assert OTHERS > 1_000_000 * 400, "above the seeds of every cohort"
 

@@ -12,7 +12,7 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import SPLITS
 from moecore.measure.probes import ageing_and_rescans
 from moecore.measure.probes.ageing_and_rescans import (
-    UnseenPeople,
+    UnseenPeopleSimulator,
     compare_sessions,
     predict_ageing,
     predict_rescans,
@@ -24,7 +24,7 @@ from moecore.measure.probes.ageing_and_rescans import (
 from moecore.measure.probes.linear_probe import PENALTIES, fit_ridge_probe, predict_with_features
 from moecore.measure.probes.single_tissue_errors import (
     ModelAndProbeErrors,
-    brain_age_errors,
+    model_and_probe_errors,
     predict_volumes,
     summarize_errors,
     tissue_error_differences,
@@ -115,7 +115,7 @@ def test_every_tissue_has_its_own_map():
 def test_an_offset_does_not_count_for_the_probe(cohort):
     places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
     found = {
-        name: summarize_errors(brain_age_errors(Brightness(), cohort, place, 16, 256), 100, None)
+        name: summarize_errors(model_and_probe_errors(Brightness(), cohort, place, 16, 256), 100, None)
         for name, place in places.items()
     }
     # a third of the brightness is 40 years too young, and as good a measure
@@ -130,7 +130,7 @@ def test_an_offset_does_not_count_for_the_probe(cohort):
 def test_each_split_has_its_part_in_the_probe(cohort):
     # By hand: least squares of age on brightness over the training split, with the penalty that is
     # best for the validation split.
-    found = brain_age_errors(Brightness(), cohort, None, 16, None)
+    found = model_and_probe_errors(Brightness(), cohort, None, 16, None)
     train, validation, test = (
         predict_volumes(Brightness(), cohort, split, None, 16, None) for split in SPLITS
     )
@@ -199,7 +199,7 @@ def test_rank_correlations_are_spearmans():
 
 def test_only_age_changes_when_a_subject_is_aged():
     source = Source()
-    found = predict_ageing(Brightness(), UnseenPeople(source), 3, (20, 50, 80), 2)
+    found = predict_ageing(Brightness(), UnseenPeopleSimulator(source), 3, (20, 50, 80), 2)
     assert np.allclose(found.predictions, [[20, 50, 80]] * 3, atol=1e-4)
     assert found.monotone_share == 1
     assert found.rank_correlation == pytest.approx(1)
@@ -211,7 +211,7 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    found = predict_rescans(Brightness(), UnseenPeople(source), ages, 2, 100)
+    found = predict_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2, 100)
     assert found.mean_abs_difference == pytest.approx(0.1, abs=1e-4)
     assert found.other_site_mean_abs_difference == pytest.approx(10.1, abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]

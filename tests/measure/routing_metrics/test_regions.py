@@ -27,13 +27,13 @@ from moecore.measure.exploring.watched import (
     write_epoch_trace,
 )
 from moecore.measure.routing_metrics.imed import class_expert_probs
-from moecore.measure.routing_metrics.regions import region_rows, shuffle_tissue_voxels
+from moecore.measure.routing_metrics.regions import region_rows, scatter_tissue_in_brain
 from moecore.measure.routing_metrics.sweeps import (
     RoutingSweeps,
     SweepImages,
     SweepSettings,
     copy_with_router,
-    mean_setting_values,
+    routing_means_over_layers,
     run_sweeps,
     sweep_k,
     sweep_threshold,
@@ -114,17 +114,17 @@ def test_a_share_scales_the_voxels():
 def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
     share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
-    found = shuffle_tissue_voxels(share, brain, 3)
+    found = scatter_tissue_in_brain(share, brain, 3)
     assert (
         torch.equal(found[brain].sort().values, share[brain].sort().values)
         and (found[~brain] == 0).all()
     )
     assert (
         not torch.equal(found, share)
-        and torch.equal(found, shuffle_tissue_voxels(share, brain, 3))
-        and not torch.equal(found, shuffle_tissue_voxels(share, brain, 4))
+        and torch.equal(found, scatter_tissue_in_brain(share, brain, 3))
+        and not torch.equal(found, scatter_tissue_in_brain(share, brain, 4))
     )
-    two = shuffle_tissue_voxels(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
+    two = scatter_tissue_in_brain(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
 
@@ -376,7 +376,7 @@ SECOND = record(
 
 
 def test_without_a_threshold():
-    means = mean_setting_values([FIRST, SECOND], k=2, threshold=None)
+    means = routing_means_over_layers([FIRST, SECOND], k=2, threshold=None)
     assert means["load_cv2"] == pytest.approx((15 / 4 / (7 / 4) ** 2 - 1 + 1) / 2)
     # Outside the best two: (0.6 + 0.1)/2.35, 0.3/1.4, 0.5/1.4, 0.3/1.8; in the second layer 1/2.
     tails = [(0.7 / 2.35 + 0.3 / 1.4 + 0.5 / 1.4 + 0.3 / 1.8) / 4, 0.5]
@@ -385,13 +385,13 @@ def test_without_a_threshold():
 
 
 def test_with_a_threshold():
-    means = mean_setting_values([FIRST, FIRST], k=2, threshold=0.5)
+    means = routing_means_over_layers([FIRST, FIRST], k=2, threshold=0.5)
     # Above 0.5: three, one, none and two scores.
     assert means["fallback"] == 0.25
     assert means["tail_mass"] == pytest.approx(0.6 / 2.25 / 3)
 
 
 def test_a_layer_without_eligible_experts_leaves_no_mean():
-    means = mean_setting_values([FIRST, SECOND], k=2, threshold=0.5)
+    means = routing_means_over_layers([FIRST, SECOND], k=2, threshold=0.5)
     assert means["tail_mass"] is None
     assert means["fallback"] == (0.25 + 1) / 2

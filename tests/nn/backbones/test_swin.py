@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from moecore.core.config import replace_and_validate
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
-from moecore.data.loader import place_split
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.base_model import EncodeOptions
@@ -262,8 +262,8 @@ def trained(name: str, kind: str):
     model = config.build(IMAGE, method.moe)
     made = TrainingJob(
         model,
-        place_split(images(16), "cpu"),
-        place_split(images(8, 1), "cpu"),
+        load_split_for_device(images(16), "cpu"),
+        load_split_for_device(images(8, 1), "cpu"),
         Objective(method.losses, distillation=method.distillation),
         guide,
         method.views,

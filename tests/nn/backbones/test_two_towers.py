@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.data.loader import place_split
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
@@ -67,7 +67,7 @@ def captioned(method: Method, backbone: TwoTowers = SMALL) -> TrainingJob:
     guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
     model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
-    train, validation = place_split(split(40), "cpu"), place_split(split(12, 1), "cpu")
+    train, validation = load_split_for_device(split(40), "cpu"), load_split_for_device(split(12, 1), "cpu")
     return TrainingJob(model, train, validation, objective, guide, method.views)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord, StepContext
+from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord, ObjectiveInputs
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.entropy import Entropy, entropy
@@ -231,7 +231,7 @@ def test_teacher_router_without_guidance_is_explained():
 
 def step_of(scores, belongs):
     record = RoutingRecord(*[scores] * 5)
-    return StepContext(
+    return ObjectiveInputs(
         Batch(None, None, None, 1, belongs),
         ModelOutput(None, (record, record._replace(logits=3 * scores))),
         SimpleNamespace(),

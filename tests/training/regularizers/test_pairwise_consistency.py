@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Batch, ModelOutput, StepContext, TokenLayout
+from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, TokenLayout
 from moecore.training.regularizers.jensen_shannon import JensenShannon, jensen_shannon
 from moecore.training.regularizers.pairwise_consistency import (
     PairwiseConsistency,
@@ -35,7 +35,7 @@ def draw_two_views(*layers, special=1, columns=2, views=2, move=0.0):
     blank = torch.zeros(count)
     layout = TokenLayout(special, (1, columns), (4, 4 * columns))
     model = SimpleNamespace(layouts=(layout,) * len(layers))
-    return StepContext(
+    return ObjectiveInputs(
         Batch(blank, blank, affines, views),
         ModelOutput(blank, tuple(record(probs=layer) for layer in layers)),
         model,
