@@ -23,7 +23,7 @@ from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
 from moecore.core.config import Config
-from moecore.core.routing_records import Batch, Guidance, RoutingContext, ObjectiveInputs
+from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs, RoutingContext
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts

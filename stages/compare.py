@@ -9,7 +9,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import whole_file
 from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
-from moecore.report.csv_and_plot_files import render_report_files
+from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import compare_methods
 from moecore.run import partial_comparison

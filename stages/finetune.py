@@ -35,7 +35,9 @@ class AdversarialFinetuneParams(Config):
 
 def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
     """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/``phase``."""
-    params = read_params(Params if phase == "finetune" else AdversarialFinetuneParams, method=method)
+    params = read_params(
+        Params if phase == "finetune" else AdversarialFinetuneParams, method=method
+    )
     settings = getattr(params, phase)
     start = Path("artifacts/pretrain", method, str(seed))
     guide = guide_folder(method, seed)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import cast
 
 from moecore.brain.age_measurement import AgeResult, summarize_age_errors
-from moecore.brain.ages import Ages, CalibratorFit, fit_age_line
+from moecore.brain.age_predictions import Ages, CalibratorFit, fit_age_line
 from moecore.brain.model_card import render_model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
 from moecore.brain.training_cohort import (

@@ -18,7 +18,7 @@ from moecore.brain.age_errors import (
     measure_age_errors,
     measure_group_errors,
 )
-from moecore.brain.ages import Ages, CalibratorFit
+from moecore.brain.age_predictions import Ages, CalibratorFit
 from moecore.brain.training_cohort import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.linear import FitOn

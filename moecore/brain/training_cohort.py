@@ -60,7 +60,9 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
     }
 
 
-def collect_training_ranges(data: Prepared, interval: AgeInterval, sha256: str) -> TrainingCohortRanges:
+def collect_training_ranges(
+    data: Prepared, interval: AgeInterval, sha256: str
+) -> TrainingCohortRanges:
     """The ranges over the training volumes, and the card's facts; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})
     quantities = [describe_volume(volume, facts.voxel_mm) for volume in data.train.images]
@@ -84,7 +86,9 @@ def out_of_range_flags(volume: np.ndarray, reference: TrainingCohortRanges) -> l
     ]
 
 
-def age_range_flags(predicted: float, age: float | None, reference: TrainingCohortRanges) -> list[str]:
+def age_range_flags(
+    predicted: float, age: float | None, reference: TrainingCohortRanges
+) -> list[str]:
     """Flags where the prediction or the known age lies outside the ages of training."""
     low, high = reference.data.target_range
     values = {"predicted age": predicted, "age": age}

@@ -106,7 +106,9 @@ def image_memory_budget(device: torch.device | str) -> int:
     return int(GPU_MEMORY_SHARE * free)
 
 
-def load_split_for_device(split: Split, device: torch.device | str, limit_bytes: int | None = None) -> Loaded:
+def load_split_for_device(
+    split: Split, device: torch.device | str, limit_bytes: int | None = None
+) -> Loaded:
     """Put a split's images on the device where they take at most ``limit_bytes`` there, by default
     ``image_memory_budget``; else, and where they are JPEG files, leave them on disk.
     """

@@ -25,10 +25,10 @@ from moecore.measure.probes.ageing_and_rescans import (
     predict_rescans,
     session_pairs,
 )
-from moecore.measure.probes.region_generalisation import (
+from moecore.measure.probes.region_experts_on_new_data import (
     BatchAndBootstrapSizes,
-    RegionGeneralisationSettings,
     RegionExpertResult,
+    RegionGeneralisationSettings,
     has_generator_voxel_grid,
     measure_generalisation,
 )
@@ -58,7 +58,9 @@ class CohortChecks(Config):
     ages: tuple[Age, ...] = Field(
         (20, 30, 40, 50, 60, 70, 80, 90), min_length=2, description="The ages of each, rising."
     )
-    rescans: int = Field(16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, there and elsewhere")
+    rescans: int = Field(
+        16, ge=1, le=PEOPLE // 2, description="Subjects scanned again, there and elsewhere"
+    )
     probe: int = Field(
         256, ge=2, description="Training volumes, at most, that the probe of a tissue is fitted to."
     )
@@ -133,7 +135,12 @@ def whole_and_tissue_errors(
     for name in ("whole", *subject.data.card["regions"]):
         region = None if name == "whole" else subject.data.card["regions"].index(name)
         compute = partial(
-            model_and_probe_errors, subject.model, subject.data, region, settings.batch, settings.probe
+            model_and_probe_errors,
+            subject.model,
+            subject.data,
+            region,
+            settings.batch,
+            settings.probe,
         )
         errors[name] = load_or_compute(parts, name, ModelAndProbeErrors, compute)
     return errors
@@ -148,7 +155,10 @@ def unseen_simulated_people(data: Prepared) -> UnseenPeopleSimulator | None:
 
 
 def measure_rescans(
-    subject: MeasuredModel, people: UnseenPeopleSimulator | None, settings: CohortChecks, parts: PartStore
+    subject: MeasuredModel,
+    people: UnseenPeopleSimulator | None,
+    settings: CohortChecks,
+    parts: PartStore,
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
     sizes = (settings.batch, settings.resamples)
@@ -163,7 +173,10 @@ def measure_rescans(
 
 
 def measure_ageing(
-    subject: MeasuredModel, people: UnseenPeopleSimulator | None, settings: CohortChecks, parts: PartStore
+    subject: MeasuredModel,
+    people: UnseenPeopleSimulator | None,
+    settings: CohortChecks,
+    parts: PartStore,
 ) -> Ageing | None:
     """Simulated subjects at every age; None for a real cohort."""
     if people is None:

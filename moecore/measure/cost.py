@@ -11,8 +11,8 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, PartStore
 from moecore.measure.clock import Quartiles, timing_quartiles
 from moecore.measure.forward_cost import (
-    WholeAndRoutingCost,
     Images,
+    WholeAndRoutingCost,
     flops_per_image,
     pass_and_routing_times,
     peak_memory,

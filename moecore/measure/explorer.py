@@ -140,7 +140,9 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     def experts() -> ExplorerExperts:
         chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
         gallery = GalleryImages(chosen, data.test, data.task)
-        return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, settings.favourites))
+        return ExplorerExperts(
+            layers=expert_galleries_by_layer(model, gallery, settings.favourites)
+        )
 
     seen = [
         load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed

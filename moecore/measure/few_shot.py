@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason, load_or_compute
+from moecore.measure.base import MeasuredModel, PartStore, load_or_compute, no_flat_images_reason
 from moecore.measure.probes.linear_probe import predict_with_features
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_over_seeds

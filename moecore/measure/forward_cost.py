@@ -63,7 +63,9 @@ def flops_per_image(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
         (span.end - span.start) * span.padding for span in spans if span.part == "experts"
     )
     routing = sum_routing_time(spans, lambda start, end: end - start)
-    return WholeAndRoutingCost((counter.get_total_flops() - padding) / len(images), routing / len(images))
+    return WholeAndRoutingCost(
+        (counter.get_total_flops() - padding) / len(images), routing / len(images)
+    )
 
 
 def pass_and_routing_times(
@@ -83,7 +85,9 @@ def pass_and_routing_times(
                 end = clock.mark()
             clock.wait()
             times.append(
-                WholeAndRoutingCost(clock.seconds(start, end), sum_routing_time(spans, clock.seconds))
+                WholeAndRoutingCost(
+                    clock.seconds(start, end), sum_routing_time(spans, clock.seconds)
+                )
             )
     return times[warm_up:]
 

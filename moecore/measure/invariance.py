@@ -15,8 +15,8 @@ from moecore.measure.base import (
     MeasuredModel,
     Number,
     PartStore,
-    no_flat_images_reason,
     load_or_compute,
+    no_flat_images_reason,
 )
 from moecore.measure.routing_metrics.imed import class_expert_probs, imed_between, imed_by_image
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement

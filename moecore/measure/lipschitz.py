@@ -9,8 +9,8 @@ from moecore.measure.base import (
     Estimate,
     MeasuredModel,
     PartStore,
-    no_flat_images_reason,
     load_or_compute,
+    no_flat_images_reason,
 )
 from moecore.measure.theory.lipschitz_lemma import (
     Lemma,

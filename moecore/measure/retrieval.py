@@ -15,7 +15,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import Estimate, MeasuredModel, PartStore
-from moecore.measure.exploring.caption_words import experts_by_word, find_two_towers
+from moecore.measure.exploring.caption_word_experts import experts_by_word, find_two_towers
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.nn.backbones.two_towers import TEXTS
@@ -24,10 +24,10 @@ from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.retrieval_recall import (
+    hit_probability_under_ties,
     image_to_text_recall,
     missing_caption_mask,
     text_to_image_recall,
-    hit_probability_under_ties,
 )
 
 WORDS = 60  # that a page shows: the most frequent
@@ -152,7 +152,11 @@ def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) ->
 
     own: how many of the gallery are right, for each image or alike (1,); by chance all are one tie.
     """
-    chance = hit_probability_under_ties(torch.zeros_like(own), gallery - own, own, at).mean(dim=0).tolist()
+    chance = (
+        hit_probability_under_ties(torch.zeros_like(own), gallery - own, own, at)
+        .mean(dim=0)
+        .tolist()
+    )
     return [
         RecallAtK(
             k=k,

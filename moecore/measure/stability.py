@@ -12,7 +12,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason, load_or_compute
+from moecore.measure.base import MeasuredModel, PartStore, load_or_compute, no_flat_images_reason
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import (

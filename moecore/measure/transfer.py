@@ -145,7 +145,9 @@ def prepare_transfer_attacks(
     return TargetsAndImages(targets, attacked)
 
 
-def transferred_scores(made: TargetsAndImages, source: str, target: str, parts: PartStore) -> Tensor:
+def transferred_scores(
+    made: TargetsAndImages, source: str, target: str, parts: PartStore
+) -> Tensor:
     """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
 

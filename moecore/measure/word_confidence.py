@@ -41,7 +41,7 @@ class FinalTokens(NamedTuple):
             total += float(nll_slopes(logits, right, beta).double().sum())
         return total / self.labels.numel()
 
-    def answers(self, *temperatures: float) -> list["TokenScores"]:
+    def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:
         """Return what the logits over each temperature are worth."""
         by_temperature: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
         for logits, right in self.parts():
@@ -53,7 +53,7 @@ class FinalTokens(NamedTuple):
                 each.append((-own, squares, best.exp(), place == right))
         return [self._concat_answers(each) for each in by_temperature]
 
-    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "TokenScores":
+    def _concat_answers(self, parts: list[tuple[Tensor, ...]]) -> "TokenLossAndConfidence":
         every = [torch.cat(one).cpu().view(self.labels.shape) for one in zip(*parts, strict=True)]
         nats, squares, sure, hits = every
         return TokenLossAndConfidence(nats.double(), squares.double(), sure.double(), hits)

@@ -19,11 +19,11 @@ from threading import Event
 from moecore.core.files import UserError
 from moecore.pipeline.job_resources import (
     THREAD_VARIABLES,
-    start_server_for_jobs,
     choose_places,
     default_jobs,
     job_environments,
     merge_environments,
+    start_server_for_jobs,
 )
 from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
 from moecore.pipeline.project_lock import dvc_command

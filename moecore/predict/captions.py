@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
-from moecore.measure.exploring.caption_words import experts_by_word
+from moecore.measure.exploring.caption_word_experts import experts_by_word
 from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.predict.page import RoutedText
 from moecore.predict.pictures import OutputReader, Row, write_csv

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moecore.core.files import UserError, write_whole
 from moecore.data.files.decode import BACKGROUND
-from moecore.measure.exploring.caption_words import find_two_towers
+from moecore.measure.exploring.caption_word_experts import find_two_towers
 from moecore.predict.ages import NewAges, predict_ages
 from moecore.predict.captions import (
     match_texts_to_pictures,

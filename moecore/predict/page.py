@@ -85,7 +85,9 @@ def render_predictions(content: PredictedPage) -> str:
     )
 
 
-def picture_tile_with_experts(pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = "") -> Tile:
+def picture_tile_with_experts(
+    pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
+) -> Tile:
     """Return a picture uint8 (C, H, W) of one or three channels with the experts of its patches.
 
     experts: a layer (rows, columns, k).

@@ -121,7 +121,12 @@ def predict_pictures(
                 rows.append(row)
                 if len(shown) < SHOWN:
                     shown.append(
-                        Shown(name, row.answer, [picture_tile_with_experts(picture, experts)], row.more)
+                        Shown(
+                            name,
+                            row.answer,
+                            [picture_tile_with_experts(picture, experts)],
+                            row.more,
+                        )
                     )
             bar.update(len(rows))
     return rows, shown

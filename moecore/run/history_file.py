@@ -97,7 +97,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
 
 
 def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield lines of JSON with their values, up to the first torn or without ``has_valid_seal``."""
+    """Yield lines of JSON with their values, up to the first torn or without a valid seal."""
     for line in content.splitlines(keepends=True):
         try:
             value = json.loads(line)

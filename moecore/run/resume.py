@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, verify_and_remove_seal, sealed_object, write_whole
+from moecore.core.files import UserError, sealed_object, verify_and_remove_seal, write_whole
 from moecore.core.source_layout import CODE
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs

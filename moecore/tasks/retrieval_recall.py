@@ -70,11 +70,17 @@ def image_to_text_recall(images: Tensor, texts: Tensor, at: tuple[int, ...]) -> 
         best = cosines.masked_fill(~own, -2.0).amax(dim=1, keepdim=True)
         above = (cosines > best + TIE).sum(dim=1)
         equal = (cosines - best).abs() <= TIE
-        hits.append(hit_probability_under_ties(above, (equal & ~own).sum(dim=1), (equal & own).sum(dim=1), at))
+        hits.append(
+            hit_probability_under_ties(
+                above, (equal & ~own).sum(dim=1), (equal & own).sum(dim=1), at
+            )
+        )
     return torch.cat(hits)
 
 
-def hit_probability_under_ties(above: Tensor, others: Tensor, own: Tensor, at: tuple[int, ...]) -> Tensor:
+def hit_probability_under_ties(
+    above: Tensor, others: Tensor, own: Tensor, at: tuple[int, ...]
+) -> Tensor:
     """Return the share of a tie's orders in which one of its right answers is among the first k:
     (n, k) fp64; 1 − C(others, r)/C(others + own, r) with r = k − above places for the tie.
 

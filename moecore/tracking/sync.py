@@ -16,7 +16,13 @@ from moecore.run.histories import ExecutionHistory
 from moecore.run.history_file import GrowingHistory
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
-from moecore.tracking.generations import DENSE, FAMILY, SHARED, MethodSeedHistories, group_by_method_and_seed
+from moecore.tracking.generations import (
+    DENSE,
+    FAMILY,
+    SHARED,
+    MethodSeedHistories,
+    group_by_method_and_seed,
+)
 from moecore.tracking.metric_names import (
     PHASES,
     curve_points,
@@ -69,7 +75,11 @@ class StudyImport:
     """One import of the histories of a study into its experiment."""
 
     def __init__(
-        self, client: Any, study: Path, histories: Mapping[str, ExecutionHistory], sent: dict[str, int]
+        self,
+        client: Any,
+        study: Path,
+        histories: Mapping[str, ExecutionHistory],
+        sent: dict[str, int],
     ) -> None:
         self.client = client
         self.study = study
@@ -167,7 +177,9 @@ class StudyImport:
         self.counts["current"] += current
         return run if history.has_ended and not is_complete else None
 
-    def _send_lines(self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None) -> bool:
+    def _send_lines(
+        self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
+    ) -> bool:
         """Send the lines of a history that were not sent yet; returns whether anything changed."""
         new = history.lines[self.sent.get(run.id, 0) :]
         state, when = history.run_state()
@@ -208,7 +220,9 @@ class StudyImport:
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
 
-    def _send_model(self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None) -> None:
+    def _send_model(
+        self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
+    ) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
             place, experiment = path_inside(self.study, folder), self.experiment.experiment_id
             try:

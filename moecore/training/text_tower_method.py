@@ -27,7 +27,7 @@ class TextTowerMethod(Config):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> "TextTowerExperts":
+    def _whole(self) -> "TextTowerMethod":
         if (self.router is None) != (self.experts is None):
             raise ValueError("text has both `router` and `experts`, or neither (a dense tower)")
         for regularizer in self.regularizers:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_errors import (
     age_decade,
+    age_errors_by_resample,
     draw_resample_weights,
     measure_age_errors,
     measure_group_errors,
-    age_errors_by_resample,
 )
 from moecore.brain.age_measurement import AgeResult, conformal_radius, summarize_age_errors
-from moecore.brain.ages import Ages, CalibratorFit, fit_age_line
+from moecore.brain.age_predictions import Ages, CalibratorFit, fit_age_line
 from moecore.brain.prediction_table import (
     COLUMNS,
     correct_ages,

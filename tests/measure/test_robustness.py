@@ -11,9 +11,9 @@ from moecore.measure.base import MeasuredModel, Skipped, read_result
 from moecore.measure.robustness import (
     Result,
     Robustness,
-    target_on_drawn_images,
     check_attack_settings,
     measure,
+    target_on_drawn_images,
 )
 from moecore.measure.transfer import Transfer
 from moecore.measure.transfer import measure as measure_transfer

@@ -332,7 +332,9 @@ def check_favourites(use, expert, record, where):
 
 def test_a_crop_shows_the_patch_in_its_middle(model, found):
     layer = found.layers[0]
-    crops = np.frombuffer(decode_compressed_text(layer.crops.pixels), np.uint8).reshape(layer.crops.shape)
+    crops = np.frombuffer(decode_compressed_text(layer.crops.pixels), np.uint8).reshape(
+        layer.crops.shape
+    )
     first = layer.experts[0].favourites[0]
     row, column = divmod(first.patch, 3)
     image = model.data.test.images[first.image, 0]

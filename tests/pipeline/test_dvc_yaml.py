@@ -25,8 +25,8 @@ from moecore.pipeline.dvc_file import (
     CONFIG,
     LARGE_STUDY,
     count_stages,
-    study_dvc_yaml_texts,
     stage_definitions,
+    study_dvc_yaml_texts,
 )
 from moecore.pipeline.multi_gpu_estimate import (
     GpuPeaks,

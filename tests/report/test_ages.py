@@ -8,7 +8,6 @@ import pytest
 from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
-from moecore.report.csv_and_plot_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissue_error_table
@@ -16,6 +15,7 @@ from moecore.report.measures.region_experts import generalisation_table, mixture
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import attack_scores_by_epsilon
 from moecore.report.page.report_page import render_report
+from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat

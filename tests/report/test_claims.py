@@ -513,7 +513,9 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
     then = {"pretrain": {"epochs": 3}, "methods": methods}
     compared = json.loads(
-        json.dumps(compare_methods(shown) | compare_json_claims(evaluate_claims([claim()], shown), then))
+        json.dumps(
+            compare_methods(shown) | compare_json_claims(evaluate_claims([claim()], shown), then)
+        )
     )
     (entry,) = compared["claims"].values()
     assert len(entry["settings"]) == 16

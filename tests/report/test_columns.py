@@ -13,7 +13,12 @@ from moecore.measure.routing import Result as Routing
 from moecore.report.column import Column
 from moecore.report.figures.charts import attack_points, points_over_seeds
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.robustness import WORST, attack_scores_by_epsilon, attack_title, hits_under
+from moecore.report.measures.robustness import (
+    WORST,
+    attack_scores_by_epsilon,
+    attack_title,
+    hits_under,
+)
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report

@@ -21,9 +21,9 @@ from moecore.report.figures.expert_figures import class_expert_maps, expert_load
 from moecore.report.figures.training_figures import (
     confusion_matrix,
     draw_filter_sigma_schedule,
-    trailing_epoch_losses,
     routing_agreement,
     steps_until_baseline_loss,
+    trailing_epoch_losses,
     training_curves,
 )
 from moecore.report.measured import Measured
@@ -195,7 +195,10 @@ def test_the_loss_of_the_last_epoch_by_hand():
 
 def test_steps_to_the_loss_of_another_training():
     slow, fast = (trained_with(losses, 10) for losses in ([4, 3, 2, 1], [3, 1, 0.5, 0.4]))
-    assert (steps_until_baseline_loss(fast, slow), steps_until_baseline_loss(slow, slow)) == (20, 40)
+    assert (steps_until_baseline_loss(fast, slow), steps_until_baseline_loss(slow, slow)) == (
+        20,
+        40,
+    )
     assert steps_until_baseline_loss(slow, fast) == 50  # never: an epoch of ten steps after the end
     assert steps_until_baseline_loss(slow, None) is None
     assert steps_until_baseline_loss(slow, slow.model_copy(update={"curve": ()})) is None

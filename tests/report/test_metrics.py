@@ -11,11 +11,11 @@ from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Result as Routing
 from moecore.report.column import PlannedPhase, column_slug
-from moecore.report.csv_and_plot_files import robustness_csv
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training_outcome import halfway_agreement
 from moecore.report.page.report_page import render_report
+from moecore.report.report_files import robustness_csv
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables.comparison import (
     build_table,
@@ -186,7 +186,9 @@ def test_what_the_papers_print():
     ) == pytest.approx(1, abs=1e-3)
     assert [
         found.model
-        for found in paper_models_with_numbers("tgr", frozenset({"test_accuracy", "agreement_before_after"}))
+        for found in paper_models_with_numbers(
+            "tgr", frozenset({"test_accuracy", "agreement_before_after"})
+        )
     ] == ["V-MoE", "TGR-MoE"]
 
 

@@ -8,7 +8,13 @@ import pytest
 from playwright.sync_api import Locator
 
 from moecore.predict import page as predicted
-from moecore.predict.page import Failure, PredictedPage, RoutedText, Shown, picture_tile_with_experts
+from moecore.predict.page import (
+    Failure,
+    PredictedPage,
+    RoutedText,
+    Shown,
+    picture_tile_with_experts,
+)
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.measured import Models
 from moecore.report.page.explorer import explorer

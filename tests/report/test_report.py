@@ -12,9 +12,9 @@ from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims.claims_page import load_studies
 from moecore.report.column import Column, ResultColumn
-from moecore.report.csv_and_plot_files import robustness_csv, training_csv
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
+from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import summary
 from moecore.report.tables.cells import Cell

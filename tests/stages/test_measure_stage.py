@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from moecore.brain import out_of_fold as brain
-from moecore.brain.ages import Ages, fit_age_line
+from moecore.brain.age_predictions import Ages, fit_age_line
 from moecore.brain.out_of_fold import assign_folds
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
@@ -26,7 +26,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc_file import study_dvc_yaml_texts, stage_definitions
+from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.training.artifacts import save_model, save_no_guide
 from stages import out_of_fold as stage

@@ -24,9 +24,9 @@ from moecore.study.reading.message_format import cap_line_count, spell_keys
 from moecore.study.reading.overlay import merge_settings, resolve_overlay
 from moecore.study.reading.stage_params import (
     ParamsKeyTemplate,
+    extract_declared_settings,
     params_keys,
     read_params,
-    extract_declared_settings,
 )
 from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
 from tests.project import PARAMS as TEXT

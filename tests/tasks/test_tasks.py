@@ -19,9 +19,9 @@ from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
 from moecore.tasks.regression import Regression
 from moecore.tasks.retrieval_recall import (
+    hit_probability_under_ties,
     image_to_text_recall,
     text_to_image_recall,
-    hit_probability_under_ties,
 )
 
 ONE = Classification(classes=("a", "b", "c"))

@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moecore.core.routing_records import Batch, Guidance, ModelOutput, RoutingRecord, ObjectiveInputs
+from moecore.core.routing_records import (
+    Batch,
+    Guidance,
+    ModelOutput,
+    ObjectiveInputs,
+    RoutingRecord,
+)
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.input_spec import ImageSpec

@@ -247,7 +247,10 @@ def age_job(seed: int = 0, **settings) -> TrainingJob:
         patch=8, width=24, depth=2, heads=2, mlp_ratio=2, stem="pooled", **settings
     ).build(VOLUMES)
     return TrainingJob(
-        model, load_split_for_device(cohort(32, 0), "cpu"), load_split_for_device(cohort(12, 100), "cpu"), Objective()
+        model,
+        load_split_for_device(cohort(32, 0), "cpu"),
+        load_split_for_device(cohort(12, 100), "cpu"),
+        Objective(),
     )
 
 
@@ -261,7 +264,9 @@ def test_the_loss_of_ages_is_the_mean_absolute_error_in_deviations():
 def test_validation_is_in_years_and_its_loss_in_deviations():
     model = age_job().model
     model.head.weight.data.zero_()  # answers 55 always
-    split = load_split_for_device(Split(cohort(2, 0).images, np.array([50.0, 70.0], np.float32)), "cpu")
+    split = load_split_for_device(
+        Split(cohort(2, 0).images, np.array([50.0, 70.0], np.float32)), "cpu"
+    )
     assert validation_metrics(model, split) == pytest.approx(
         {"validation_mae": 10.0, "validation_loss": 0.5}
     )  # errors 5 and 15; deviation 20
@@ -292,7 +297,8 @@ SETS = IMAGE.model_copy(update={"task": MultiLabel(classes=("left", "right"))})
 
 def several(method: Method = DENSE, seed: int = 0):
     return task(method, seed, image=SETS)._replace(
-        train=load_split_for_device(sets(50), "cpu"), validation=load_split_for_device(sets(20, 1), "cpu")
+        train=load_split_for_device(sets(50), "cpu"),
+        validation=load_split_for_device(sets(20, 1), "cpu"),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
-from moecore.data.files.presplit_sets import LabelledImages, PublishedFacts, PublishedSource
+from moecore.data.files.published_image_sets import LabelledImages, PublishedFacts, PublishedSource
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # files of the version that is refused

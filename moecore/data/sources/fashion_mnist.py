@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moecore.data.files.download import download_file
 from moecore.data.files.idx import read_idx
-from moecore.data.files.presplit_sets import LabelledImages, PublishedFacts, PublishedSource
+from moecore.data.files.published_image_sets import LabelledImages, PublishedFacts, PublishedSource
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
 CLASSES = (

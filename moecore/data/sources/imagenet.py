@@ -11,8 +11,8 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.files.class_folders import (
     ImageFilesSource,
     class_names,
-    select_split_files,
     list_labelled_images,
+    select_split_files,
 )
 from moecore.data.files.resumable_decoding import SplitFiles
 from moecore.data.splits import split_train, stratified_limit

@@ -90,7 +90,9 @@ class Phantom(CohortSettings):
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; nothing is simulated."""
-        return planned_age_cohort_data(self._name(), (SIDE,) * 3, REGIONS).complete_with(self._known)
+        return planned_age_cohort_data(self._name(), (SIDE,) * 3, REGIONS).complete_with(
+            self._known
+        )
 
     def _name(self) -> str:
         return f"Simulated ageing cohort (phantom, {self.preset})"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import in_range_mask, to_device_async, clamp_or_reflect_indices
+from moecore.data.image_warping import clamp_or_reflect_indices, in_range_mask, to_device_async
 from moecore.data.views.geometry import uniform_draws
 
 

@@ -17,9 +17,9 @@ from moecore.data.volumes.grids import (
 from moecore.data.volumes.nifti import MOST, UnusableVolume, Volume, load_volume, place_mismatch
 from moecore.data.volumes.volume_checks import (
     crop_problem,
-    tissue_map_range_problem,
     size_problem,
     skull_problem,
+    tissue_map_range_problem,
     tissue_problem,
 )
 

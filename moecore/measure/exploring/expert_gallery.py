@@ -64,7 +64,9 @@ class GalleryImages(NamedTuple):
     task: Task
 
 
-def expert_galleries_by_layer(model: Model, gallery: GalleryImages, most: int) -> list[LayerExperts]:
+def expert_galleries_by_layer(
+    model: Model, gallery: GalleryImages, most: int
+) -> list[LayerExperts]:
     """Return the experts of every MoE layer, with at most ``most`` favourites each."""
     chunks = list(zip(*iterate_preferences(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))

@@ -104,7 +104,9 @@ def cross_person_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> flo
     return None
 
 
-def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int, resamples: int) -> Estimate:
+def cube_tissue_score_correlation(
+    routed_cubes: RoutedCubes, tissue: int, resamples: int
+) -> Estimate:
     """Spearman's, of a tissue's share of what a cube holds and the score of its expert.
 
     Over a person's cubes, 0 where one of the two is constant; the mean over people.

@@ -103,7 +103,7 @@ class EigenbasisRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple["SparsePlan | EigenbasisPlan", RoutingRecord]:
+    ) -> tuple["SparsePlan | ProjectionDispatchPlan", RoutingRecord]:
         with full_precision(tokens):
             basis = self.basis
             if basis is None:

@@ -22,7 +22,9 @@ class ProjectionDispatchPlan(NamedTuple):
     sources: Tensor  # (N·k,) the projection of each pair of token and choice: token·E + expert
 
     @classmethod
-    def build(cls, plan: SparsePlan, projections: Tensor, chosen: Tensor) -> "EigenbasisPlan":
+    def build(
+        cls, plan: SparsePlan, projections: Tensor, chosen: Tensor
+    ) -> "ProjectionDispatchPlan":
         """Return it of projections (B, T, E, r) and the chosen experts (B, T, k) of ``plan``."""
         first = torch.arange(
             0, projections[..., 0].numel(), projections.shape[2], device=chosen.device

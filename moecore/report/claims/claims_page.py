@@ -146,7 +146,10 @@ def render_claims_page(root: Path = Path()) -> str:
 def read_paper_tables() -> dict[str, list[PaperTableOrFigure]]:
     """Return the rows of each paper, as paper_tables.yaml has them."""
     papers = load_yaml(str(TABLES)).data
-    return {name: [PaperTableOrFigure.model_validate(row) for row in rows] for name, rows in papers.items()}
+    return {
+        name: [PaperTableOrFigure.model_validate(row) for row in rows]
+        for name, rows in papers.items()
+    }
 
 
 def load_studies(root: Path) -> tuple[Studies, list[Answer]]:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from moecore.report.claims.evaluation import (
     Evaluated,
     claim_entry,
-    keep_paper_claims,
     keep_own_questions,
+    keep_paper_claims,
 )
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import interval_from_json, markdown_table

@@ -78,7 +78,11 @@ def label_points(
     taken += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
     for name, dot in sorted(dots.items(), key=lambda named: -named[1][1]):
         size = _size(figure, name)
-        places = [(reach, candidate_label_bounds(dot, reach, side, size)) for reach in REACHES for side in SIDES]
+        places = [
+            (reach, candidate_label_bounds(dot, reach, side, size))
+            for reach in REACHES
+            for side in SIDES
+        ]
         reach, box = min(places, key=lambda one: _cost(*one, taken, frame))
         taken.append((box, 10))
         line = {"arrowstyle": "-", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
@@ -95,7 +99,9 @@ def label_points(
         )
 
 
-def candidate_label_bounds(dot: np.ndarray, reach: float, side: tuple[int, int], size: np.ndarray) -> Bbox:
+def candidate_label_bounds(
+    dot: np.ndarray, reach: float, side: tuple[int, int], size: np.ndarray
+) -> Bbox:
     """Return where a name of this size in pixels would stand, ``reach`` from its point."""
     middle = dot + np.array(side) * (reach + size / 2)
     return Bbox([middle - size / 2, middle + size / 2])

@@ -21,8 +21,8 @@ from moecore.report.figures.sheets import (
     SheetLabels,
     Tile,
     displayable_image,
-    patch_expert_colours,
     heat_colours,
+    patch_expert_colours,
     put,
     sheet,
 )

@@ -175,7 +175,8 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
     reads["Rescan, years apart"] = rescan_change
     columns = {words: Column(words, words, read) for words, read in reads.items()}
     cells = {
-        words: column_cells_over_seeds(column, Result, phase.models) for words, column in columns.items()
+        words: column_cells_over_seeds(column, Result, phase.models)
+        for words, column in columns.items()
     }
     having = {words: items for words, items in cells.items() if set(items) != {NONE}}
     if not having:

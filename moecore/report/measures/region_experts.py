@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.measure.probes.region_generalisation import RegionExpertResult
+from moecore.measure.probes.region_experts_on_new_data import RegionExpertResult
 from moecore.report.column import Column, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, format_shares
 from moecore.report.measured import Phase, drop_none

@@ -89,7 +89,11 @@ def hits_under(model: Measured, attack: str) -> np.ndarray | None:
 def worst_case_scores(result: Result, attack: str) -> np.ndarray | None:
     """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
     names = {WORST: attacks_of(result)}.get(attack, [attack])
-    last = [attack_scores_by_epsilon(result, name)[-1] for name in names if attack_scores_by_epsilon(result, name)]
+    last = [
+        attack_scores_by_epsilon(result, name)[-1]
+        for name in names
+        if attack_scores_by_epsilon(result, name)
+    ]
     return worst_scores(result.task, last, result.images).numpy() if last else None
 
 
@@ -341,7 +345,10 @@ def audit_block(phase: Phase) -> Block:
     rows = [
         TableRow(
             PageCell(name.replace("_", " ")),
-            [worst_audit_verdict_cell([line for line in one if line.name == name]) for one in lines.values()],
+            [
+                worst_audit_verdict_cell([line for line in one if line.name == name])
+                for one in lines.values()
+            ],
         )
         for name in dict.fromkeys(line.name for line in every)
     ]

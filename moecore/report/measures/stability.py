@@ -30,7 +30,13 @@ from moecore.report.figures.drawing import (
     share_axis,
     styled,
 )
-from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, patch_expert_colours, sheet
+from moecore.report.figures.sheets import (
+    SheetLabels,
+    Tile,
+    displayable_image,
+    patch_expert_colours,
+    sheet,
+)
 from moecore.report.measured import Phase
 from moecore.report.measures.result_display import (
     Figures,

@@ -60,7 +60,9 @@ def percent_slug(share: float) -> str:
 
 
 def swap_rows_by_share(result: Result) -> dict[str, SwapAgainstClean]:
-    return {percent_slug(row.share): SwapAgainstClean(row, result.nats.value) for row in result.rows}
+    return {
+        percent_slug(row.share): SwapAgainstClean(row, result.nats.value) for row in result.rows
+    }
 
 
 def planned_swap_shares(ahead: PlannedPhase) -> list[str]:

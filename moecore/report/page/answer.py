@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import Evaluated, keep_paper_claims, keep_own_questions
-from moecore.report.headline_quantities import QuantityByMethod, PhaseQuantities
+from moecore.report.claims.evaluation import Evaluated, keep_own_questions, keep_paper_claims
+from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod
 from moecore.report.measured import Phase, drop_none
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line

@@ -18,7 +18,14 @@ from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
 from moecore.report.page.templating import template_environment
-from moecore.report.page.view import Page, PageCell, PageTable, PhaseOverviewCharts, Section, TableRow
+from moecore.report.page.view import (
+    Page,
+    PageCell,
+    PageTable,
+    PhaseOverviewCharts,
+    Section,
+    TableRow,
+)
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.comparison import build_table
 
@@ -81,7 +88,9 @@ def main_finding(
     )
 
 
-def build_overview_charts(results: Results, phase: Phase, known: PhaseQuantities) -> PhaseOverviewCharts:
+def build_overview_charts(
+    results: Results, phase: Phase, known: PhaseQuantities
+) -> PhaseOverviewCharts:
     """The picture of the first screen, and what it lacks."""
     notes = known.missing(has_moe_method(phase.models))
     left_out = [method for method in phase.models if method in results.controls]

@@ -15,7 +15,13 @@ from moecore.report.page.rows import method_rows_table, paper_number
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
-from moecore.report.tables.paper_numbers import NOTES, PAPERS, SHORT, PaperModelNumbers, paper_models_with_numbers
+from moecore.report.tables.paper_numbers import (
+    NOTES,
+    PAPERS,
+    SHORT,
+    PaperModelNumbers,
+    paper_models_with_numbers,
+)
 
 # What stands beside a table's own columns: the score, and for the cost what it is of.
 BESIDE = {

@@ -51,7 +51,10 @@ def check_study(
     with chdir_to_stages(Path(path).parent if home is None else home):
         previews = load_previews(study)
     missing = format_misfits(document, data_problems(previews, document.data.get("data", {})))
-    others = [*misfits_with_pretrain_images(study, previews), *training_image_misfits(study, previews)]
+    others = [
+        *misfits_with_pretrain_images(study, previews),
+        *training_image_misfits(study, previews),
+    ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
         if also is not None and not others:  # it reads what all these rules have held good
@@ -61,8 +64,12 @@ def check_study(
         lines.append(f"{document.path}: all else is in order")
     if lines:
         raise UserError(cap_line_count(lines))
-    notes = [f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()]
-    notes += [note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note]
+    notes = [
+        f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()
+    ]
+    notes += [
+        note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note
+    ]
     return CheckedStudy(study, tuple(notes))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
-from moecore.core.routing_records import RoutingRecord, ObjectiveInputs
+from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.layer_terms import sum_over_layers
 

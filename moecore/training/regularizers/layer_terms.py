@@ -6,7 +6,7 @@ from typing import cast
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord, ObjectiveInputs
+from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.correspondence import token_pair_values, token_pairs_by_layer
 
 

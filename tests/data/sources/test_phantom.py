@@ -72,16 +72,20 @@ def test_regions_are_shares():
 def test_published_curves():
     # the table's values at 25 are 587.9, 447.2 and 11.78 mL, at 90: 470.1, 386.9 and 51.05; between
     # 25 and 30 the middle (geometric for ventricles)
-    assert (grey_matter_relative_to_25(25), white_share(25), ventricles_relative_to_25(25)) == (1, 1, 1)
+    assert (grey_matter_relative_to_25(25), white_share(25), ventricles_relative_to_25(25)) == (
+        1,
+        1,
+        1,
+    )
     assert grey_matter_relative_to_25(90) == pytest.approx(470.1 / 587.9) and white_share(
         90
     ) == pytest.approx(386.9 / 447.2)
     assert ventricles_relative_to_25(90) == pytest.approx(
         51.05 / 11.78
     ) and ventricles_relative_to_25(27.5) == pytest.approx(np.sqrt(12.87 / 11.78))
-    assert grey_matter_relative_to_25(27.5) == pytest.approx((587.9 + 571.0) / 2 / 587.9) and lesions_ml(
-        50
-    ) == pytest.approx(1.45)
+    assert grey_matter_relative_to_25(27.5) == pytest.approx(
+        (587.9 + 571.0) / 2 / 587.9
+    ) and lesions_ml(50) == pytest.approx(1.45)
 
 
 def test_the_same_person_ages():

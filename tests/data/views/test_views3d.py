@@ -9,7 +9,7 @@ from scipy.ndimage import map_coordinates
 from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
-from moecore.data.image_warping import in_range_mask, clamp_or_reflect_indices
+from moecore.data.image_warping import clamp_or_reflect_indices, in_range_mask
 from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
@@ -67,7 +67,9 @@ def one_by_one(volumes, shifts, mirrored, fill):
             places = torch.arange(length)
             if axis == 1 and turned:
                 places = places.flip(0)
-            volume = volume.index_select(axis, clamp_or_reflect_indices(places - move, length, fill))
+            volume = volume.index_select(
+                axis, clamp_or_reflect_indices(places - move, length, fill)
+            )
             volume = volume.clone()
             if fill == "zeros":
                 volume.movedim(axis, 0)[~in_range_mask(places - move, length)] = 0

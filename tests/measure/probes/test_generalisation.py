@@ -20,19 +20,19 @@ from moecore.measure.cohort_checks import (
 from moecore.measure.probes.expert_tissue_agreement import (
     RoutedCubes,
     cube_tissue_agreement,
+    cube_tissue_score_correlation,
     estimate_over_people,
     tissue_sums_by_cube,
-    cube_tissue_score_correlation,
 )
-from moecore.measure.probes.region_generalisation import (
+from moecore.measure.probes.region_experts_on_new_data import (
     OTHERS,
     BatchAndBootstrapSizes,
     RegionGeneralisationSettings,
     VolumesAndTissues,
-    one_tissue_filter,
     keep_thinned_tissue_pair,
     measure_generalisation,
     measure_tissue_routing,
+    one_tissue_filter,
     own_scans,
     route_tissue_masked_volumes,
     simulate_shell_cohort,
@@ -198,7 +198,9 @@ def test_what_is_left_is_what_the_model_sees():
     images = random.random((4, 1, 16, 16, 16)).astype(np.float16)
     images[:, :, :3] = 0
     shares = random.integers(0, 86, (4, 3, 16, 16, 16)).astype(np.uint8)
-    found = route_tissue_masked_volumes(Watching(), VolumesAndTissues(images, shares), one_tissue_filter(1), 3)
+    found = route_tissue_masked_volumes(
+        Watching(), VolumesAndTissues(images, shares), one_tissue_filter(1), 3
+    )
     kept = images * (shares[:, 1:2] / np.float16(255))
     np.testing.assert_allclose(torch.cat(seen).numpy(), kept, atol=1e-3)
     assert (found.amounts[..., [0, 2]] == 0).all()
@@ -258,7 +260,13 @@ def test_no_result_depends_on_the_batch(cohort):
     settings = RegionGeneralisationSettings(volumes=5, shares=(0.5,))
     one, other = (
         measure_generalisation(
-            ByBrightness(), cohort, TISSUES, settings, (20, 90), 0, BatchAndBootstrapSizes(batch, 100)
+            ByBrightness(),
+            cohort,
+            TISSUES,
+            settings,
+            (20, 90),
+            0,
+            BatchAndBootstrapSizes(batch, 100),
         )
         for batch in (1, 4)
     )

@@ -115,7 +115,9 @@ def test_every_tissue_has_its_own_map():
 def test_an_offset_does_not_count_for_the_probe(cohort):
     places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
     found = {
-        name: summarize_errors(model_and_probe_errors(Brightness(), cohort, place, 16, 256), 100, None)
+        name: summarize_errors(
+            model_and_probe_errors(Brightness(), cohort, place, 16, 256), 100, None
+        )
         for name, place in places.items()
     }
     # a third of the brightness is 40 years too young, and as good a measure

@@ -67,7 +67,10 @@ def captioned(method: Method, backbone: TwoTowers = SMALL) -> TrainingJob:
     guide = build_guide(SMALL.build(IMAGE), method, (4,)) if method.guided else None
     model = method.merge_model_settings(backbone).build(IMAGE, method.moe)
     objective = Objective(method.losses, text=method.text_losses)
-    train, validation = load_split_for_device(split(40), "cpu"), load_split_for_device(split(12, 1), "cpu")
+    train, validation = (
+        load_split_for_device(split(40), "cpu"),
+        load_split_for_device(split(12, 1), "cpu"),
+    )
     return TrainingJob(model, train, validation, objective, guide, method.views)
 
 

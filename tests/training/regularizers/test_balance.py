@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Batch, ModelOutput, RoutingRecord, ObjectiveInputs
+from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.statistics.intervals import squared_cv
 from moecore.training.regularizers.entropy import Entropy, entropy

@@ -27,8 +27,8 @@ from moecore.measure.probes.expert_tissue_agreement import (
     RoutedCubes,
     TissueAgreement,
     cube_tissue_agreement,
-    tissue_sums_by_cube,
     cube_tissue_score_correlation,
+    tissue_sums_by_cube,
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -76,7 +76,9 @@ class RegionExpertResult(Config):
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None where one tissue has an expert
     mixtures: tuple[TissueMixtureAgreement, ...]
-    other: RegionExpertAgreement | None  # the other generator; None where the data lie on another grid
+    other: (
+        RegionExpertAgreement | None
+    )  # the other generator; None where the data lie on another grid
 
 
 class VolumesAndTissues(NamedTuple):
@@ -112,7 +114,9 @@ def measure_generalisation(
     for whole, thinned in permutations(range(len(tissues)), 2):
         for left in settings.shares:
             kept = keep_thinned_tissue_pair(whole, thinned, left, seed)
-            mixed[whole, thinned, left] = route_tissue_masked_volumes(model, test, kept, sizes.batch)
+            mixed[whole, thinned, left] = route_tissue_masked_volumes(
+                model, test, kept, sizes.batch
+            )
     other = None
     if has_generator_voxel_grid(data):
         made = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
@@ -193,7 +197,9 @@ def one_tissue_filter(tissue: int) -> Callable[[int], Kept]:
     return lambda person: kept
 
 
-def keep_thinned_tissue_pair(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
+def keep_thinned_tissue_pair(
+    whole: int, thinned: int, left: float, seed: int
+) -> Callable[[int], Kept]:
     """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
 
     A person's voxel draws one number: what is left at a share is left at all greater ones.
