@@ -25,7 +25,7 @@ def pack_numbers(values: np.ndarray) -> str:
     """
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or not len(values) or not np.isfinite(values).all():
-        raise ValueError(f"encode_values: shape {values.shape}; (N ≥ 1,) finite numbers are needed")
+        raise ValueError(f"pack_numbers: shape {values.shape}; (N ≥ 1,) finite numbers are needed")
     mean = float(values.mean())
     apart = values - mean
     largest = float(np.abs(apart).max()) or 1.0

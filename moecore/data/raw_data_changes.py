@@ -42,7 +42,7 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:
-    """Return in words how a folder differs from a RawFolder of it, or None where it does not.
+    """Return in words how a folder differs from its fingerprint, or None where it does not.
 
     A folder that is gone does not differ: what was prepared from it may be all that is needed.
     """

@@ -115,7 +115,7 @@ def keys_of(stage: dict) -> dict[str, str]:
 def params_of(stage: dict) -> type | None:
     """What the script reads of params.yaml; ``finetune`` has other settings for attacked images."""
     script, words = script_and_words(stage)
-    name = "AdversarialParams" if words[:1] == ["adversarial"] else "Params"
+    name = "AdversarialFinetuneParams" if words[:1] == ["adversarial"] else "Params"
     return getattr(importlib.import_module(f"stages.{script}"), name, None)
 
 

@@ -144,8 +144,8 @@ def test_a_step_cannot_be_logged_twice():
 STAGE = """
 import sys, time
 from moecore.run.run_record import record_run
-from moecore.run import stage
-stage.in_order = lambda path, root, also: None
+from moecore.run import stage_entry
+stage_entry.in_order = lambda path, root, also: None
 from moecore.core.files import UserError, read_json
 
 def toy(method: str, seed: int) -> None:
@@ -156,7 +156,7 @@ def toy(method: str, seed: int) -> None:
             raise UserError("params.yaml:1: no")
         time.sleep(60 if method == "long" else 0)
 
-stage.run_stage(toy)
+stage_entry.run_stage(toy)
 """
 
 

@@ -64,7 +64,7 @@ class MlpExperts(ExpertsModule):
         rate = self.dropout
         if not self.training or not rate:
             return hidden
-        assert rows.pairs is not None  # MoE.build refuses dropout with other routers
+        assert rows.pairs is not None  # MoESettings.build refuses dropout with other routers
         kept = bernoulli_like(hidden.new_empty(*rows.pairs.shape, hidden.shape[1]), 1 - rate)
         return hidden * (kept.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 

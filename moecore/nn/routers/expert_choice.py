@@ -54,7 +54,7 @@ class ExpertChoice(RouterConfig):
 
 
 class ExpertChoiceRouter(nn.Module):
-    """``router(tokens)`` with tokens (B, T, d) returns (ExpertPlan, RoutingRecord).
+    """``router(tokens)`` with tokens (B, T, d) returns (ExpertChoicePlan, RoutingRecord).
 
     In evaluation every image is its own group: predictions do not depend on the batch.
     """
