@@ -7,6 +7,7 @@ twice in one mapping is an error.
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def parse_yaml(text: str, path: str = "params.yaml") -> Document:
     Raises UserError for a syntax error or a key that is written twice: file, line and column.
     """
     try:
-        node = YAML(typ="rt").load(text)
+        node = _load_nodes(text)
         return Document(path, _PlainData(path).convert(node, (0, 0), 0), node)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -108,6 +109,11 @@ def parse_yaml(text: str, path: str = "params.yaml") -> Document:
         # Of a tag that does not fit its value, such as `!!int x`, ruamel raises Python's own
         reason = f"not valid YAML: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(to_one_line(f"{path}: {reason}")) from None
+
+
+@lru_cache(maxsize=16)  # one command reads the same few files again and again; nobody edits nodes
+def _load_nodes(text: str) -> Any:
+    return YAML(typ="rt").load(text)
 
 
 class _PlainData:
