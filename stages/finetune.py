@@ -1,8 +1,7 @@
 """Stages ``finetune`` and ``adversarial``: a pretrained model goes on with other data.
 
 ``python -m stages.finetune finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. ``… adversarial …``
-starts from the same model and learns from attacked images (adversarial-moe, §4.2). Killed at any
-moment, it goes on where it was.
+starts from the same model and learns from attacked images (adversarial-moe, §4.2).
 """
 
 from pathlib import Path
@@ -35,9 +34,8 @@ class AdversarialFinetuneParams(Config):
 
 def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) -> None:
     """Fine-tune artifacts/pretrain/``method``/``seed`` on artifacts/data/``phase``."""
-    params = read_params(
-        Params if phase == "finetune" else AdversarialFinetuneParams, method=method
-    )
+    kind = Params if phase == "finetune" else AdversarialFinetuneParams
+    params = read_params(kind, method=method)
     settings = getattr(params, phase)
     start = Path("artifacts/pretrain", method, str(seed))
     guide = guide_folder(method, seed)

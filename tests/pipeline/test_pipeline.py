@@ -40,6 +40,14 @@ def test_everything_ran_once_and_then_nothing_runs(finished, shared):
     assert finished.repro() == []
 
 
+def test_a_new_teacher_trains_only_the_guided_method_again(copied):
+    copied.edit("training: {epochs: 2,", "training: {epochs: 1,")
+    done = copied.moecore("run", "--jobs", "2")
+    ran = set(re.findall(r"Running stage '(.*)'", done.stdout))
+    assert {stage for stage in ran if stage.startswith("pretrain")} == {"pretrain@tgr-0"}
+    assert not {stage for stage in ran if "-vmoe-" in stage or "-dense-" in stage}
+
+
 def test_edited_code_runs_what_the_plan_said(copied):
     file = copied.folder / "moecore/measure/lipschitz.py"
     file.write_text(file.read_text(encoding="utf-8") + "\nEDITED = True\n", encoding="utf-8")
