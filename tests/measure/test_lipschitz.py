@@ -524,6 +524,7 @@ def test_the_terms_are_those_of_a_slow_loop_and_the_bound_holds(seed, kind):
             [float(value) for value in expected], rel=1e-6
         )
     assert not found.violated.any() and (0 < found.jacobian).all()
+    assert (found.jacobian <= found.bound * (1 + 1e-9)).all()
 
 
 def test_tokens_are_taken_a_few_at_a_time_without_a_difference(monkeypatch):
