@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_images
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, recompress_image, unpack_image
-from moecore.data.image_warping import VariableSizeImages, crop_images_to_views
+from moecore.data.image_warping import MixedSizeImages, crop_images_to_views
 from moecore.data.views.views import CropRanges, ViewSettings, draw_views
 from moecore.data.writer import channel_moments
 
@@ -55,7 +55,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (4096, 3, 224, 224), np.uint8)  # more than a cache holds
     out = np.empty((128, *raw.shape[1:]), np.uint8)
-    uneven = VariableSizeImages(whole, 224, torch.device("cpu"))
+    uneven = MixedSizeImages(whole, 224, torch.device("cpu"))
     crop = ViewSettings(crop=CropRanges(scale=(0.08, 1.0)))
     affines = draw_views(uneven, crop, generator_for(0)).affines.double()
     content = raw[:256].tobytes()

@@ -50,7 +50,7 @@ def compare() -> None:
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
-        left_out = partial_comparison.list_omitted_runs(path, params.run)
+        left_out = partial_comparison.list_unselected_methods_and_seeds(path, params.run)
         numbers = partial_comparison.write_comparison(compared, left_out)
     if left_out:
         print(f"{numbers}: the numbers without {', '.join(left_out)}", file=sys.stderr)

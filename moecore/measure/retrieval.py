@@ -62,7 +62,7 @@ class CaptionWord(Config):
     experts: tuple[float, ...]  # first expert
 
 
-class CaptionRouting(Config):
+class CaptionRoutingLayer(Config):
     """One MoE layer of the text tower, over the words of all captions."""
 
     load_cv2: float  # squared coefficient of variation of the experts' chosen words
@@ -83,7 +83,7 @@ class Result(Config):
     text_to_image: tuple[RecallAtK, ...]
     image_to_text: tuple[RecallAtK, ...]
     scale: float  # what cosines are multiplied with
-    layers: tuple[CaptionRouting, ...] = ()
+    layers: tuple[CaptionRoutingLayer, ...] = ()
     overlays: Overlays | None = None  # a few images
     captions_read: tuple[tuple[Read, ...], ...] = ()  # the first caption of each, layer by layer
 
@@ -168,7 +168,7 @@ def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) ->
     ]
 
 
-def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[CaptionRouting]:
+def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[CaptionRoutingLayer]:
     """Return which experts read which words, in every MoE layer of the text tower."""
     model = find_two_towers(subject.model)
     assert model is not None
@@ -197,7 +197,7 @@ def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
 
 def measure_caption_routing(
     record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
-) -> CaptionRouting:
+) -> CaptionRoutingLayer:
     """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
     experts = record.probs.shape[-1]
     first = record.probs[:, 0].argmax(dim=-1)
@@ -206,7 +206,7 @@ def measure_caption_routing(
     counts = table.sum(dim=1)
     overall = table.sum(dim=0)
     shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()
-    return CaptionRouting(
+    return CaptionRoutingLayer(
         load_cv2=float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
         token_entropy=mean_token_entropy(record.probs),
         same_expert=same_expert_rate(table),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
-from moecore.measure.calibrators.temperature import nll_slopes
+from moecore.measure.calibrators.temperature import nll_derivative_by_row
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import eval_mode, image_batches, model_device, words_at_once
 
@@ -38,7 +38,7 @@ class FinalTokens(NamedTuple):
         """Return the derivative of the mean nats in β = 1/T."""
         total = 0.0
         for logits, right in self.parts():
-            total += float(nll_slopes(logits, right, beta).double().sum())
+            total += float(nll_derivative_by_row(logits, right, beta).double().sum())
         return total / self.labels.numel()
 
     def answers(self, *temperatures: float) -> list["TokenLossAndConfidence"]:

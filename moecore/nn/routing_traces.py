@@ -57,7 +57,8 @@ def spread_to_one_grid(
     """The layers' records on the finest grid: a coarse token stands at each patch it covers."""
     fine = finest_layout(layouts)
     return tuple(
-        refine_record(record, layout, fine) for record, layout in zip(records, layouts, strict=True)
+        record_on_finer_grid(record, layout, fine)
+        for record, layout in zip(records, layouts, strict=True)
     )
 
 
@@ -66,7 +67,9 @@ def finest_layout(layouts: Sequence[TokenLayout]) -> TokenLayout:
     return max(layouts, key=lambda layout: prod(layout.grid))
 
 
-def refine_record(record: RoutingRecord, layout: TokenLayout, fine: TokenLayout) -> RoutingRecord:
+def record_on_finer_grid(
+    record: RoutingRecord, layout: TokenLayout, fine: TokenLayout
+) -> RoutingRecord:
     """The record with a token for each patch of the grid ``fine``: that which covers its middle."""
     if layout == fine:
         return record

@@ -72,9 +72,7 @@ def _stage_kind(stage: str) -> str:
 
 
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
-    """Return whether a stage of those in ``above`` wants the machine for itself; of several
-    teachers none does, as each seed has its own.
-    """
+    """Return whether a stage wants the machine for itself; of several teachers none does."""
     if _stage_kind(stage) == "teacher":
         return sum(_stage_kind(other) == "teacher" for other in above) == 1
     return stage.split("-")[0] in EXCLUSIVE_STAGES or _stage_kind(stage) in EXCLUSIVE_STAGES

@@ -26,7 +26,7 @@ from moecore.core.files import UserError, file_checksum
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.nn.predict import predict_in_batches
-from moecore.predict.find_volumes import NewVolume, find_volumes, prepare_volumes
+from moecore.predict.input_volumes import NewVolume, find_volumes, prepare_volumes
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 

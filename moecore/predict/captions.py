@@ -37,9 +37,7 @@ class Texts(NamedTuple):
 
 
 def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
-    """Return the lines of a file, blank ones left out, each once. Raises UserError for a file that
-    cannot be read or has none, and for a model folder without its vocabulary.
-    """
+    """Return a file's lines, each once, none blank. Raises UserError where there are none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import decode_float_array
 from moecore.measure.base import Estimate
-from moecore.report.measured import Measured
+from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score, Task
 

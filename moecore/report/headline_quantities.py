@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, score_key
-from moecore.report.measured import Phase
 from moecore.report.measures.robustness import (
     WORST,
     attack_title,
@@ -19,6 +18,7 @@ from moecore.report.measures.robustness import (
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import ComparisonTable
 from moecore.report.tables.number_format import NumberFormat
+from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 

@@ -6,7 +6,7 @@ And the columns that are relative to the baseline.
 from moecore.measure import routing
 from moecore.report.column import Column, ColumnContext, mean_or_none
 from moecore.report.figures.training_figures import steps_until_baseline_loss
-from moecore.report.measured import Measured, Models, Phase, drop_none
+from moecore.report.typed_results import Measured, Models, Phase, drop_none
 from moecore.training.outcome import Outcome
 
 BASELINE = "vmoe"

@@ -16,7 +16,6 @@ from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import Evaluated
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.headline_quantities import shown_attack
-from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import sizes
 from moecore.report.measures.robustness import draw_attack_curve
 from moecore.report.page.explorer import FILE, explorer, has_explorer_images
@@ -24,6 +23,7 @@ from moecore.report.page.report_page import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
 from moecore.report.tables.headline_metrics import render_metrics_json
+from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome
 
 INK = "#333"

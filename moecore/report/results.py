@@ -16,9 +16,9 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
-from moecore.report.measured import Measured, Phase, Results, stages_and_measurements
 from moecore.report.measures import SHOWN
 from moecore.report.measures.result_display import Shown
+from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.base import Task

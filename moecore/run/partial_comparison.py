@@ -18,7 +18,7 @@ DVC_NUMBERS = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it 
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 
-def list_omitted_runs(params: Path, run: Selection) -> list[str]:
+def list_unselected_methods_and_seeds(params: Path, run: Selection) -> list[str]:
     """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out."""
     folder = params.parent
     root = Path(os.path.relpath(folder.resolve().parents[1]))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moecore.core.config import Config, read_settings
 from moecore.core.files import UserError, write_json, write_sealed, write_whole
 from moecore.core.routing_records import Feature
-from moecore.core.tensors import read_tensors, write_tensors
+from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.nn.backbones import Backbone

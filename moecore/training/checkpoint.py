@@ -18,7 +18,7 @@ from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError, file_checksum, read_json, write_sealed
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
-from moecore.core.tensors import read_tensors, write_tensors
+from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.training.artifacts import load_weights
 from moecore.training.sharded_state import (
     at_least_1d,

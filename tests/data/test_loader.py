@@ -33,7 +33,7 @@ from moecore.data.loader import (
     steps_per_epoch,
 )
 from moecore.data.prepared import Split
-from moecore.data.splits import (
+from moecore.data.stratified_splits import (
     SplitSettings,
     class_quotas,
     split_train,

@@ -25,7 +25,7 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
-from moecore.data.splits import SplitSettings
+from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification

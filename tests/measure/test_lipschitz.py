@@ -33,8 +33,13 @@ from moecore.measure.theory.logit_slopes import (
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.layer_lipschitz_bound import (
+    LemmaTerms,
+    dense_mixture_output,
+    lemma_1,
+    row_jacobians,
+)
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.smooth_moe import LemmaTerms, dense_mixture_output, lemma_1, row_jacobians
 from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
 from tests.measure.subjects import built, measured_twice
@@ -533,7 +538,9 @@ def test_tokens_are_taken_a_few_at_a_time_without_a_difference(monkeypatch):
         torch.randn(9, 3, generator=torch.Generator().manual_seed(2)),
     )
     whole = lemma_1(layer, tokens)
-    monkeypatch.setattr("moecore.nn.layers.smooth_moe._NUMBERS", 40)  # 2 tokens of 2·3² numbers
+    monkeypatch.setattr(
+        "moecore.nn.layers.layer_lipschitz_bound._NUMBERS", 40
+    )  # 2 tokens of 2·3² numbers
     for one, other in zip(whole, lemma_1(layer, tokens), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 

@@ -33,11 +33,11 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
-from moecore.report.measured import Results
 from moecore.report.measures import sizes
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import render_report_files
 from moecore.report.tables.comparison import compare_methods
+from moecore.report.typed_results import Results
 from moecore.study.reading.stage_params import read_params
 from stages.sizes import Params
 from tests.measure.subjects import (

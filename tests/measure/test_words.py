@@ -25,7 +25,7 @@ from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_temperature
-from moecore.measure.calibrators.temperature import Temperature, nll_slopes
+from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
 from moecore.measure.word_confidence import final_tokens
 from moecore.measure.word_swaps import WordSwaps
@@ -140,7 +140,7 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
     torch.testing.assert_close(found.sure.flatten(), class_confidence(scaled), rtol=1e-5, atol=1e-6)
     assert torch.equal(found.hits.flatten(), top1_hits(scaled, labels))
     for beta in (0.3, 2.0):
-        expected = float(nll_slopes(logits.double(), labels, beta).mean())
+        expected = float(nll_derivative_by_row(logits.double(), labels, beta).mean())
         assert known.nll_slope(beta) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

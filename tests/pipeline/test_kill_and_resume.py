@@ -110,7 +110,7 @@ def test_killed_while_a_checkpoint_is_written_it_ends_bit_equal(project):
     undisturbed = outcome(project, "pretrain")
     script = (
         "import os, signal, sys\n"
-        "import moecore.core.tensors as tensors_file\n"
+        "import moecore.core.safetensors_files as tensors_file\n"
         "whole, calls = tensors_file.save_file, []\n"
         "def torn(tensors, path, **rest):\n"
         "    calls.append(path)\n"

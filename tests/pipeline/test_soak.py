@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from moecore.core.files import SEAL
-from moecore.core.tensors import read_tensors
+from moecore.core.safetensors_files import read_tensors
 from moecore.run.history_file import logged_points, read_dvc_locks, read_lines
 from moecore.tracking.stored_run import UID
 from tests import forked

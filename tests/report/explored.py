@@ -10,7 +10,7 @@ from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_trace
-from moecore.report.measured import Measured, Phase, Results
+from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome, WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, images, moe, subject
 from tests.report.generated import trained

@@ -40,7 +40,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
-from moecore.report.measured import Measured
+from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import bootstrap_interval, wilson
 from moecore.tasks.classification import Classification
 from moecore.tasks.classification_metrics import (

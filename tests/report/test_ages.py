@@ -11,7 +11,7 @@ from moecore.report.claims.evaluation import compare_json_claims, evaluate_claim
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissue_error_table
-from moecore.report.measures.region_experts import generalisation_table, mixture_table
+from moecore.report.measures.region_experts import mixture_table, region_experts_by_volume_kind
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.measures.robustness import attack_scores_by_epsilon
 from moecore.report.page.report_page import render_report
@@ -222,7 +222,7 @@ def test_tissues_alone(tmp_path):
 
 
 def test_region_experts_where_they_were_not_taught(three, text):
-    grid = generalisation_table(three.phases["pretrain"])
+    grid = region_experts_by_volume_kind(three.phases["pretrain"])
     heads = [line.head.text for line in grid.lines]
     assert [head for head in heads if head in METHODS] == ["vmoe", "ermoe_ba"], "dense has none"
     rows = {line.head.text: [item.text for item in line.items] for line in grid.lines[1:6]}
@@ -243,7 +243,7 @@ def test_region_experts_where_they_were_not_taught(three, text):
     alone = three.phases["pretrain"]._replace(
         models={"dense": three.phases["pretrain"].models["dense"]}
     )
-    assert generalisation_table(alone) is None
+    assert region_experts_by_volume_kind(alone) is None
 
 
 def test_claims_over_errors(three):

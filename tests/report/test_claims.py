@@ -25,11 +25,11 @@ from moecore.report.claims.evaluation import (
     judge_difference,
     p_of,
 )
-from moecore.report.measured import Measured, Phase, Results
 from moecore.report.page.report_page import render_report
 from moecore.report.tables.comparison import compare_methods, expected_metric_forms, read_comparison
 from moecore.report.tables.methods_by_paper import headline_tables_by_phase
 from moecore.report.tables.summary import claim_lines, headline_rows
+from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import (
     BOTH,
     ITEMS,

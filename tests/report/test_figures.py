@@ -26,9 +26,9 @@ from moecore.report.figures.training_figures import (
     trailing_epoch_losses,
     training_curves,
 )
-from moecore.report.measured import Measured
 from moecore.report.page import templating as pictures
 from moecore.report.page.explorer import NO_EXPERTS, NOT_MEASURED, explorer, has_explorer_images
+from moecore.report.typed_results import Measured
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity

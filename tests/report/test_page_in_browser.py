@@ -16,10 +16,10 @@ from moecore.predict.page import (
     picture_tile_with_experts,
 )
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.measured import Models
 from moecore.report.page.explorer import explorer
 from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
+from moecore.report.typed_results import Models
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.classification import Classification
 from tests.browser import LOOKS, clipped, opened

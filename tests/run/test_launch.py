@@ -23,7 +23,7 @@ from subprocess import PIPE
 import pytest
 
 from moecore.core.files import UserError
-from moecore.core.tensors import read_tensors
+from moecore.core.safetensors_files import read_tensors
 from moecore.pipeline import job_resources
 from moecore.run.cluster_launcher import (
     Cluster,

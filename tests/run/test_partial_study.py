@@ -13,7 +13,7 @@ from moecore.run.partial_comparison import (
     DVC_NUMBERS,
     PARTIAL_NUMBERS,
     describe_waiting_claims,
-    list_omitted_runs,
+    list_unselected_methods_and_seeds,
     split_answerable_comparisons,
     write_comparison,
 )
@@ -38,7 +38,7 @@ def study(tmp_path, monkeypatch) -> Path:
 
 def test_the_whole_study_leaves_nothing_out(study):
     params = read_params(Params, str(study))
-    assert list_omitted_runs(study, params.run) == []
+    assert list_unselected_methods_and_seeds(study, params.run) == []
     ready, waiting = split_answerable_comparisons(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
 
@@ -48,7 +48,7 @@ def test_one_method_and_one_seed_wait_for_the_rest(study):
         study, ["run.methods=[moge]", "run.seeds=[0]"]
     )  # and the file is in order with it
     params = read_params(Params, str(study))
-    assert list_omitted_runs(study, params.run) == [
+    assert list_unselected_methods_and_seeds(study, params.run) == [
         "moe",
         "moge_circular",
         "moe_matched",

@@ -36,8 +36,8 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.pipeline.predict_cli import main
 from moecore.predict.ages import calibrator_folder, load_age_calibration
 from moecore.predict.ages import predict_ages as predict
-from moecore.predict.find_volumes import find_volumes, prepare_volumes
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
+from moecore.predict.input_volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened

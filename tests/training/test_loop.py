@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moecore.core.files import SEAL, FullDisk, UserError, read_json, write_sealed
-from moecore.core.tensors import read_tensors, write_tensors
+from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings

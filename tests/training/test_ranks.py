@@ -26,9 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moecore.core.files import UserError
 from moecore.core.ranks import Ranks, join_ranks, leave_ranks
+from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.core.tensors import read_tensors
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones import Backbone

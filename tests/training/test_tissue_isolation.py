@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
-from moecore.core.tensors import read_tensors
+from moecore.core.safetensors_files import read_tensors
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.data.text.reading_order import Stream

@@ -20,7 +20,11 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
 from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
 from moecore.data.prepared import SPLITS
-from moecore.data.text.captioned_layout import caption_task, tokenize_captions, write_captioned
+from moecore.data.text.prepared_captions import (
+    caption_task,
+    tokenize_captions,
+    write_captioned,
+)
 from moecore.data.text.tokenizers import AnyTokenizer, WordSettings, WordTokenizer
 from moecore.data.writer import DatasetInfo
 from moecore.tasks.image_text import ImageText
@@ -202,9 +206,7 @@ def check_captions(path: Path, images: list[ImageCaptions]) -> None:
 def group_captions(
     path: Path, files: Mapping[Any, str], pairs: Iterator[tuple[Any, str]]
 ) -> list[ImageCaptions]:
-    """Images with their captions, in the images' order; files: image → file, said: (image,
-    caption) in the file's order. Raises UserError for captions of unknown images.
-    """
+    """Images with captions, in order. Raises UserError for captions of unknown images."""
     captions: dict[Any, list[str]] = {image: [] for image in files}
     for image, text in pairs:
         if image not in captions:

@@ -15,7 +15,7 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import SUFFIXES
 from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
-from moecore.data.splits import SplitSettings
+from moecore.data.stratified_splits import SplitSettings
 from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification
 

@@ -10,14 +10,14 @@ from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import resize_images
-from moecore.data.splits import SplitSettings, split_train, stratified_limit
+from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 
 LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
 
 
-class PublishedFacts(NamedTuple):
+class PublishedSetFacts(NamedTuple):
     """What is known of a set before its files are read; the authors drew as many of each class."""
 
     name: str
@@ -38,7 +38,7 @@ class PublishedSource(SplitSettings):
         False, description="Fetch from the authors into the first root where it is on none; checked"
     )
 
-    def facts(self) -> PublishedFacts:
+    def facts(self) -> PublishedSetFacts:
         """Return what is known of the set."""
         raise NotImplementedError
 

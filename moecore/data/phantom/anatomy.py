@@ -32,9 +32,7 @@ class TissueShares(NamedTuple):
 
 
 class Brain(NamedTuple):
-    """An unscanned brain: maps float32 (64, 64, 64), tissue as shares of a voxel; ``fluid`` holds
-    the ventricles, lesions are part of white matter.
-    """
+    """An unscanned brain: float32 (64, 64, 64) shares; lesions are white matter."""
 
     brightness: np.ndarray
     grey: np.ndarray

@@ -64,7 +64,7 @@ SITE_GAMMA_LOG_SD = 0.06
 SITE_NOISE = (0.015, 0.03)
 
 
-class Variation(NamedTuple):
+class PopulationSpread(NamedTuple):
     """How much people of one age and sex differ."""
 
     gap: float  # SD of brain age − age, years
@@ -75,9 +75,9 @@ class Variation(NamedTuple):
     warp: float  # SD of the smooth displacement, mm
 
 
-PRESETS: dict[str, Variation] = {
-    "demo": Variation(3.0, 0.018, 0.05, 0.25, 0.5, 3.0),
-    "realistic": Variation(4.0, 0.035, 0.08, 0.38, 0.7, 4.0),
+PRESETS: dict[str, PopulationSpread] = {
+    "demo": PopulationSpread(3.0, 0.018, 0.05, 0.25, 0.5, 3.0),
+    "realistic": PopulationSpread(4.0, 0.035, 0.08, 0.38, 0.7, 4.0),
 }
 
 

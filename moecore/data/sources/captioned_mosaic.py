@@ -15,7 +15,11 @@ from moecore.core.config import Config
 from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources.mosaic import CellSource, compose_mosaics
-from moecore.data.text.captioned_layout import caption_task, tokenize_captions, write_captioned
+from moecore.data.text.prepared_captions import (
+    caption_task,
+    tokenize_captions,
+    write_captioned,
+)
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
 from moecore.data.writer import DatasetInfo, SplitToWrite

@@ -6,7 +6,11 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
-from moecore.data.files.published_image_sets import LabelledImages, PublishedFacts, PublishedSource
+from moecore.data.files.published_image_sets import (
+    LabelledImages,
+    PublishedSetFacts,
+    PublishedSource,
+)
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # files of the version that is refused
@@ -34,13 +38,13 @@ class Cifar(PublishedSource):
         32, ge=4, le=1024, description="Height and width in pixels; bilinear where not 32"
     )
 
-    def facts(self) -> PublishedFacts:
+    def facts(self) -> PublishedSetFacts:
         """Return what is known of the set."""
         chosen = SETS[self.classes]
         name = f"CIFAR-{self.classes}"
         train, test = (sum(files.values()) for files in (chosen.train, chosen.test))
         licence = "none stated by the authors"
-        return PublishedFacts(name, chosen.names, 3, licence, PAGE, train, test)
+        return PublishedSetFacts(name, chosen.names, 3, licence, PAGE, train, test)
 
     def fetch_files(self, root: Path) -> Path:
         """Download the archive into ``root``, checked."""

@@ -8,7 +8,12 @@ from pydantic import Field
 
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import resize_images
-from moecore.data.splits import SplitSettings, split_train, stratified_limit, stratified_split
+from moecore.data.stratified_splits import (
+    SplitSettings,
+    split_train,
+    stratified_limit,
+    stratified_split,
+)
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 

@@ -9,7 +9,11 @@ from pydantic import Field
 
 from moecore.data.files.download import download_file
 from moecore.data.files.idx import read_idx
-from moecore.data.files.published_image_sets import LabelledImages, PublishedFacts, PublishedSource
+from moecore.data.files.published_image_sets import (
+    LabelledImages,
+    PublishedSetFacts,
+    PublishedSource,
+)
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
 CLASSES = (
@@ -44,10 +48,10 @@ class FashionMnist(PublishedSource):
         28, ge=4, le=1024, description="Height and width in pixels; bilinear where not 28"
     )
 
-    def facts(self) -> PublishedFacts:
+    def facts(self) -> PublishedSetFacts:
         """Return what is known of the set."""
         source = "https://github.com/zalandoresearch/fashion-mnist"
-        return PublishedFacts("Fashion-MNIST", CLASSES, 1, "MIT", source, 60_000, 10_000)
+        return PublishedSetFacts("Fashion-MNIST", CLASSES, 1, "MIT", source, 60_000, 10_000)
 
     def find_files(self, roots: list[Path]) -> Path | None:
         """The first folder with all four files."""

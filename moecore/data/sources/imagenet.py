@@ -15,7 +15,7 @@ from moecore.data.files.class_folders import (
     select_split_files,
 )
 from moecore.data.files.resumable_decoding import SplitFiles
-from moecore.data.splits import split_train, stratified_limit
+from moecore.data.stratified_splits import split_train, stratified_limit
 
 WNID = re.compile(r"n\d{8}")
 

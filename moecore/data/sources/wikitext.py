@@ -39,9 +39,7 @@ class Wikitext(TextSettings):
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card. Raises UserError where a
-        file is missing or empty, is not UTF-8, or is not what ``name`` says.
-        """
+        """Write the prepared layout; return its card. Raises UserError for files that misfit."""
         files = self._files()
         numbers: dict[str, int] = {}
         tokens = {split: read_tokens(files[split], numbers) for split in SPLITS}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.image_warping import warp_images
-from moecore.data.views import geometry
+from moecore.data.views import view_affines
 
 
 class Transform(NamedTuple):
@@ -52,7 +52,7 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
     generator = generator_for(seed, *name.encode())
 
     def within(limit: float) -> Tensor:
-        return geometry.uniform_draws(BatchDraws(generator, count), -limit, limit)
+        return view_affines.uniform_draws(BatchDraws(generator, count), -limit, limit)
 
     turn = within(settings.degrees).deg2rad()
     shear = within(settings.shear).deg2rad().tan()
@@ -61,12 +61,12 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
         for share, side in zip(settings.translate, size[::-1], strict=True)
     )
     linear = (
-        geometry.rotation_affines(turn)
-        @ geometry.scaling_affines(settings.scale, settings.scale, count)
-        @ geometry.shearing_affines(0, shear, count)
+        view_affines.rotation_affines(turn)
+        @ view_affines.scaling_affines(settings.scale, settings.scale, count)
+        @ view_affines.shearing_affines(0, shear, count)
     )
-    return geometry.centred_affines(
-        geometry.translation_affines(down, right, count) @ linear, *size
+    return view_affines.centred_affines(
+        view_affines.translation_affines(down, right, count) @ linear, *size
     )
 
 

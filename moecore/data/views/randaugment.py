@@ -11,7 +11,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.streams import BatchDraws
 from moecore.data.image_warping import to_device_async
-from moecore.data.views import colour, geometry
+from moecore.data.views import colour, view_affines
 
 Geometric = Literal["shear_x", "shear_y", "translate_x", "translate_y", "rotate"]
 Colour = Literal[
@@ -79,13 +79,13 @@ def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Te
             name: torch.where(_is_operation(drawn, place, name), drawn.levels[:, place], 0.0)
             for name in get_args(Geometric)
         }
-        shear = geometry.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
-        move = geometry.translation_affines(
+        shear = view_affines.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
+        move = view_affines.translation_affines(
             0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
         )
-        turn = geometry.rotation_affines(math.radians(30) * level["rotate"])
+        turn = view_affines.rotation_affines(math.radians(30) * level["rotate"])
         # at most one of the three is not the identity
-        total = geometry.centred_affines(move @ turn @ shear, height, width) @ total
+        total = view_affines.centred_affines(move @ turn @ shear, height, width) @ total
     return total
 
 

@@ -16,17 +16,17 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.data.image_warping import (
-    VariableSizeImages,
+    MixedSizeImages,
     image_and_view_sizes,
     shift_and_flip,
     to_device_async,
     warp_images,
     warp_uneven_images,
 )
-from moecore.data.views import colour, geometry, randaugment
+from moecore.data.views import colour, randaugment, view_affines
 from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views3d import make_volume_views
+from moecore.data.views.views3d import draw_volume_views
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
@@ -118,7 +118,7 @@ class Views(NamedTuple):
 
 
 def draw_views(
-    images: Tensor | VariableSizeImages, settings: ViewSettings, source: Generator | BatchDraws
+    images: Tensor | MixedSizeImages, settings: ViewSettings, source: Generator | BatchDraws
 ) -> Views:
     """One random view of each image.
 
@@ -129,17 +129,17 @@ def draw_views(
     """
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
-        return Views(*make_volume_views(images, settings, draws))
+        return Views(*draw_volume_views(images, settings, draws))
     count = len(images)
-    if isinstance(images, VariableSizeImages) and settings.crop is None:
+    if isinstance(images, MixedSizeImages) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
     original, size = image_and_view_sizes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame_affines(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
-    moved = geometry.translation_affines(shifts[:, 0], shifts[:, 1], count)
-    affines = geometry.flip_affines(mirrored, size[1]) @ frame @ moved
+    moved = view_affines.translation_affines(shifts[:, 0], shifts[:, 1], count)
+    affines = view_affines.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
     drawn = None
@@ -147,7 +147,7 @@ def draw_views(
         drawn = randaugment.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = randaugment.operation_affines(drawn, *size) @ affines
-    if isinstance(images, VariableSizeImages):
+    if isinstance(images, MixedSizeImages):
         pixels = warp_uneven_images(images, affines, size, settings.fill)
     elif settings.on_grid:
         pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
@@ -163,9 +163,9 @@ def draw_views(
     return Views(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
-def identity_view(images: Tensor | VariableSizeImages) -> Tensor:
+def identity_view(images: Tensor | MixedSizeImages) -> Tensor:
     """The images for evaluation, fp32 (B, C, H, W) in [0, 1]; centre squares of uneven ones."""
-    if isinstance(images, VariableSizeImages):
+    if isinstance(images, MixedSizeImages):
         images = images.squares()
     if images.is_floating_point():
         return images.to(torch.float32)
@@ -181,31 +181,31 @@ def _frame_affines(
     """From the original to the (cropped) view of ``size``."""
     count = draws.images
     if settings.crop is None:
-        return geometry.scaling_affines(size[0] / original[0], size[1] / original[1], count)
-    top, left, height, width = geometry.draw_crop_windows(
+        return view_affines.scaling_affines(size[0] / original[0], size[1] / original[1], count)
+    top, left, height, width = view_affines.draw_crop_windows(
         draws, original, settings.crop.scale, settings.crop.ratio
     )
-    enlarged = geometry.scaling_affines(size[0] / height, size[1] / width, count)
-    return enlarged @ geometry.translation_affines(-top, -left, count)
+    enlarged = view_affines.scaling_affines(size[0] / height, size[1] / width, count)
+    return enlarged @ view_affines.translation_affines(-top, -left, count)
 
 
 def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
     count = draws.images
-    factor = geometry.uniform_draws(draws, *settings.scale)
-    shear = geometry.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
-    degrees = geometry.uniform_draws(draws, -settings.degrees, settings.degrees)
-    turn = geometry.rotation_affines(degrees.deg2rad())
+    factor = view_affines.uniform_draws(draws, *settings.scale)
+    shear = view_affines.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
+    degrees = view_affines.uniform_draws(draws, -settings.degrees, settings.degrees)
+    turn = view_affines.rotation_affines(degrees.deg2rad())
     down, right = (
-        geometry.uniform_draws(draws, -settings.translate, settings.translate) * side
+        view_affines.uniform_draws(draws, -settings.translate, settings.translate) * side
         for side in size
     )
     linear = (
         turn
-        @ geometry.shearing_affines(0, shear, count)
-        @ geometry.scaling_affines(factor, factor, count)
+        @ view_affines.shearing_affines(0, shear, count)
+        @ view_affines.scaling_affines(factor, factor, count)
     )
-    return geometry.centred_affines(
-        geometry.translation_affines(down, right, count) @ linear, *size
+    return view_affines.centred_affines(
+        view_affines.translation_affines(down, right, count) @ linear, *size
     )
 
 

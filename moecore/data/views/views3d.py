@@ -18,10 +18,10 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.data.image_warping import clamp_or_reflect_indices, in_range_mask, to_device_async
-from moecore.data.views.geometry import uniform_draws
+from moecore.data.views.view_affines import uniform_draws
 
 
-def make_volume_views(volumes: Tensor, settings: Any, draws: BatchDraws) -> tuple[Tensor, Tensor]:
+def draw_volume_views(volumes: Tensor, settings: Any, draws: BatchDraws) -> tuple[Tensor, Tensor]:
     """One random view of each volume, fp32, and affines fp32 (B, 4, 4), on the volumes' device.
 
     volumes: floating point (B, C, D, H, W) in [0, 1] on any device; settings: ViewSettings;

@@ -10,7 +10,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS
-from moecore.data.splits import class_quotas
+from moecore.data.stratified_splits import class_quotas
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.tasks.regression import Regression
 

@@ -50,18 +50,13 @@ class Temperature(Config):
         return False
 
     def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:
-        """Return the temperature with the smallest NLL, in fp64.
-
-        logits: (N, K); labels: (N,), of the validation split, never of the test split. ``at_limit``
-        of the result tells where no temperature inside the limits is best (perfect separation, or
-        logits without information).
-        Raises UserError for no images, fewer than two classes (in the model or among the labels),
-        logits that are not finite, and labels outside the model's classes.
-        """
+        """Return the temperature of the smallest NLL, given its slope dNLL/dβ at β = 1/T."""
         _check_logits(logits, labels)
         logits = logits.detach().double().cpu()
         labels = labels.long().cpu()
-        return self.fit_slope(lambda beta: float(nll_slopes(logits, labels, beta).mean()))
+        return self.fit_slope(
+            lambda beta: float(nll_derivative_by_row(logits, labels, beta).mean())
+        )
 
     def fit_slope(
         self, slope_at: Callable[[float], float], tolerance: float = 1e-12
@@ -106,7 +101,7 @@ def _check_logits(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def nll_slopes(logits: Tensor, labels: Tensor, beta: float) -> Tensor:
+def nll_derivative_by_row(logits: Tensor, labels: Tensor, beta: float) -> Tensor:
     """Return the derivative of each row's NLL in β, z̄ − z_label with the mean under softmax(βz)."""
     mean = (torch.softmax(beta * logits, dim=1) * logits).sum(dim=1)
     return mean - logits.gather(1, labels[:, None])[:, 0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingRecord
-from moecore.core.tensors import read_tensors, write_tensors
+from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
 from moecore.measure.routing_metrics.consistency import epoch_agreement

@@ -19,7 +19,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     normalised_entropy,
     routing_confidence,
 )
-from moecore.measure.routing_metrics.unchosen_weight import (
+from moecore.measure.routing_metrics.tail_and_fallback import (
     below_k_eligible_flags,
     below_k_eligible_rate,
     fallback_rate,

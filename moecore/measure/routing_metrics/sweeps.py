@@ -17,7 +17,11 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.corruptions.draws import noise_directions
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
-from moecore.measure.routing_metrics.unchosen_weight import fallback_rate, tail_mass, tail_of_probs
+from moecore.measure.routing_metrics.tail_and_fallback import (
+    fallback_rate,
+    tail_mass,
+    tail_of_probs,
+)
 from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.nn.correspondence import original_patches_of_views
@@ -100,7 +104,7 @@ class SweepSettings(Config):
     images: int = Field(300, ge=1, description="Of the images that the routing is measured on")
 
 
-class SettingValues(Config):
+class SettingOutcome(Config):
     """What a model predicts under one setting, and the means over its MoE layers."""
 
     score: float  # the task's
@@ -111,13 +115,13 @@ class SettingValues(Config):
     fallback: float | None = None  # routers with a threshold only
 
 
-class KRow(SettingValues):
+class KRow(SettingOutcome):
     """With ``k`` experts a token."""
 
     k: int
 
 
-class RouterThresholdRow(SettingValues):
+class RouterThresholdRow(SettingOutcome):
     """With another threshold of the router."""
 
     threshold: float
@@ -218,7 +222,7 @@ def _values(model: Model, k: int, sample: SweepImages, batch: int) -> dict[str, 
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> dict[str, Any]:
-    """Means over the MoE layers of what ``SettingValues`` has."""
+    """Means over the MoE layers of what ``SettingOutcome`` has."""
     means = {"load_cv2": [load_cv2(expert_counts(record.chosen)) for record in records]}
     if threshold is None:
         tails = [tail_of_probs(record.probs, k) for record in records]

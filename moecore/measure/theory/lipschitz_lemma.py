@@ -1,6 +1,6 @@
 """Lemma 1 of Puigcerver et al. (2022) at the tokens of a trained model's MoE layers.
 
-n tokens of width d; see nn/layers/smooth_moe.py for the lemma of one layer.
+n tokens of width d; see nn/layers/layer_lipschitz_bound.py for the lemma of one layer.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.streams import derived_seed
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
+from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms, lemma_1, why_lemma_fails
 from moecore.nn.layers.moe import MoELayer
-from moecore.nn.layers.smooth_moe import LemmaTerms, lemma_1, why_lemma_fails
 from moecore.nn.predict import eval_mode, image_batches
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.layers.smooth_moe import frozen_double_copy, row_jacobians
+from moecore.nn.layers.layer_lipschitz_bound import frozen_double_copy, row_jacobians
 from moecore.nn.predict import ImageSequence, eval_mode, image_batches, model_device
 
 LEAST = 1e-3  # of the radius: pairs that are nearer to each other do not count

@@ -33,7 +33,7 @@ from moecore.measure.under_attack.curves import (
     unevaluated_audit_line,
     worse_limit,
 )
-from moecore.nn.layers.smooth_moe import soften_model
+from moecore.nn.layers.layer_lipschitz_bound import soften_model
 from moecore.nn.predict import eval_mode, image_batches, model_device
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks.base import Task

@@ -71,9 +71,7 @@ class BlockPlace(NamedTuple):
 
 
 class SwinTransformer(BackboneModel):
-    """``model(images)`` with images (B, C, H, W) in [0, 1] gives ModelOutput(prediction (B, K),
-    routing), whose layers have the tokens of their stage: see ``layouts``.
-    """
+    """``model(images)``: (B, C, H, W) in [0, 1] to ModelOutput(prediction (B, K), routing)."""
 
     moves = True
 

@@ -134,9 +134,7 @@ class LanguageBlock(nn.Module):
     def forward(
         self, state: BlockState, before: Tensor, positions: Tensor, context: RoutingContext
     ) -> tuple[BlockState, Tensor, tuple]:
-        """before: (B, L, d), the block's input at the L tokens before. Returns what goes on, the
-        feed-forward's input (B, M, d), and its routing records.
-        """
+        """before: (B, L, d), L tokens. Returns the output, the feed-forward's input, records."""
         tokens = state.tokens
         wants = self.mlp.wants
         attended, weights = self.attn(tokens, before, positions, weights="attention" in wants)

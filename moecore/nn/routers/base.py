@@ -47,7 +47,7 @@ class RouterConfig(Config):
         return self.model_copy(update={"k": k})
 
     def check_k(self: ChoosesK, experts: int, key: str = "router.k") -> None:
-        """Raise UserError where a token would use more experts than there are."""
+        """Raise UserError where a token's experts depend on later tokens or other sequences."""
         if self.k > experts:
             raise UserError(
                 f"{key} is {self.k}, but there are {experts} experts (experts.number); k may be "

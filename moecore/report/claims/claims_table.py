@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from moecore.report.claims.evaluation import (
     Evaluated,
     claim_entry,
+    drop_questions,
     keep_own_questions,
-    keep_paper_claims,
 )
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import interval_from_json, markdown_table
@@ -86,7 +86,7 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
 def claims_section(evaluated: Sequence[Evaluated]) -> Section:
     """Return the section of the page."""
     blocks = []
-    if claims := keep_paper_claims(evaluated):
+    if claims := drop_questions(evaluated):
         blocks.append(Block("", grids=[PageTable(HEAD, list(map(_claim_line, claims)))]))
     if questions := keep_own_questions(evaluated):
         blocks.append(

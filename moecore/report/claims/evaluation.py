@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, difference_of
 from moecore.report.column import ResultColumn
-from moecore.report.measured import Models, Results
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.comparison import build_table
+from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.reading.claims_section import Claim, Comparison, Question, comparison_digest
@@ -57,7 +57,7 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
     return correct_by_paper(evaluated)
 
 
-def keep_paper_claims(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def drop_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     """What papers claim."""
     return [one for one in evaluated if isinstance(one.claim, Claim)]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.report.column import ResultColumn
-from moecore.report.measured import Measured
+from moecore.report.typed_results import Measured
 from moecore.statistics.crossed import (
     BOTH,
     SEEDS,

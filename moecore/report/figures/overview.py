@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from moecore.report.figures.direct_labels import label_points
 from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
-from moecore.report.measured import Phase
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
+from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 NAMED = 12  # points that have their names; more have numbers, which stand with the names of rows

@@ -12,7 +12,6 @@ from moecore.brain.age_measurement import AgePoints, AgeResult
 from moecore.measure.base import Estimate
 from moecore.report.column import Column, ResultColumn
 from moecore.report.figures.drawing import GUIDE, PALETTE, add_legend_below, new_figure, styled
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import (
     Figures,
     Shown,
@@ -23,6 +22,7 @@ from moecore.report.measures.result_display import (
 from moecore.report.page.rows import format_column
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import cell_over_seeds
+from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 
 TABLE_S1 = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}

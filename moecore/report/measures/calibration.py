@@ -17,9 +17,9 @@ from moecore.report.figures.drawing import (
     share_axis,
     styled,
 )
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Figures, Shown
 from moecore.report.page.view import Block, Picture
+from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 from moecore.tasks.classification_metrics import ReliabilityBins
 

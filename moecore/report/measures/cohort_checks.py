@@ -9,16 +9,16 @@ from matplotlib.figure import Figure
 from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
 from moecore.report.column import Column, decode_items
 from moecore.report.figures.drawing import GUIDE, add_legend_below, line_look, new_figure, styled
-from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.region_experts import (
     GENERALISATION,
     TISSUES,
-    generalisation_table,
     mixture_table,
+    region_experts_by_volume_kind,
 )
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures, path_reader
 from moecore.report.page.rows import column_cells_over_seeds
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
+from moecore.report.typed_results import Phase, drop_none
 from moecore.statistics.intervals import Interval
 
 ORDER = {
@@ -141,7 +141,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
             each_mixture.append(mixture_table(result.generalisation, method))
     grid = tissue_error_table(phase)
     probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
-    tried = generalisation_table(phase)
+    tried = region_experts_by_volume_kind(phase)
     if tried is not None:
         reasons.pop("generalisation", None)  # that of the methods without region experts
         yield Block(

@@ -17,10 +17,10 @@ from moecore.report.column import (
     mean_or_none,
 )
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, format_shares
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Figures, Shown, draw_method_curves
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, PageTable
+from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 

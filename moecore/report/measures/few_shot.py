@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from moecore.measure.few_shot import FewShot, Result, ShotsRow
 from moecore.report.column import Column, ColumnPerRow, PlannedPhase, decode_items
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Shown, draw_method_curves
 from moecore.report.page.view import Block
+from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 NOTE = (

@@ -11,8 +11,8 @@ from moecore.report.column import (
     mean_or_none,
 )
 from moecore.report.figures.expert_figures import class_expert_maps
-from moecore.report.measured import drop_none
 from moecore.report.measures.result_display import Figures, Shown
+from moecore.report.typed_results import drop_none
 from moecore.statistics.intervals import Interval
 
 NOTE = "image Euclidean distance of the routers' outputs, plain and transformed"

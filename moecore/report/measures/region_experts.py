@@ -9,11 +9,11 @@ from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.probes.region_experts_on_new_data import RegionExpertResult
 from moecore.report.column import Column, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, format_shares
-from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.result_display import path_reader
 from moecore.report.page.rows import column_cells_over_seeds
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.number_format import NumberFormat
+from moecore.report.typed_results import Phase, drop_none
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
 # What region experts are named after.
@@ -156,7 +156,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     )
 
 
-def generalisation_table(phase: Phase) -> PageTable | None:
+def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
     """A group of rows for each method with region experts, a row per sort of volumes."""
     lines = []
     for method, seeds in phase.models.items():

@@ -17,9 +17,9 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
-from moecore.report.measured import Phase
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
+from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]

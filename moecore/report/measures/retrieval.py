@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from moecore.measure.retrieval import CaptionRouting, RecallAtK, Result, Retrieval
+from moecore.measure.retrieval import CaptionRoutingLayer, RecallAtK, Result, Retrieval
 from moecore.report.column import Column, ColumnPerRow, PlannedPhase, decode_items, mean_or_none
 from moecore.report.figures.expert_figures import image_and_caption_experts
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Figures, Shown, pictures_by_name
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.typed_results import Phase
 
 WAYS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 NOTES = {
@@ -40,7 +40,7 @@ def recall_columns(way: str) -> ColumnPerRow:
 
 
 def mean_of_text_layers(
-    value: Callable[[CaptionRouting], float],
+    value: Callable[[CaptionRoutingLayer], float],
 ) -> Callable[[Result], float | None]:
     """The mean over the text tower's MoE layers; None where it is dense."""
     return lambda result: mean_or_none([value(layer) for layer in result.layers])
@@ -106,7 +106,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     yield Block("Experts of patches and words", pictures=pictures)
 
 
-def word_expert_table(layer: CaptionRouting, title: str, short: str) -> PageTable:
+def word_expert_table(layer: CaptionRoutingLayer, title: str, short: str) -> PageTable:
     """Words down, experts across, deeper where more of the word's occurrences go."""
     experts = [number for word in layer.words[:1] for number, _ in enumerate(word.experts)]
     lines = [

@@ -34,11 +34,11 @@ from moecore.report.figures.charts import (
     under_attack,
 )
 from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
-from moecore.report.measured import Measured, Phase, drop_none
 from moecore.report.measures.result_display import Figures, Shown, draw_method_curves, items_reader
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import references
 from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
+from moecore.report.typed_results import Measured, Phase, drop_none
 from moecore.statistics.crossed import linearize_by_person
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
@@ -118,7 +118,7 @@ def attacked_name(score: str, attack: str) -> str:
     return f"{beginning}{score}_{attack}"
 
 
-def scores_under_attack(seen: ColumnContext) -> list[Column]:
+def attacked_score_columns(seen: ColumnContext) -> list[Column]:
     """The score at the largest epsilon of each attack, and of the worst of them for each image."""
     first: dict[str, Result] = {}
     for result in seen.results:
@@ -199,7 +199,7 @@ def attack_and_layer_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
 
 COLUMNS = (
     ContextDependentColumns(
-        scores_under_attack,
+        attacked_score_columns,
         lambda ahead: [
             attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]
         ],

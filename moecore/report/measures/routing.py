@@ -22,7 +22,6 @@ from moecore.report.figures.expert_figures import (
     expert_load,
     expert_overlays,
 )
-from moecore.report.measured import Phase, drop_none
 from moecore.report.measures.result_display import Figures, Shown, items_reader, pictures_by_name
 from moecore.report.measures.routing_sweeps import (
     agreement_by_layer,
@@ -36,6 +35,7 @@ from moecore.report.measures.routing_sweeps import (
     swept_columns,
 )
 from moecore.report.page.view import Block, Picture
+from moecore.report.typed_results import Phase, drop_none
 from moecore.statistics.intervals import Interval
 
 MATCHES = {
@@ -111,7 +111,7 @@ SHARES = {
 }
 
 
-def map_part_columns(place: str) -> list[Columns]:
+def part_load_and_mass_columns(place: str) -> list[Columns]:
     """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
     columns: list[Columns] = []
     for share, (word, what) in SHARES.items():
@@ -168,7 +168,7 @@ COLUMNS = (
     tgr_column(
         "token_entropy", "Token entropy", note="nats, of a token's probabilities; mean over layers"
     ),
-    *(column for place in PLACES for column in map_part_columns(place)),
+    *(column for place in PLACES for column in part_load_and_mass_columns(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
     ContextDependentColumns(score_over_k_columns, planned_scores, SCORE),

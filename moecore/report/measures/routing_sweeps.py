@@ -10,10 +10,10 @@ from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.routing import Result, RoutingLayer
 from moecore.report.column import Column, ColumnContext, ColumnPerRow, PlannedPhase, score_title
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import draw_method_curves
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
+from moecore.report.typed_results import Phase
 from moecore.tasks.base import Score
 from moecore.training.outcome import Outcome
 
@@ -91,7 +91,7 @@ def draw_all_sweeps(phase: Phase) -> list[Picture]:
         "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
     )
     words = "Forward passes of this machine (ERMoE, figure S5)."
-    return drawn + draw_method_curves(phase, Cost, slowdown_vs_one_expert, look, words)
+    return drawn + draw_method_curves(phase, Cost, time_relative_to_top_1, look, words)
 
 
 def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -> list[Picture]:
@@ -103,7 +103,7 @@ def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -
     return draw_method_curves(phase, Result, lambda one: swept(one, setting, name), look, what)
 
 
-def slowdown_vs_one_expert(result: Cost) -> dict[float, float]:
+def time_relative_to_top_1(result: Cost) -> dict[float, float]:
     """k → the time of a batch, as a multiple of that with one expert per token."""
     times = {row.k: row.batch_ms.median for row in result.by_k}
     return {k: time / times[1] for k, time in times.items()} if 1 in times else {}

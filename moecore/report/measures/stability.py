@@ -37,7 +37,6 @@ from moecore.report.figures.sheets import (
     patch_expert_colours,
     sheet,
 )
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import (
     Figures,
     Shown,
@@ -46,6 +45,7 @@ from moecore.report.measures.result_display import (
     items_reader,
 )
 from moecore.report.page.view import Block
+from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
 

@@ -29,7 +29,6 @@ from moecore.report.figures.training_figures import (
     row_shares,
     training_curves,
 )
-from moecore.report.measured import Measured, Phase, drop_none
 from moecore.report.measures import region_experts as regions
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures
 from moecore.report.measures.routing_sweeps import describe_strongest_preference
@@ -37,6 +36,7 @@ from moecore.report.measures.word_swaps import perplexity_columns
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import convergence_columns, overhead_columns
+from moecore.report.typed_results import Measured, Phase, drop_none
 from moecore.training.outcome import Outcome
 
 LISTED = 10  # mistakes of a method with many classes

@@ -14,9 +14,9 @@ from moecore.report.column import (
     mean_or_none,
 )
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Shown, draw_method_curves
 from moecore.report.page.view import Block
+from moecore.report.typed_results import Phase
 
 PERPLEXITIES = (
     Column(

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from moecore.measure.zero_shot import Result
 from moecore.report.column import Column, decode_items
-from moecore.report.measured import Phase
 from moecore.report.measures.result_display import Shown
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
+from moecore.report.typed_results import Phase
 
 NOTE = "the class whose prompts lie nearest, of images that no caption was learned for"
 

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import Evaluated, keep_own_questions, keep_paper_claims
+from moecore.report.claims.evaluation import Evaluated, drop_questions, keep_own_questions
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod
-from moecore.report.measured import Phase, drop_none
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line
+from moecore.report.typed_results import Phase, drop_none
 
 VERDICTS = {
     "holds": ("holds", "hold"),
@@ -35,7 +35,7 @@ def describe_phase_findings(
 
 def describe_claims(evaluated: Sequence[Evaluated]) -> str:
     """How many claims of the papers hold, and which; of questions how many have an answer."""
-    claims = keep_paper_claims(evaluated)
+    claims = drop_questions(evaluated)
     questions = keep_own_questions(evaluated)
     told = []
     if claims:

@@ -7,10 +7,10 @@ as the clean images, is in the page once.
 from typing import Any
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN
 from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
+from moecore.report.typed_results import Phase, Results
 from moecore.training.outcome import Outcome
 
 FILE = "explorer.html"  # beside the page

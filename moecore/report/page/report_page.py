@@ -12,7 +12,6 @@ from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import Evaluated
 from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
-from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
@@ -28,6 +27,7 @@ from moecore.report.page.view import (
 )
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.comparison import build_table
+from moecore.report.typed_results import Phase, Results
 
 NAMED = 20  # classes of data: of more only their number is told
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from moecore.core.config import Config
 from moecore.report.column import Column, ResultColumn
-from moecore.report.measured import Models
 from moecore.report.page.glossary import find_explaining_word
 from moecore.report.page.view import EMPTY, NONE, ColumnHead, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import Cell, Cells, cell_over_seeds
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.paper_numbers import PAPERS
+from moecore.report.typed_results import Models
 
 
 def method_rows_table(

@@ -6,7 +6,6 @@ from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, column_slug
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
-from moecore.report.measured import Phase, Results
 from moecore.report.measures import SHOWN, transfer
 from moecore.report.page.answer import format_leader_value
 from moecore.report.page.rows import method_rows_table, metric_rows_table
@@ -15,6 +14,7 @@ from moecore.report.tables.cells import Cells
 from moecore.report.tables.comparison import ComparisonTable, used_tests
 from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.number_format import keep_percent_on_line
+from moecore.report.typed_results import Phase, Results
 
 TITLES = {
     "pretrain": "Pretrained",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.column import ResultColumn
-from moecore.report.measured import Measured, Models
+from moecore.report.typed_results import Measured, Models
 from moecore.statistics.intervals import Interval, mean_over_seeds
 
 

@@ -11,11 +11,11 @@ from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
 from moecore.report.column import PlannedPhase, ResultColumn
-from moecore.report.measured import Models, Phase, Results, stages_and_measurements
 from moecore.report.measures import SHOWN, sizes
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
+from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.overlay import stages_reading_params

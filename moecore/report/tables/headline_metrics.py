@@ -16,11 +16,11 @@ from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import ResultColumn
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.report.headline_quantities import HEADLINES, attacked_names, first_columns
-from moecore.report.measured import Measured, Phase, Results
 from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
 from moecore.report.measures.result_display import Shown
 from moecore.report.results import read_card_and_task, read_model
 from moecore.report.tables.comparison import phase_result_columns
+from moecore.report.typed_results import Measured, Phase, Results
 from moecore.study.reading.run_section import Phase as PhaseName
 
 MOST = 12  # numbers of a run

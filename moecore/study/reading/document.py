@@ -17,7 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
-from moecore.study.reading.message_format import did_you_mean, to_one_line
+from moecore.study.reading.message_format import did_you_mean, shorten_to_one_line
 
 Mark = tuple[int, int]  # line and column, from 0
 
@@ -64,7 +64,7 @@ class Document:
                 known = ", ".join(there) or "no keys"
                 missing = f"{'.'.join(keys)}: missing{did_you_mean(key, there)}"
                 place = self.place(keys[:depth])
-                raise UserError(to_one_line(f"{place}: {missing}; {holder} has: {known}"))
+                raise UserError(shorten_to_one_line(f"{place}: {missing}; {holder} has: {known}"))
             value = value[key]
         return value
 
@@ -102,13 +102,13 @@ def parse_yaml(text: str, path: str = "params.yaml") -> Document:
         mark = error.problem_mark or error.context_mark
         where = _place(path, (mark.line, mark.column)) if mark else path
         reason = f"not valid YAML: {error.problem or error.context}"
-        raise UserError(to_one_line(f"{where}: {reason}")) from None
+        raise UserError(shorten_to_one_line(f"{where}: {reason}")) from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; allowed: {LEVELS} levels") from None
     except (YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         # Of a tag that does not fit its value, such as `!!int x`, ruamel raises Python's own
         reason = f"not valid YAML: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(to_one_line(f"{path}: {reason}")) from None
+        raise UserError(shorten_to_one_line(f"{path}: {reason}")) from None
 
 
 @lru_cache(maxsize=16)  # one command reads the same few files again and again; nobody edits nodes

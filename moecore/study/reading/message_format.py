@@ -21,7 +21,7 @@ def did_you_mean(word: Any, known: Sequence[Any]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def to_one_line(text: str, most: int = LINE_LETTERS) -> str:
+def shorten_to_one_line(text: str, most: int = LINE_LETTERS) -> str:
     """Return a text as one line of at most so many letters.
 
     Control characters are spelled; the middle is left out, as what is allowed stands at the end.
@@ -44,7 +44,7 @@ def cap_line_count(lines: Sequence[str]) -> str:
 def spell_keys(keys: Sequence[str | int]) -> str:
     """Return ``("a", 0, "b")`` as ``a[0].b``."""
     words = [
-        f"[{key}]" if isinstance(key, int) else f".{to_one_line(str(key), SHOWN_LETTERS)}"
+        f"[{key}]" if isinstance(key, int) else f".{shorten_to_one_line(str(key), SHOWN_LETTERS)}"
         for key in keys
     ]
     return "".join(words).lstrip(".") or "(the whole file)"
@@ -55,8 +55,8 @@ def show_value(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return to_one_line(f"the keys {', '.join(map(str, value))}", 300) if value else "{}"
+        return shorten_to_one_line(f"the keys {', '.join(map(str, value))}", 300) if value else "{}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     text = repr(value) if isinstance(value, str) else json.dumps(value)
-    return f"{to_one_line(text, SHOWN_LETTERS)} ({type(value).__name__})"
+    return f"{shorten_to_one_line(text, SHOWN_LETTERS)} ({type(value).__name__})"

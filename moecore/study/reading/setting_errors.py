@@ -13,9 +13,9 @@ from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import (
     SHOWN_LETTERS,
     did_you_mean,
+    shorten_to_one_line,
     show_value,
     spell_keys,
-    to_one_line,
 )
 
 Keys = tuple[str | int, ...]
@@ -27,7 +27,7 @@ PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
 def format_error_line(document: Document, keys: Sequence[str | int], text: str) -> str:
     """Return one line with the place, the key and what is wrong, however the file spells it."""
-    return f"{document.place(keys)}: {spell_keys(keys)}: {to_one_line(text)}"
+    return f"{document.place(keys)}: {spell_keys(keys)}: {shorten_to_one_line(text)}"
 
 
 def list_errors(
@@ -113,7 +113,7 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
     if kind == "union_tag_invalid":
         tag = item["ctx"]["tag"]
         known = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
-        shown = f"found {TAG}: {to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}"
+        shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}"
         return shown, ", ".join(known)
     if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
         return f"found {show_value(value)}", _describe_models(models)

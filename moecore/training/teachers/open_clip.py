@@ -14,7 +14,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import find_teacher_checkpoint
-from moecore.core.tensors import read_tensors
+from moecore.core.safetensors_files import read_tensors
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings

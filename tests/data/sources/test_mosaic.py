@@ -26,7 +26,7 @@ from moecore.data.sources.mosaic import (
     draw_mosaic_members,
     multi_hot_labels,
 )
-from moecore.data.splits import stratified_split
+from moecore.data.stratified_splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.tasks.classification import Classification

@@ -16,7 +16,7 @@ from moecore.data.sources import docstrings, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_prose
 from moecore.data.sources.wikitext import Wikitext
-from moecore.data.text.captioned_layout import tokenize_captions
+from moecore.data.text.prepared_captions import tokenize_captions
 from moecore.data.text.reading_order import Stream
 from moecore.data.text.tokenizers import (
     BpeFileSettings,

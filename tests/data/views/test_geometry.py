@@ -23,7 +23,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.image_warping import warp_images
-from moecore.data.views import colour, geometry, randaugment
+from moecore.data.views import colour, randaugment, view_affines
 from moecore.data.views.randaugment import (
     OPERATIONS,
     DrawnOperations,
@@ -156,8 +156,8 @@ def test_a_flip_by_hand():
 def test_a_bright_pixel_under_rotation_by_90_degrees():
     images = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     images[0, 0, 0, 1] = 255
-    quarter = geometry.centred_affines(
-        geometry.rotation_affines(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
+    quarter = view_affines.centred_affines(
+        view_affines.rotation_affines(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
     )
     view = warp_images(images, quarter, (5, 5), "zeros")[0, 0]
     # centre (2.5, 2.5); the point (0.5, 1.5) is (−2, −1) from it; (r, c) → (−c, r) gives (1, −2):
@@ -191,10 +191,10 @@ def test_inverse_and_crop_windows():
     )
     affines[:, 2] = torch.tensor([0.0, 0.0, 1.0])
     assert torch.allclose(
-        geometry.invert_affines(affines) @ affines,
+        view_affines.invert_affines(affines) @ affines,
         torch.eye(3, dtype=torch.float64).expand(50, 3, 3),
     )
-    top, left, height, width = geometry.draw_crop_windows(
+    top, left, height, width = view_affines.draw_crop_windows(
         BatchDraws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
     )
     share = height * width / 600

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.streams import generator_for
-from moecore.data.image_warping import VariableSizeImages
+from moecore.data.image_warping import MixedSizeImages
 from moecore.data.views.invariance_transforms import draw_affines, transform_images
 from moecore.data.views.mix import Mix, mix_images
 from moecore.data.views.randaugment import RandAugment
@@ -64,7 +64,7 @@ def test_images_one_by_one_have_the_views_of_a_batch(fill):
     rows = [image.permute(1, 2, 0).numpy() for image in IMAGES]
     moving = FULL.model_copy(update={"fill": fill, "shift": 9, "erasing": 0.0})
     together = draw_views(IMAGES, moving, generator_for(1))
-    apart = draw_views(VariableSizeImages(rows, 20, torch.device("cpu")), moving, generator_for(1))
+    apart = draw_views(MixedSizeImages(rows, 20, torch.device("cpu")), moving, generator_for(1))
     assert torch.equal(together.affines, apart.affines)
     assert (together.images - apart.images).abs().mean() < 1e-5
     torch.testing.assert_close(together.images, apart.images, atol=1 / 255, rtol=0)
@@ -77,9 +77,7 @@ def test_a_view_of_images_of_different_shapes_is_each_ones_own():
         for height, width in ((20, 50), (33, 21), (20, 20), (64, 24))
     ]
     settings = ViewSettings(crop=CropRanges(scale=(0.05, 1.0)), flip=True)
-    views = draw_views(
-        VariableSizeImages(rows, 16, torch.device("cpu")), settings, generator_for(7)
-    )
+    views = draw_views(MixedSizeImages(rows, 16, torch.device("cpu")), settings, generator_for(7))
     assert views.images.shape == (4, 3, 16, 16)
     # by hand: where each pixel of a view comes from, with the nearest four of the original
     back = torch.linalg.inv(views.affines.double())
@@ -102,7 +100,7 @@ def bilinear(image, row: float, column: float) -> torch.Tensor:
 
 
 def test_images_that_are_kept_whole_need_a_crop():
-    whole = VariableSizeImages([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
+    whole = MixedSizeImages([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
     with pytest.raises(UserError, match=r"views: found crop: null, but .* allowed: a crop"):
         draw_views(whole, ViewSettings(flip=True), generator_for(0))
     assert identity_view(whole).shape == (2, 3, 16, 16)

@@ -25,7 +25,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     routing_confidence,
 )
 from moecore.measure.routing_metrics.layer_use import map_border_shares
-from moecore.measure.routing_metrics.unchosen_weight import (
+from moecore.measure.routing_metrics.tail_and_fallback import (
     below_k_eligible_rate,
     fallback_rate,
     tail_mass,

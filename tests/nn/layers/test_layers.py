@@ -19,9 +19,9 @@ from moecore.nn.layers.block import (
     drop_rates,
     softmax_attention,
 )
+from moecore.nn.layers.layer_lipschitz_bound import soften_model
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
-from moecore.nn.layers.smooth_moe import soften_model
 from moecore.nn.routers import NoisyTopK
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
