@@ -36,7 +36,7 @@ run:
   methods: [dense, vmoe, tgr]
   seeds: [0]
   phases: [finetune]
-  measurements: [invariance, corruptions, stability, lipschitz, cost]
+  measurements: [invariance, lipschitz, cost]
   thorough: [finetune]
 data:
   pretrain: {kind: digits, size: 16}
@@ -80,8 +80,6 @@ routing:
   {images: 32, augmentations: [flip], augmentation_images: 16,
   sweeps: {k: [1, 2], threshold: [0.5], images: 16}}
 invariance: {images: 16}
-corruptions: {images: 16, severities: [3], names: [fog, contrast]}
-stability: {images: 8, overlays: 2, steps: 4}
 lipschitz: {images: 4, lemma_tokens: 4, steps: 2, halvings: 2}
 cost: {batch: 8, rounds: 2, images: 16}
 claims: []

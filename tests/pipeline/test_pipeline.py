@@ -8,7 +8,7 @@ import torch
 from moecore.training.artifacts import load_model
 
 METHODS = ("dense", "vmoe", "tgr")
-MEASUREMENTS = ("invariance", "corruptions", "stability", "lipschitz", "cost")
+MEASUREMENTS = ("invariance", "lipschitz", "cost")
 GIT = {
     f"GIT_{who}_{what}": value
     for who in ("AUTHOR", "COMMITTER")

@@ -344,7 +344,7 @@ def test_a_study_with_one_of_them(tmp_path, stages):
     assert "audit" not in text
 
 
-def test_the_schedule_of_sigma_where_a_method_has_one(whole):
+def test_the_schedule_of_sigma_where_a_method_has_one(drawn, whole):
     sparse = "{router: {kind: noisy_top_k}, regularizers: [{kind: group_sparsity, sigma_end: 2}]}"
     flat_filter = sparse.replace("sigma_end: 2", "filter: average")
     text = render_report(

@@ -253,7 +253,7 @@ def test_agreement_over_epochs(tmp_path):
     assert one.low == one.value == one.high == pytest.approx(0.11)
 
 
-def test_agreement_is_drawn_for_those_who_have_it(whole):
+def test_agreement_is_drawn_for_those_who_have_it(drawn, whole):
     trained = whole.phases["pretrain"].of(Outcome)
     curves = {
         name: {method: agreement_points(seeds, name) for method, seeds in trained.items()}

@@ -381,7 +381,7 @@ def test_claims_are_counted():
     assert one.startswith("The one claim that was tested here holds (prc against vmoe: ")
 
 
-def test_pictures_hold_their_data(tmp_path):
+def test_pictures_hold_their_data(drawn, tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     phase = found.phases["pretrain"]
     known = phase_quantities(phase, build_table(found, phase))

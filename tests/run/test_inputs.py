@@ -17,7 +17,7 @@ from moecore.study.reading.document import load_yaml
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
-LONG = PARAMS.replace("pretrain:\n  {epochs: 2,", "pretrain:\n  {epochs: 40,")
+LONG = PARAMS.replace("pretrain:\n  {epochs: 2,", "pretrain:\n  {epochs: 12,")
 RATE = "batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 4,\n"
 OTHER = RATE.replace("0.001", "0.002")
 

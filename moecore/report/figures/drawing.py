@@ -89,10 +89,15 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
     @wraps(draw)
     def within(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        with matplotlib.rc_context(STYLE):
-            return draw(*args, **kwargs)
+        return draw_in_style(draw, *args, **kwargs)
 
     return within
+
+
+def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) -> Figure:
+    """Return the figure that ``draw`` makes while matplotlib's settings are ours."""
+    with matplotlib.rc_context(STYLE):
+        return draw(*args, **kwargs)
 
 
 def new_figure(
