@@ -285,7 +285,7 @@ def test_two_processes_do_not_train_the_same(project):
 
 SMALL = {
     "run": {
-        "methods": ["dense", "vmoe"],
+        "methods": ["vmoe"],
         "seeds": [0],
         "phases": ["finetune"],
         "measurements": [],

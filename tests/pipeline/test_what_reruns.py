@@ -222,7 +222,7 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
         for name, entry in read_dvc_locks(project.folder).items()
         if entry["cmd"].startswith("python -m stages.")
         and name != HASHING
-        and not ("vmoe" in name or "dense" in name and name.startswith("measure"))
+        and not ("vmoe" in name or "dense" in name and "finetune-" in name)
     }
     (project.folder / "used").mkdir()
     project.run([sys.executable, "-c", TRACE, json.dumps(words)])
