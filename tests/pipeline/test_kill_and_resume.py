@@ -28,7 +28,7 @@ TIMED = ("images_per_second", "seconds", "training_step_ms")
 def project(tmp_path_factory):
     """All three training stages once, undisturbed."""
     project = Project(
-        tmp_path_factory.mktemp("kill"), PARAMS.replace("epochs: 2,", "epochs: 8,")
+        tmp_path_factory.mktemp("kill"), PARAMS.replace("epochs: 2,", "epochs: 5,")
     )  # long enough to be killed
     for words in (
         ["prepare", "pretrain"],
@@ -183,8 +183,8 @@ def test_other_params_do_not_continue_a_killed_run(project):
     words = STAGES["pretrain"][0]
     assert project.killed(*words, when=lambda: logged(project, "pretrain") >= 10)
     project.edit(
-        "pretrain:\n  {epochs: 8, batch: 64, learning_rate: 0.001",
-        "pretrain:\n  {epochs: 8, batch: 64, learning_rate: 0.002",
+        "pretrain:\n  {epochs: 5, batch: 64, learning_rate: 0.001",
+        "pretrain:\n  {epochs: 5, batch: 64, learning_rate: 0.002",
     )
     project.stage(*words)
     with_other_rate = outcome(project, "pretrain")

@@ -73,7 +73,7 @@ def test_nothing_is_clipped_and_little_is_scrolled(browser, written, width, sche
         assert (behind == "rgb(20, 24, 29)") == (scheme == "dark")
 
 
-def test_the_explorer_is_linked_from_the_first_screen(browser, written, study):
+def test_the_explorer_is_linked_from_the_first_screen(browser, written, study, undrawn):
     with opened(browser, written, 1400, "light") as shown:
         link = shown.get_by_role("link", name="Explore the routing")
         assert link.bounding_box()["y"] < 900
