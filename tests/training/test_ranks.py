@@ -84,6 +84,7 @@ CASES = [
 ]
 FOUR = {"2": ["bases", "text", "capacity", "clip"], "2e": ["ermoe", "soft_moe", "mix"]}
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
+WITHOUT_SHARDS = ("mix", "adversarial", "sgd", "drop_path", "prc_moge", "sigmoid")  # of two ranks
 
 
 def meshed_cases(size: int, mesh: str) -> list[str]:
@@ -92,7 +93,7 @@ def meshed_cases(size: int, mesh: str) -> list[str]:
         return FOUR[mesh]
     if mesh == "2":
         return [*FOUR[mesh], "regions", "isolated"]
-    return [name for name in CASES if name not in TOGETHER or mesh == "1"]
+    return [name for name in CASES if mesh == "1" or name not in (*TOGETHER, *WITHOUT_SHARDS)]
 
 
 def made(method: Method) -> TrainingJob:
