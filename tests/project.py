@@ -82,7 +82,7 @@ routing:
 invariance: {images: 16}
 corruptions: {images: 16, severities: [3], names: [fog, contrast]}
 stability: {images: 8, overlays: 2, steps: 4}
-lipschitz: {images: 4, lemma_tokens: 4, steps: 2, halvings: 2}
+lipschitz: {images: 4, lemma_tokens: 4}
 cost: {batch: 8, rounds: 2, images: 16}
 claims: []
 questions: []
