@@ -80,7 +80,9 @@ routing:
   {images: 32, augmentations: [flip], augmentation_images: 16,
   sweeps: {k: [1, 2], threshold: [0.5], images: 16}}
 invariance: {images: 16}
-lipschitz: {images: 4, lemma_tokens: 4, steps: 2, halvings: 2}
+corruptions: {images: 16, severities: [3], names: [fog, contrast]}
+stability: {images: 8, overlays: 2, steps: 4}
+lipschitz: {images: 4, lemma_tokens: 4}
 cost: {batch: 8, rounds: 2, images: 16}
 claims: []
 questions: []

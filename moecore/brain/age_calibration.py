@@ -35,7 +35,7 @@ def calibrate_ages(
     # The stage chose this function by the calibrator's kind.
     calibrator = cast(Linear, settings.calibrator)
     line = fit_age_line(ages, calibrator, files.out_of_fold, settings.on_refusal)
-    result = summarize_age_errors(ages, line, calibrator.fit_on, settings.resamples)
+    result = summarize_age_errors(ages, line, calibrator.fit_on)
     write_calibration_folder(files.out, ages, line, result, files.item)
     return result
 

@@ -43,7 +43,6 @@ def measure_age_errors(
     ages: np.ndarray,
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
-    resamples: int,
 ) -> dict[str, AgeErrors]:
     """The errors of each variant; the same resamples for every one.
 
@@ -54,7 +53,7 @@ def measure_age_errors(
             f"calibrate: all {len(ages)} test volumes have the age {ages[0]:g}; allowed: two ages "
             "or more"
         )
-    weights = draw_resample_weights(participants, resamples)
+    weights = draw_resample_weights(participants)
     return {name: _age_errors(predictions, ages, weights) for name, predictions in variants.items()}
 
 
@@ -63,7 +62,6 @@ def measure_group_errors(
     ages: np.ndarray,
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
-    resamples: int,
 ) -> tuple[GroupErrors, ...]:
     """One row a group, in sorted order; a group of one participant has no limits.
 
@@ -73,7 +71,7 @@ def measure_group_errors(
     rows = []
     for group in sorted(set(groups)):
         own = [place for place, name in enumerate(groups) if name == group]
-        weights = draw_resample_weights([participants[place] for place in own], resamples)
+        weights = draw_resample_weights([participants[place] for place in own])
         errors = {}
         for name, predictions in variants.items():
             size = np.abs(predictions[own] - ages[own])
@@ -89,7 +87,7 @@ def age_decade(age: float) -> str:
     return f"{first}–{first + 9}"
 
 
-def draw_resample_weights(participants: Sequence[str], resamples: int) -> np.ndarray:
+def draw_resample_weights(participants: Sequence[str], resamples: int = 1000) -> np.ndarray:
     """Return how often each volume is in a resample, (R, N); a participant's are drawn together."""
     _, person = np.unique(np.array(participants, dtype=object).astype(str), return_inverse=True)
     number = person.max() + 1

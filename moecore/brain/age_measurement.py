@@ -65,20 +65,18 @@ class AgeResult(Config):
     )
 
 
-def summarize_age_errors(
-    ages: Ages, line: CalibratorFit, fit_on: FitOn, resamples: int
-) -> AgeResult:
+def summarize_age_errors(ages: Ages, line: CalibratorFit, fit_on: FitOn) -> AgeResult:
     """Table S1 with intervals, the median predictor, errors by group, and the points."""
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
     test = ages.correct_split("test", line.fitted)
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
-    table = measure_age_errors(test_ages, test.variants, people, resamples)
+    table = measure_age_errors(test_ages, test.variants, people)
     by_one_line = {name: test.variants[name] for name in test.variants if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
-        return measure_group_errors(groups, test_ages, by_one_line, people, resamples)
+        return measure_group_errors(groups, test_ages, by_one_line, people)
 
     return AgeResult(
         unit=task.unit,

@@ -34,7 +34,7 @@ from moecore.tasks import AnyTask
 
 SPLITS = ("train", "validation", "test")
 CARD_KEYS = (
-    "name kind task channels size images counts mean std seed licence source files settings".split()
+    "name kind task channels size images counts mean std licence source files settings".split()
 )
 SMALL = 2**28  # bytes of data whose every bit is verified when they are opened: 0.2 s at most
 

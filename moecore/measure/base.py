@@ -14,6 +14,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
 from moecore.training.guide import Guide
 
+SEED = 0  # of all that measurements draw: every method is measured on the same
 R = TypeVar("R", bound=Config)
 
 

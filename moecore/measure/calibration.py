@@ -38,9 +38,6 @@ class Calibrate(Config):
 
     calibrator: Calibrator
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
-    resamples: int = Field(
-        1000, ge=100, description="Bootstrap resamples of the test images behind every interval."
-    )
     on_refusal: OnRefusal = Field(
         "stop", description="Where no line can be fitted: stop, or report the raw predictions."
     )
@@ -123,8 +120,8 @@ def calibrate_temperature(
         test_images=len(said["test"]),
         scores=task.encode_scores(task.scores(said["test"], labels)),
         top5=None if among is None else task.encode_scores(among),
-        before=prediction_quality(task, said["test"], labels, settings.resamples),
-        after=prediction_quality(task, fitted.apply(said["test"]), labels, settings.resamples),
+        before=prediction_quality(task, said["test"], labels),
+        after=prediction_quality(task, fitted.apply(said["test"]), labels),
     )
 
 
@@ -144,8 +141,8 @@ def _calibrate_words(
         at_limit=fitted.at_limit,
         test_images=len(test.labels),
         scores=data.task.encode_scores(before.nats.mean(dim=1)),
-        before=answer_quality(data.task, before.nats.mean(dim=1), before, settings.resamples),
-        after=answer_quality(data.task, after.nats.mean(dim=1), after, settings.resamples),
+        before=answer_quality(data.task, before.nats.mean(dim=1), before),
+        after=answer_quality(data.task, after.nats.mean(dim=1), after),
     )
 
 
@@ -153,26 +150,24 @@ def _write_fit(fitted: FittedTemperature, files: CalibrationFiles) -> None:
     write_sealed(files.out / "calibrator.json", fitted.model_dump(mode="json"))
 
 
-def prediction_quality(
-    task: Task, logits: Tensor, labels: Tensor, resamples: int
-) -> PredictionQuality:
+def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
     """Score, NLL, Brier and ECE with intervals, and bins. logits: (N, K); labels: (N,)."""
     hits = task.scores(logits, labels)
     answers = TokenLossAndConfidence(
         task.test_loss(logits, labels), brier_scores(logits, labels), class_confidence(logits), hits
     )
-    return answer_quality(task, hits, answers, resamples)
+    return answer_quality(task, hits, answers)
 
 
 def answer_quality(
-    task: Task, scores: Tensor, answers: TokenLossAndConfidence, resamples: int
+    task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
     """Return what answers to N items are worth, as ``prediction_quality`` does."""
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     sure, hits = answers.sure, answers.hits
 
     def resampled(statistic: Callable[[np.ndarray], float]) -> Estimate:
-        return Estimate.of(bootstrap_interval(statistic, len(scores), resamples, lowest=0.0))
+        return Estimate.of(bootstrap_interval(statistic, len(scores), lowest=0.0))
 
     return PredictionQuality(
         score=Estimate.of(task.interval(scores)),

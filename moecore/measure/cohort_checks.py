@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, PartStore, load_or_compute
 from moecore.measure.probes.ageing_and_rescans import (
     PEOPLE,
     RESCAN_YEARS,
@@ -26,7 +26,6 @@ from moecore.measure.probes.ageing_and_rescans import (
     session_pairs,
 )
 from moecore.measure.probes.region_experts_on_new_data import (
-    BatchAndBootstrapSizes,
     RegionExpertResult,
     RegionGeneralisationSettings,
     has_generator_voxel_grid,
@@ -45,7 +44,6 @@ SIMULATED_ONLY = (
     "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
 )
 NO_MAPS = "the cohort has no tissue maps"
-SEED = 0  # draws the simulated people, the same for every model
 Age = Annotated[float, Field(gt=0, le=120)]
 
 
@@ -69,7 +67,6 @@ class CohortChecks(Config):
         description="What region experts are tried on that training did not show.",
     )
     batch: int = Field(16, ge=1, description="Volumes a forward pass; no result depends on it.")
-    resamples: int = Field(1000, ge=100, description="Bootstrap resamples behind every interval.")
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
@@ -103,9 +100,7 @@ def measure(subject: MeasuredModel, settings: CohortChecks, parts: PartStore) ->
     data = subject.data
     errors = whole_and_tissue_errors(subject, settings, parts)
     whose = data.test.people
-    tissues = {
-        name: summarize_errors(values, settings.resamples, whose) for name, values in errors.items()
-    }
+    tissues = {name: summarize_errors(values, whose) for name, values in errors.items()}
     whole = tissues.pop("whole")
     people = unseen_simulated_people(data)
     rescan = measure_rescans(subject, people, settings, parts)
@@ -119,7 +114,7 @@ def measure(subject: MeasuredModel, settings: CohortChecks, parts: PartStore) ->
     return Result(
         whole=whole,
         isolated=tissues or None,
-        order=tissue_error_differences(errors, settings.resamples, whose),
+        order=tissue_error_differences(errors, whose),
         ageing=measure_ageing(subject, people, settings, parts),
         rescan=rescan,
         generalisation=measure_region_generalisation(subject, settings, parts),
@@ -161,12 +156,11 @@ def measure_rescans(
     parts: PartStore,
 ) -> Rescan | None:
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
-    sizes = (settings.batch, settings.resamples)
     if people is not None:
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        compute = partial(predict_rescans, subject.model, people, ages, *sizes)
+        compute = partial(predict_rescans, subject.model, people, ages, settings.batch)
     elif pairs := session_pairs(subject.data.subjects("test")):
-        compute = partial(compare_sessions, subject.model, subject.data, pairs, *sizes)
+        compute = partial(compare_sessions, subject.model, subject.data, pairs, settings.batch)
     else:
         return None
     return load_or_compute(parts, "rescan", Rescan, compute)
@@ -194,8 +188,7 @@ def measure_region_generalisation(
     if not tissues or not subject.data.card["regions"]:
         return None
     ages = (settings.ages[0], settings.ages[-1])
-    sizes = BatchAndBootstrapSizes(settings.batch, settings.resamples)
-    given = (settings.generalisation, ages, SEED, sizes)
+    given = (settings.generalisation, ages, SEED, settings.batch)
     compute = partial(measure_generalisation, subject.model, subject.data, tissues, *given)
     name = f"generalisation of {', '.join(tissues)}"
     return load_or_compute(parts, name, RegionExpertResult, compute)

@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason
+from moecore.measure.base import SEED, MeasuredModel, PartStore, no_flat_images_reason
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks import AnyTask
@@ -50,10 +50,6 @@ class Corruptions(Config):
     )
     names: tuple[Name, ...] | None = Field(
         None, min_length=1, description="Which of the fifteen; null takes all."
-    )
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
-    seed: int = Field(
-        0, ge=0, description="Of the random ones; every method sees the same pictures."
     )
 
     @field_validator("severities", "names")
@@ -96,7 +92,7 @@ def measure(subject: MeasuredModel, settings: Corruptions, parts: PartStore) -> 
     labels = subject.model.targets(torch.from_numpy(test.labels[where]))
 
     def hits_on(pixels: np.ndarray) -> Tensor:
-        prediction, _ = predict_in_batches(subject.model, pixels, settings.batch, routing=False)
+        prediction, _ = predict_in_batches(subject.model, pixels, routing=False)
         return task.scores(prediction, labels)
 
     rows, wrong = corruption_rows(hits_on, images, where, task, settings, parts)
@@ -134,7 +130,7 @@ def corruption_rows(
 
             def packed_hits(name: str = name, severity: int = severity) -> str | list[float]:
                 return task.encode_scores(
-                    hits_on(corrupt_images(images, name, severity, settings.seed, where))
+                    hits_on(corrupt_images(images, name, severity, SEED, where))
                 )
 
             hits = task.decode_scores(parts(f"{name} {severity}", packed_hits), len(images))

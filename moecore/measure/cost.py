@@ -18,10 +18,12 @@ from moecore.measure.forward_cost import (
     peak_memory,
     unwatched_times,
 )
-from moecore.measure.routing_metrics.sweeps import Experts, copy_with_k
+from moecore.measure.routing_metrics.sweeps import copy_with_k
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.predict import image_batches
 from moecore.training.runtime import device_name
+
+NUMBERS_OF_EXPERTS = (1, 2, 3, 4, 6)  # per token: the k that ERMoE's table S5 times
 
 
 class Cost(Config):
@@ -32,10 +34,6 @@ class Cost(Config):
     )
     rounds: int = Field(10, ge=2, description="Timed passes, after three that are not counted.")
     images: int = Field(64, ge=1, description="Test images that the passes go through in turn.")
-    k: Experts = Field(
-        (1, 2, 3, 4, 6),
-        description="Also timed experts per token, where a model has them (ERMoE, S5).",
-    )
 
 
 class KTime(Config):
@@ -105,11 +103,11 @@ def measure(subject: MeasuredModel, settings: Cost, parts: PartStore) -> Result:
 
 
 def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KTime, ...]:
-    """The time of a batch with each k of the settings; of a dense model none."""
+    """The time of a batch with each k; of a dense model none."""
     if subject.model.moe is None:
         return ()
     rows = []
-    for k in settings.k:
+    for k in NUMBERS_OF_EXPERTS:
         model = copy_with_k(subject.model, k)
         if model is not None:
             times = quartiles_ms(unwatched_times(model, many, settings.rounds))

@@ -13,7 +13,7 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerExperts,
@@ -34,6 +34,8 @@ from moecore.nn.routing_traces import Trace, build_image_trace, finest_layout
 from moecore.tasks import AnyTask
 
 BATCH = 64  # images a forward pass
+FAVOURITES = 12  # patches shown of each expert; fewer where experts are many
+SIGMAS = (0.05, 0.1, 0.2, 0.4)  # of Gaussian noise; pixels lie in [0, 1]
 Positive = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -50,12 +52,6 @@ class Explorer(Config):
     gallery: int | None = Field(
         400, ge=1, description="Test images on which experts' favourites are counted; null: all."
     )
-    favourites: int = Field(
-        12, ge=1, le=24, description="Patches shown of each expert; fewer where experts are many."
-    )
-    sigmas: tuple[Positive, ...] = Field(
-        (0.05, 0.1, 0.2, 0.4), description="Of Gaussian noise; pixels lie in [0, 1]."
-    )
     epsilons: tuple[Positive, ...] = Field(
         (1 / 255, 2 / 255, 4 / 255, 8 / 255), description="Radii of the L∞ ball, pixels in [0, 1]."
     )
@@ -64,7 +60,6 @@ class Explorer(Config):
         ("shift", "rotation"),
         description="Random views, by kind: presets, or {name, views, noise}.",
     )
-    seed: int = Field(0, ge=0, description="Of noise, attack and views; the same for every method.")
 
 
 class ShownVariant(Config):
@@ -120,16 +115,16 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     images = np.array(data.test.images[places])
     labels = torch.from_numpy(np.array(data.test.labels[places]))
     labels = model.targets(labels)
-    target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, settings.seed)
+    target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
     volumes = images.ndim == 5
     asked = [look_up_augmentation(one, volumes, "explorer") for one in settings.augmentations]
     clean = target.clean_images()
 
     changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
         "clean": lambda: [ChangedImages("clean", "clean", clean)],
-        "noise": lambda: sweeps.noise_variants(clean, places, settings.sigmas, settings.seed),
+        "noise": lambda: sweeps.noise_variants(clean, places, SIGMAS, SEED),
         "attack": lambda: sweeps.attack_variants(target, settings.attack, settings.epsilons),
-        "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, settings.seed),
+        "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, SEED),
     }
 
     def part(name: str) -> ExplorerPart:
@@ -140,9 +135,7 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     def experts() -> ExplorerExperts:
         chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
         gallery = GalleryImages(chosen, data.test, data.task)
-        return ExplorerExperts(
-            layers=expert_galleries_by_layer(model, gallery, settings.favourites)
-        )
+        return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, FAVOURITES))
 
     seen = [
         load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed

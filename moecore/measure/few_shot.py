@@ -16,7 +16,13 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute, no_flat_images_reason
+from moecore.measure.base import (
+    SEED,
+    MeasuredModel,
+    PartStore,
+    load_or_compute,
+    no_flat_images_reason,
+)
 from moecore.measure.probes.linear_probe import predict_with_features
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_over_seeds
@@ -36,8 +42,6 @@ class FewShot(Config):
         description="Training images per class; larger than a class: skipped.",
     )
     draws: int = Field(5, ge=1, description="Draws of these images; every method sees the same.")
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
-    seed: int = Field(0, ge=0, description="Of the draws.")
 
 
 class ShotsRow(Config):
@@ -81,14 +85,13 @@ def measure(subject: MeasuredModel, settings: FewShot, parts: PartStore) -> Resu
     least, name = smallest_class(subject)
     fits = sorted({shots for shots in settings.shots if shots <= least})
     wanted = [
-        draw_shots(subject, max(fits, default=0), settings.seed, draw)
-        for draw in range(settings.draws)
+        draw_shots(subject, max(fits, default=0), SEED, draw) for draw in range(settings.draws)
     ]
     used = np.unique(np.concatenate([one.flatten() for one in wanted]))
-    tested = head_features(subject, np.asarray(test.images), settings.batch)
+    tested = head_features(subject, np.asarray(test.images))
     few = tested[:0]
     if fits:
-        few = head_features(subject, np.asarray(train.images[used]), settings.batch)
+        few = head_features(subject, np.asarray(train.images[used]))
 
     def row(shots: int) -> ShotsRow:
         draws = []
@@ -128,9 +131,9 @@ def draw_shots(subject: MeasuredModel, shots: int, seed: int, draw: int) -> np.n
     return np.stack([generator.permutation(one)[:shots] for one in places])
 
 
-def head_features(subject: MeasuredModel, images: np.ndarray, batch: int) -> Tensor:
+def head_features(subject: MeasuredModel, images: np.ndarray) -> Tensor:
     """Return the features that the model's head reads of each image, (N, D) fp64."""
-    return torch.from_numpy(predict_with_features(subject.model, images, batch)[1])
+    return torch.from_numpy(predict_with_features(subject.model, images)[1])
 
 
 class PenaltyScores(NamedTuple):

@@ -12,6 +12,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines, transform_images
 from moecore.measure.base import (
+    SEED,
     MeasuredModel,
     Number,
     PartStore,
@@ -27,13 +28,12 @@ from moecore.statistics.intervals import Interval, bootstrap_interval, bootstrap
 
 
 class Invariance(Config):
-    """Which test images are moved, and how the movements are drawn."""
+    """Which test images are moved."""
 
     images: int | None = Field(
         2000, ge=1, description="Test images, evenly spread over the split; null takes all."
     )
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
-    seed: int = Field(0, ge=0, description="Draws the movements, the same for every model.")
 
 
 class MovedRow(Config):
@@ -76,11 +76,10 @@ def measure(subject: MeasuredModel, settings: Invariance, parts: PartStore) -> R
     images = test.images[where]
     _, clean = predict_in_batches(subject.model, images, settings.batch)
     affines = {
-        name: draw_affines(name, len(images), images.shape[-2:], settings.seed)
-        for name in TRANSFORMS
+        name: draw_affines(name, len(images), images.shape[-2:], SEED) for name in TRANSFORMS
     }
     probs = probs_by_layer(clean)
-    between = imed_between(probs, settings.seed) if len(images) > 1 else None
+    between = imed_between(probs, SEED) if len(images) > 1 else None
     moves = moved_distances(subject.model, images, probs, affines, settings.batch, parts, between)
     marked = task.by_class(torch.from_numpy(test.labels[where]))
     if marked is None:

@@ -4,9 +4,9 @@ Over the angle between the experts' subspaces and their number; no trained model
 """
 
 from itertools import product
-from typing import Annotated, Self
+from typing import Annotated, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.measure.base import Estimate
@@ -19,16 +19,20 @@ from moecore.measure.theory.linear_experts import (
 from moecore.measure.theory.subspace_data import Targets, draw_expert_data
 from moecore.statistics.intervals import mean_over_seeds
 
+DIMENSION = 128  # D of a point
+RANK = 4  # r of the subspace of one expert's points: 32 of them fill the dimensions
+SAMPLES = 32  # points of one expert
+SIZES = {"dimension": DIMENSION, "rank": RANK, "samples": SAMPLES}
+# Theorem 2 needs invertible matrices: D more points of length ``floor`` for each expert. noise:
+# standard deviation of the residuals.
+FLOOR_AND_NOISE = {"floor": 0.5, "noise": 0.005}
+SEEDS = (0, 1, 2)  # one draw of the data each
+
 
 class LinearExperts(Config):
     """The data that is drawn: every combination of targets, experts and angle, with every seed."""
 
-    dimension: int = Field(
-        128, ge=2, description="Dimensions D of a point; at least experts · rank."
-    )
-    rank: int = Field(4, ge=1, description="Dimensions r of the subspace of one expert's points.")
-    samples: int = Field(32, ge=1, description="Points of one expert; at least the rank.")
-    experts: tuple[Annotated[int, Field(ge=2)], ...] = Field(
+    experts: tuple[Annotated[int, Field(ge=2, le=DIMENSION // RANK)], ...] = Field(
         (2, 4, 8, 16, 32), min_length=1, description="Numbers of experts E."
     )
     angles: tuple[Annotated[float, Field(ge=0, le=90)], ...] = Field(
@@ -36,29 +40,6 @@ class LinearExperts(Config):
         min_length=1,
         description="Degrees between any two subspaces: 0 all equal, 90 orthogonal.",
     )
-    targets: tuple[Targets, ...] = Field(
-        ("shared", "opposed", "drawn"), min_length=1, description="Signs of the experts' targets."
-    )
-    floor: float = Field(
-        0.5, gt=0, description="Theorem 2: D more points of this length for each expert."
-    )
-    noise: float = Field(
-        0.005, ge=0, description="Theorem 2 only: standard deviation of the residuals."
-    )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (0, 1, 2), min_length=1, description="One draw of the data each."
-    )
-
-    @model_validator(mode="after")
-    def _room(self) -> Self:
-        if max(self.experts) * self.rank > self.dimension:
-            subspaces = f"{max(self.experts)} subspaces of rank {self.rank}"
-            room = f"{subspaces} do not fit into {self.dimension} dimensions"
-            raise ValueError(f"{room}; experts · rank ≤ dimension is allowed")
-        if self.samples < self.rank:
-            short = f"{self.samples} samples do not span a subspace of rank {self.rank}"
-            raise ValueError(f"{short}; samples ≥ rank is allowed")
-        return self
 
 
 class Theorem1OverSeeds(Config):
@@ -86,12 +67,12 @@ def measure(settings: LinearExperts) -> Result:
     rows = []
     first = []
     second = []
-    for targets, experts, angle in product(settings.targets, settings.experts, settings.angles):
-        clean = theorem_1_over_seeds(settings, experts, angle, targets)
+    for targets, experts, angle in product(get_args(Targets), settings.experts, settings.angles):
+        clean = theorem_1_over_seeds(experts, angle, targets)
         ratio = Estimate.of(mean_over_seeds([one.ratio for one in clean]))
         rows.append(Theorem1OverSeeds(targets=targets, experts=experts, angle=angle, ratio=ratio))
         first += clean
-        second += evaluate_theorem_2(settings, experts, angle, targets)
+        second += evaluate_theorem_2(experts, angle, targets)
     return Result(
         draws=len(first),
         violations=sum(not one.holds for one in first),
@@ -102,24 +83,17 @@ def measure(settings: LinearExperts) -> Result:
     )
 
 
-def theorem_1_over_seeds(
-    settings: LinearExperts, experts: int, angle: float, targets: Targets
-) -> list[Theorem1Sides]:
+def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem1Sides]:
     """Evaluate theorem 1 on one draw per seed."""
-    sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
     return [
-        theorem_1_sides(draw_expert_data(experts, angle, targets, seed, **sizes)[0])
-        for seed in settings.seeds
+        theorem_1_sides(draw_expert_data(experts, angle, targets, seed, **SIZES)[0])
+        for seed in SEEDS
     ]
 
 
-def evaluate_theorem_2(
-    settings: LinearExperts, experts: int, angle: float, targets: Targets
-) -> list[Theorem2]:
+def evaluate_theorem_2(experts: int, angle: float, targets: Targets) -> list[Theorem2]:
     """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
-    sizes = {"dimension": settings.dimension, "rank": settings.rank, "samples": settings.samples}
-    unclean = {"floor": settings.floor, "noise": settings.noise}
     return [
-        theorem_2(*draw_expert_data(experts, angle, targets, seed, **sizes, **unclean))
-        for seed in settings.seeds
+        theorem_2(*draw_expert_data(experts, angle, targets, seed, **SIZES, **FLOOR_AND_NOISE))
+        for seed in SEEDS
     ]

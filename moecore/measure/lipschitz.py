@@ -6,6 +6,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import (
+    SEED,
     Estimate,
     MeasuredModel,
     PartStore,
@@ -21,9 +22,14 @@ from moecore.measure.theory.lipschitz_lemma import (
 from moecore.measure.theory.logit_slopes import LipschitzSlopes, slopes_at
 from moecore.statistics.intervals import wilson
 
+BATCH = 50  # images a forward pass
+RADIUS = 0.5  # of the ℓ2 ball around an image, with pixels in [0, 1], in which the ascent looks
+STEPS = 10  # gradient steps of the ascent, from each of two starts
+HALVINGS = 10  # how often the steepest pair is halved: to 1 / 2¹⁰ apart at most
+
 
 class Lipschitz(Config):
-    """Which test images and tokens are measured, and how far from an image the ascent looks."""
+    """Which test images and tokens are measured."""
 
     images: int = Field(
         100, ge=1, description="Test images, evenly spread; the same for every method."
@@ -31,15 +37,6 @@ class Lipschitz(Config):
     lemma_tokens: int = Field(
         64, ge=1, description="Their tokens at which Lemma 1 is evaluated in each MoE layer."
     )
-    batch: int = Field(50, ge=1, description="Images a forward pass; no result depends on it.")
-    seed: int = Field(0, ge=0, description="Draws the tokens.")
-    radius: float = Field(
-        0.5, gt=0, description="Of the ℓ2 ball around an image in which the ascent looks."
-    )
-    steps: int = Field(
-        10, ge=0, description="Gradient steps of the ascent, from each of two starts."
-    )
-    halvings: int = Field(10, ge=0, le=24, description="How often the steepest pair is halved.")
 
 
 class SlopeEstimates(Config):
@@ -74,11 +71,12 @@ def measure(subject: MeasuredModel, settings: Lipschitz, parts: PartStore) -> Re
     labels = torch.from_numpy(test.labels[where])
 
     def estimates() -> SlopeEstimates:
-        sizes = (settings.batch, settings.radius, settings.steps, settings.halvings)
-        return summarize_slopes(slopes_at(subject.model, images, labels, *sizes))
+        return summarize_slopes(
+            slopes_at(subject.model, images, labels, BATCH, RADIUS, STEPS, HALVINGS)
+        )
 
     def tokens() -> Lemma:
-        chosen = (settings.lemma_tokens, settings.batch, settings.seed)
+        chosen = (settings.lemma_tokens, BATCH, SEED)
         return evaluate_lemma(subject.model, images, *chosen, subject.device)
 
     slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)

@@ -13,7 +13,7 @@ from moecore.core.config import Config
 from moecore.data.corruptions.draws import add_noise
 from moecore.measure.base import Estimate
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import BATCH, predict_in_batches
 from moecore.statistics.crossed import encode_item_values
 
 CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
@@ -36,7 +36,7 @@ def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 class RampCurve(Config):
-    """One image along its ramp, from the clean image to ``sigma_max``."""
+    """One image along its ramp, from the clean image to the largest sigma."""
 
     index: int  # in the test split
     label: int
@@ -54,7 +54,7 @@ class RampSummary(Config):
 
 
 def class_probs_by_sigma(
-    model: Model, images: np.ndarray, drawn: Tensor, sigmas: Sequence[float], batch: int
+    model: Model, images: np.ndarray, drawn: Tensor, sigmas: Sequence[float], batch: int = BATCH
 ) -> Tensor:
     """Class probabilities (N, S + 1, K) fp64 of every image at every sigma along its direction.
 

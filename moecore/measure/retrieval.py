@@ -30,7 +30,8 @@ from moecore.tasks.retrieval_recall import (
     text_to_image_recall,
 )
 
-WORDS = 60  # that a page shows: the most frequent
+PICTURES = 4  # that a page shows, evenly spread
+WORDS = 60  # likewise: the most frequent
 ONE = torch.tensor([1])  # image is right for a caption
 
 
@@ -41,8 +42,6 @@ class Retrieval(Config):
         None, ge=2, description="Test images from the first on, the gallery; null: all."
     )
     at: tuple[int, ...] = Field((1, 5, 10), min_length=1, description="k of R@k.")
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
-    pictures: int = Field(4, ge=0, le=50, description="Images that a page shows, evenly spread.")
 
 
 class RecallAtK(Config):
@@ -101,7 +100,7 @@ def measure(subject: MeasuredModel, settings: Retrieval, parts: PartStore) -> Re
     number = len(test.labels) if settings.images is None else settings.images
     images = test.images[:number]
     labels = torch.from_numpy(test.labels[:number].copy())
-    sides, _ = predict_in_batches(subject.model, images, settings.batch, routing=False)
+    sides, _ = predict_in_batches(subject.model, images, routing=False)
     texts = subject.model.targets(labels)
     own = (~missing_caption_mask(texts)).sum(dim=1)  # captions of each image
     captions = int(own.sum())
@@ -113,22 +112,22 @@ def measure(subject: MeasuredModel, settings: Retrieval, parts: PartStore) -> Re
         image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
         scale=float(sides[:, :-1].norm(dim=1).mean()),
         layers=caption_routing_by_layer(subject, labels),
-        **captioned_pictures(subject, images, labels, settings),
+        **captioned_pictures(subject, images, labels),
     )
 
 
 def captioned_pictures(
-    subject: MeasuredModel, images: np.ndarray, labels: Tensor, settings: Retrieval
+    subject: MeasuredModel, images: np.ndarray, labels: Tensor
 ) -> dict[str, Any]:
     """A few images and a caption of each, with the experts of patches and words."""
-    where = evenly_spaced_indices(len(images), settings.pictures)
+    where = evenly_spaced_indices(len(images), PICTURES)
     towers = find_two_towers(subject.model)
-    if not len(where) or towers is None:
+    if towers is None:
         return {}
     few = images[where]
     records: tuple[RoutingRecord, ...] = ()
     if subject.model.moe is not None:
-        _, records = predict_in_batches(subject.model, few, settings.batch, prediction=False)
+        _, records = predict_in_batches(subject.model, few, prediction=False)
     tokenizer = load_tokenizer(subject.data.folder, towers.text.task)
     tokens = labels[where, 0]
     read = experts_by_word(towers, tokens, tokenizer, most=1)

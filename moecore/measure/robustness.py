@@ -15,7 +15,7 @@ from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.base import MeasuredModel, PartStore, Skipped, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, PartStore, Skipped, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     change_after_capacity,
     change_of_choice,
@@ -38,6 +38,7 @@ from moecore.statistics.crossed import encode_item_values
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
+PICTURES = 3  # attacked images shown, under the strongest attack
 Epsilon = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -45,7 +46,7 @@ class Robustness(Config):
     """Which images are attacked, how, and how strongly."""
 
     images: int = Field(
-        512, ge=1, description="Test images, drawn once with `seed`; the same for every method."
+        512, ge=1, description="Test images, drawn once; the same for every method."
     )
     epsilons: tuple[Epsilon, ...] = Field(
         min_length=1, description="Radii of the L∞ ball in pixel units [0, 1]; 0 is added."
@@ -54,15 +55,11 @@ class Robustness(Config):
     batch: int = Field(
         128, ge=1, description="Images a pass; cut to whole groups that share a capacity."
     )
-    seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
         "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
     survivors: bool = Field(
         False, description="Attack only images that are right when clean; no routing change."
-    )
-    pictures: int = Field(
-        3, ge=0, le=8, description="Attacked images shown, under the strongest attack."
     )
     audit: AuditSettings = Field(
         AuditSettings(), description="Extra attacks that show whether the others can be believed."
@@ -146,7 +143,7 @@ def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> R
         attacks=curves,
         worst_case=worst_case(curves, task, len(labels), target.people),
         audit=lines,
-        attacked=attack_gallery(target, settings.attacks, settings.pictures, curves),
+        attacked=attack_gallery(target, settings.attacks, PICTURES, curves),
         people=people_if_repeated(target.people),
     )
 
@@ -154,7 +151,7 @@ def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> R
 def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
     """The model and the drawn test images, with whose each is."""
     test = subject.data.test
-    places = draw_image_indices(len(test.labels), settings.images, settings.seed)
+    places = draw_image_indices(len(test.labels), settings.images, SEED)
     labels = subject.model.targets(torch.from_numpy(test.labels[places]))
     return Target(
         subject.model,
@@ -162,7 +159,7 @@ def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Targ
         test.images[places],
         labels,
         settings.batch,
-        settings.seed,
+        SEED,
         settings.precision,
         people=test.people_at(places),
     )

@@ -15,7 +15,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, PartStore, load_or_compute
 from moecore.measure.exploring.overlays import (
     MatchedCrops,
     Overlays,
@@ -98,7 +98,6 @@ class Routing(Config):
         SweepSettings(),
         description="The trained weights under other k and thresholds (ERMoE, S3, S5).",
     )
-    seed: int = Field(0, ge=0, description="Of those views; every method sees the same ones.")
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -165,9 +164,7 @@ def measure(subject: MeasuredModel, settings: Routing, parts: PartStore) -> Resu
         **average_layers(layers, MEANS),
         layers=layers,
         overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
-        corresponding=overlapping_crops(
-            images[:CROPPED], finest_layout(model.layouts), settings.seed
-        ),
+        corresponding=overlapping_crops(images[:CROPPED], finest_layout(model.layouts), SEED),
         augmentations=augmented_rows(model, images, settings, parts, people),
         sweeps=load_or_compute(parts, "sweeps", RoutingSweeps, tried),
     )
@@ -214,7 +211,7 @@ def view_match_shares(
         layers = len(model.experts_and_router.indices(model.config.depth))
         return [(Matching(), {})] * layers
     asked = TwoViewAugmentation(name="views", views=settings.views)
-    views = draw_two_views(images, asked, settings.seed)
+    views = draw_two_views(images, asked, SEED)
     _, records = predict_in_batches(model, views.images, settings.batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     return [
@@ -236,7 +233,7 @@ def augmented_rows(
     whose = None if people is None else people[few]
 
     def row(asked: TwoViewAugmentation) -> AugmentedRow:
-        views = draw_two_views(images, asked, settings.seed, *asked.name.encode())
+        views = draw_two_views(images, asked, SEED, *asked.name.encode())
         return augmented_row(asked.name, model, views, settings.batch, whose)
 
     if images.ndim == TEXT:

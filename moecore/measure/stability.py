@@ -12,7 +12,13 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute, no_flat_images_reason
+from moecore.measure.base import (
+    SEED,
+    MeasuredModel,
+    PartStore,
+    load_or_compute,
+    no_flat_images_reason,
+)
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -25,11 +31,13 @@ from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks import AnyTask
 
+SIGMA_MAX = 0.2  # where the ramp of one fixed noise an image ends
+JUMP = 0.1  # a step of the true class's probability above it is a jump
 Sigma = Annotated[float, Field(gt=0, le=1)]
 
 
 class Stability(Config):
-    """Which images get noise, how much, and what counts as a jump."""
+    """Which images get noise, and how much."""
 
     images: int | None = Field(
         100, ge=1, description="Test images, evenly spread, the same for every method; null: all."
@@ -40,15 +48,7 @@ class Stability(Config):
     sigmas: tuple[Sigma, ...] = Field(
         (0.05, 0.1, 0.2), min_length=1, description="Of the noise; pixels lie in [0, 1]."
     )
-    sigma_max: float = Field(
-        0.2, gt=0, le=1, description="Where the ramp of one fixed noise an image ends."
-    )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
-    jump: float = Field(
-        0.1, gt=0, lt=1, description="A step of the true class's probability above it is a jump."
-    )
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
-    seed: int = Field(0, ge=0, description="Of the noise; every method sees the same.")
 
 
 class NoiseRow(Config):
@@ -91,17 +91,17 @@ def measure(subject: MeasuredModel, settings: Stability, parts: PartStore) -> Re
     where = evenly_spaced_indices(len(test.labels), settings.images)
     images = test.images[where]
     labels = model.targets(torch.from_numpy(test.labels[where]))
-    drawn = noise_directions(where, images.shape[1:], settings.seed)
-    _, clean = predict_in_batches(model, images, settings.batch)
+    drawn = noise_directions(where, images.shape[1:], SEED)
+    _, clean = predict_in_batches(model, images)
 
     def noisy(sigma: float) -> NoiseRow:
         pixels = add_noise(images, drawn, sigma)
-        return noise_row(model, clean, pixels, labels, subject.data.task, sigma, settings.batch)
+        return noise_row(model, clean, pixels, labels, subject.data.task, sigma)
 
     def along() -> RampSummary:
-        sigmas = (settings.sigma_max * np.arange(settings.steps + 1) / settings.steps).tolist()
-        probs = class_probs_by_sigma(model, images, drawn, sigmas, settings.batch)
-        return summarize_ramps(probs, labels, where, sigmas, settings.jump, few)
+        sigmas = (SIGMA_MAX * np.arange(settings.steps + 1) / settings.steps).tolist()
+        probs = class_probs_by_sigma(model, images, drawn, sigmas)
+        return summarize_ramps(probs, labels, where, sigmas, JUMP, few)
 
     if settings.overlays:
         few = evenly_spaced_indices(len(labels), settings.overlays)
@@ -126,10 +126,9 @@ def noise_row(
     labels: Tensor,
     task: AnyTask,
     sigma: float,
-    batch: int,
 ) -> NoiseRow:
     """The score on images with noise, and per MoE layer how far the choice of experts moved."""
-    prediction, noisy = predict_in_batches(model, pixels, batch)
+    prediction, noisy = predict_in_batches(model, pixels)
     hits = task.scores(prediction, labels)
     score = task.interval(hits)
     moved = changes_by_image(clean, noisy)
@@ -167,7 +166,7 @@ def noisy_overlays(
     rows = []
     for sigma in (0.0, *sorted(settings.sigmas)):
         pixels = add_noise(images, drawn, sigma)
-        _, records = predict_in_batches(model, pixels, settings.batch)
+        _, records = predict_in_batches(model, pixels)
         if records:
             shown = encode_expert_overlays(to_uint8(pixels.numpy()), records)
             rows.append(NoisyOverlays(sigma=sigma, **shown.model_dump()))

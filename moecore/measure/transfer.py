@@ -19,12 +19,14 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import PartStore, load_or_compute
+from moecore.measure.base import SEED, PartStore, load_or_compute
 from moecore.measure.under_attack.curves import AuditLine, is_equal_or_worse, unevaluated_audit_line
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate
 from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
+
+BATCH = 128  # images a forward pass
 
 
 class Transfer(Config):
@@ -35,10 +37,8 @@ class Transfer(Config):
         4 / 255, ge=0, le=1, description="Radius of the L∞ ball in pixel units [0, 1]."
     )
     images: int = Field(
-        100, ge=1, description="Test images, drawn once with `seed`; the same for every method."
+        100, ge=1, description="Test images, drawn once; the same for every method."
     )
-    batch: int = Field(128, ge=1, description="Images a forward pass; no result depends on it.")
-    seed: int = Field(0, ge=0, description="Draws the subset and the random starts.")
     precision: Precision = Field(
         "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
@@ -120,7 +120,7 @@ def prepare_transfer_attacks(
 ) -> TargetsAndImages:
     """The targets; an attack is made when its images are first asked for."""
     test = data.test
-    places = draw_image_indices(len(test.labels), settings.images, settings.seed)
+    places = draw_image_indices(len(test.labels), settings.images, SEED)
     images = test.images[places]
     labels = torch.from_numpy(test.labels[places])
     targets = {
@@ -129,8 +129,8 @@ def prepare_transfer_attacks(
             data.task.with_gallery(model.targets(labels)),
             images,
             model.targets(labels),
-            settings.batch,
-            settings.seed,
+            BATCH,
+            SEED,
             settings.precision,
             people=test.people_at(places),
         )

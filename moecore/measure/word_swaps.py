@@ -18,7 +18,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
-from moecore.measure.base import Estimate, MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, Estimate, MeasuredModel, PartStore, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, changes_by_image
 from moecore.nn.predict import block_scores_with_routing
 from moecore.statistics.crossed import encode_item_values
@@ -35,7 +35,6 @@ class WordSwaps(Config):
     shares: tuple[Share, ...] = Field(
         (0.015, 0.15), min_length=1, description="Of the words that become <unk>."
     )
-    seed: int = Field(0, ge=0, description="Of the words; every method sees the same.")
 
 
 class SwapShareRow(Config):
@@ -73,7 +72,7 @@ def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Re
     vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
     unknown = vocabulary.index(UNKNOWN)
     places = swappable_word_places(tokens, vocabulary)
-    order = np.random.default_rng(settings.seed).permutation(places)
+    order = np.random.default_rng(SEED).permutation(places)
     clean, routed = block_scores_with_routing(subject.model, np.array(test.images[where]), labels)
 
     def row(share: float) -> SwapShareRow:

@@ -48,7 +48,6 @@ class ZeroShot(Config):
         None, description="other words for the classes, in the source's order; null: its own"
     )
     images: int | None = Field(None, ge=1, description="Test images, evenly spread; null: all.")
-    batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
 
     @field_validator("templates")
     @classmethod
@@ -111,7 +110,7 @@ def measure(subject: MeasuredModel, settings: ZeroShot, parts: PartStore) -> Res
         problem = f"found {len(names)} names"
         raise UserError(f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class")
     classes, unknown = class_prompt_vectors(subject, names, settings.templates)
-    sides, _ = predict_in_batches(subject.model, images, settings.batch, routing=False)
+    sides, _ = predict_in_batches(subject.model, images, routing=False)
     order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
     right = order[:, 0] == labels
     among = (order[:, :BEST] == labels[:, None]).any(dim=1)

@@ -31,6 +31,7 @@ class ImageSequence(Protocol):
     def __getitem__(self, places: Any, /) -> Any: ...
 
 
+BATCH = 256  # images of a forward pass, where nothing else is said
 TOKENS = 2**13  # of blocks that are read together, those before them counted
 LOGITS = 2**19  # of few words at a time on a CPU, 2 MiB: they stay in its cache
 ON_GPU = 2**26  # and on a GPU
@@ -42,7 +43,7 @@ VOXELS = 2**24  # of a batch of volumes: 64 of 64³, 64 MiB in fp32
 def predict_in_batches(
     model: nn.Module,
     images: ImageSequence,
-    batch: int,
+    batch: int = BATCH,
     routing: bool = True,
     prediction: bool = True,
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:

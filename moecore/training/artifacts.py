@@ -16,7 +16,6 @@ from moecore.nn.backbones import Backbone
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.patch_embed import Interpolation
 from moecore.nn.meta_device import on_meta_device
 from moecore.tasks.image_text import ImageText
 from moecore.training.guide import Guide, GuidedModel
@@ -111,22 +110,19 @@ def load_unguided(folder: str | Path) -> BackboneModel:
 
 
 def load_adapted_model(
-    folder: str | Path,
-    image: ImageSpec,
-    moe: MoESettings | None,
-    interpolation: Interpolation = "bilinear",
+    folder: str | Path, image: ImageSpec, moe: MoESettings | None
 ) -> BackboneModel:
     """The model of ``folder`` for other images: a new grid of positions, a head for new classes.
 
     The statistics of the new images normalise them. A head for the same target says of the same
     tokens what it said before, though the new target's mean and deviation are others. Raises
-    UserError where channels, axes or interpolation do not fit.
+    UserError where channels or axes do not fit.
     """
     card = load_card(folder)
     weights, _ = read_tensors(Path(folder) / "model.safetensors")
     model = _built(folder, card, image, moe)
     try:
-        weights = model.adapt_weights(weights, card.backbone, card.image, interpolation)
+        weights = model.adapt_weights(weights, card.backbone, card.image)
     except ValueError as error:
         raise UserError(f"{folder}: {error}") from error
     if card.image.answers != image.answers:

@@ -139,9 +139,8 @@ class Method(Config):
         if self.joint:
             router = self.teacher_router
             losses.append(TeacherRouterLoss(balance=router.load, entropy=router.entropy))
-        regions = self.regions
-        if regions is not None and self.isolates and regions.weight:
-            losses.append(RegionRouting(weight=regions.weight))
+        if self.isolates:
+            losses.append(RegionRouting())
         return tuple(losses)
 
     @property

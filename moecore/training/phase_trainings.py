@@ -106,7 +106,7 @@ def build_finetuning(
     teacher = load_guide(guide, image.size)
     same_answers = teacher is not None and teacher.teacher.image.answers == image.answers
     learned = method.for_finetuning(settings.k, settings.guided, same_answers)
-    model = load_adapted_model(start, image, learned.moe, settings.interpolation).to(device)
+    model = load_adapted_model(start, image, learned.moe).to(device)
     subset = None
     if settings.shots is not None:
         subset = few_shot_indices(data.task, data.train.labels, settings.shots, seed).numpy()

@@ -9,7 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator
 from moecore.core.config import Config
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
-from moecore.nn.layers.patch_embed import Interpolation
 from moecore.training.adversarial import Adversarial
 from moecore.training.runtime import Precision
 
@@ -120,7 +119,6 @@ class Finetuning(Training):
         None, ge=1, description="experts per token from then on; null: the method's"
     )
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
-    interpolation: Interpolation = "bilinear"
 
 
 class AdversarialFinetuning(Finetuning):

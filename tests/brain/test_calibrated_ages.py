@@ -51,7 +51,7 @@ def line(ages):
 
 @pytest.fixture(scope="module")
 def found(ages, line):
-    return summarize_age_errors(ages, line, "train", 300)
+    return summarize_age_errors(ages, line, "train")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_interval(found, ages, line):
         and "also fitted" not in found.interval.method
     )
     other = fit_age_line(ages, Linear(fit_on="validation"), None)
-    assert "also fitted" in summarize_age_errors(ages, other, "validation", 100).interval.method
+    assert "also fitted" in summarize_age_errors(ages, other, "validation").interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
@@ -198,7 +198,7 @@ def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, foun
         tmp_path / "out",
         real,
         line,
-        summarize_age_errors(real, line, "train", 100),
+        summarize_age_errors(real, line, "train"),
         "pretrain/vmoe/0",
     )
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
@@ -213,7 +213,7 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
         fit_age_line(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
         refused = fit_age_line(flat, Linear(), None, "report")
-    found = summarize_age_errors(flat, refused, "train", 100)
+    found = summarize_age_errors(flat, refused, "train")
     assert (
         "slope of 0" in found.refused
         and found.pooled is None
@@ -262,7 +262,7 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     few = ages._replace(
         subjects={**ages.subjects, "validation": ages.subjects["validation"][:1] * 24}
     )
-    found = summarize_age_errors(few, line, "train", 100)
+    found = summarize_age_errors(few, line, "train")
     assert found.interval.radius is None and found.interval.coverage is None
     write_calibration_folder(
         tmp_path / "out", few, CalibratorFit(line.fitted, None, 60), found, "x"
@@ -284,7 +284,7 @@ def test_a_case_by_hand():
     # slope: (−10·64 + 10·77) / 200 = 130/200 = 0.65; intercept: 70 − 0.65·70 = 24.5.
     # errors have mean 0; corr: (−10·4 + 10·−3) / √(200 · (16 + 1 + 9)) = −70/√5200.
     found = measure_age_errors(
-        np.array([60.0, 70, 80]), {"raw": np.array([64.0, 69, 77])}, ["a", "b", "c"], 100
+        np.array([60.0, 70, 80]), {"raw": np.array([64.0, 69, 77])}, ["a", "b", "c"]
     )["raw"]
     assert found.mae.value == pytest.approx(8 / 3) and found.slope.value == pytest.approx(0.65)
     assert found.intercept.value == pytest.approx(24.5) and found.corr.value == pytest.approx(
@@ -316,7 +316,7 @@ def test_a_weight_is_a_volume_taken_as_often(seed):
 def test_intervals_hold_the_value_and_are_of_the_right_width():
     # The mean of 400 |errors| with standard deviation s has a 95 % interval of about ± 1.96·s/√400.
     ages, predictions, people = drawn(400)
-    found = measure_age_errors(ages, {"raw": predictions}, people, 2000)["raw"]
+    found = measure_age_errors(ages, {"raw": predictions}, people)["raw"]
     spread = np.abs(predictions - ages).std() / 20 * 1.96
     assert found.mae.value - found.mae.low == pytest.approx(
         spread, rel=0.12
@@ -335,7 +335,6 @@ def test_limits_are_reflected():
         ages,
         {"raw": ages + np.where(np.arange(30) == 7, 20.0, 1.0)},
         [str(number) for number in range(30)],
-        2000,
     )["raw"].mae
     assert found.value - found.low > 1.3 * (found.high - found.value)
 
@@ -344,10 +343,8 @@ def test_participants_are_resampled_not_sessions():
     # Four copies of each volume under the same participant add nothing: the interval is that of the
     # volumes once, not half as wide.
     ages, predictions, people = drawn()
-    once = measure_age_errors(ages, {"raw": predictions}, people, 500)["raw"]
-    four = measure_age_errors(np.tile(ages, 4), {"raw": np.tile(predictions, 4)}, people * 4, 500)[
-        "raw"
-    ]
+    once = measure_age_errors(ages, {"raw": predictions}, people)["raw"]
+    four = measure_age_errors(np.tile(ages, 4), {"raw": np.tile(predictions, 4)}, people * 4)["raw"]
     for name, estimate in once:
         assert getattr(four, name).model_dump() == pytest.approx(estimate.model_dump())
     weights = draw_resample_weights(["a", "b", "a", "c"], 50)
@@ -361,7 +358,7 @@ def test_participants_are_resampled_not_sessions():
 def test_all_variants_meet_the_same_resamples():
     ages, predictions, people = drawn()
     found = measure_age_errors(
-        ages, {"raw": predictions, "same": predictions, "moved": predictions + 5}, people, 200
+        ages, {"raw": predictions, "same": predictions, "moved": predictions + 5}, people
     )
     assert found["raw"] == found["same"] and found["moved"].slope.model_dump() == pytest.approx(
         found["raw"].slope.model_dump()
@@ -376,7 +373,6 @@ def test_errors_by_group():
         np.array([60.0, 60, 70, 80]),
         {"raw": np.array([62.0, 61, 66, 83])},
         ["a", "b", "c", "b"],
-        300,
     )
     assert [(row.group, row.n) for row in rows] == [("F", 2), ("M", 2)]
     assert rows[0].raw.mae.value == 3 and rows[0].raw.mae.low is not None

@@ -188,8 +188,6 @@ FEW = Explorer.model_validate(
     {
         "images": 5,
         "gallery": 40,
-        "favourites": 3,
-        "sigmas": [0.1, 0.5],
         "epsilons": [0.02, 0.1],
         "attack": {"kind": "pgd", "steps": 2},
         "augmentations": [MOVED, "rotation", "brightness"],

@@ -52,7 +52,7 @@ from tests.measure.subjects import (
     write_models,
 )
 
-SETTINGS = Calibrate(calibrator={"kind": "temperature"}, resamples=100, batch=16)
+SETTINGS = Calibrate(calibrator={"kind": "temperature"}, batch=16)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_quality_by_hand():
     # Four images, two classes: sure by 0.9, 0.9, 0.6, 0.6; right, wrong, right, right.
     logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]]).double().log()
     found = prediction_quality(
-        Classification(classes=("a", "b")), logits, torch.tensor([0, 1, 1, 0]), 100
+        Classification(classes=("a", "b")), logits, torch.tensor([0, 1, 1, 0])
     )
     assert (found.score.value, found.score.low, found.score.high) == wilson(3, 4)
     assert found.brier.value == pytest.approx((0.02 + 1.62 + 0.32 + 0.32) / 4)
@@ -126,7 +126,7 @@ def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
 
 
 def settings(**changes) -> CohortChecks:
-    small = {"subjects": 3, "ages": (20, 50, 80), "rescans": 4, "batch": 16, "resamples": 100}
+    small = {"subjects": 3, "ages": (20, 50, 80), "rescans": 4, "batch": 16}
     return CohortChecks(**small | changes)
 
 

@@ -36,7 +36,6 @@ SETTINGS = Robustness(
     images=25,
     epsilons=(0.2, 0.05),
     batch=10,
-    seed=5,
     audit={"images": 12, "steps": 4},
     attacks=(
         {"kind": "fgsm"},

@@ -31,7 +31,6 @@ SETTINGS = Routing.model_validate(
         "images": 40,
         "batch": 30,
         "overlays": 1,
-        "seed": 4,
         "views": {"crop": {"scale": [0.7, 1.0]}},
         "augmentations": ["noise", "flip", {"name": "mine", "views": {"shift": 1}, "noise": 0.02}],
         "augmentation_images": 15,
@@ -99,7 +98,7 @@ def test_means_are_over_the_layers(results):
 
 def test_the_matches_of_the_views_by_hand(models, images, results):
     model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
-    drawn = derived_seed("measured_views", 4)
+    drawn = derived_seed("measured_views", 0)
     views = [
         draw_views(pixels, SETTINGS.views, generator_for(drawn, 0, number)) for number in (0, 1)
     ]
@@ -124,7 +123,7 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
 
 
 def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
-    settings = Routing(augmentations=("flip",), augmentation_images=15, seed=4, batch=8)
+    settings = Routing(augmentations=("flip",), augmentation_images=15, batch=8)
     (alone,) = routing.augmented_rows(models["vmoe"], images, settings, compute_without_cache)
     assert alone.match_top1 == pytest.approx(results["vmoe"].augmentations[1].match_top1)
 

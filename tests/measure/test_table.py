@@ -60,10 +60,10 @@ SMALL = {
     "stability": {"images": 4, "steps": 2},
     "few_shot": {"shots": [1, 2, 1000], "draws": 2},
     "word_swaps": {"images": 4, "shares": [0.2]},
-    "lipschitz": {"images": 2, "steps": 1, "halvings": 1, "lemma_tokens": 2},
-    "explorer": {"images": 2, "gallery": 8, "favourites": 1, "attack": {"kind": "fgsm"}},
+    "lipschitz": {"images": 2, "lemma_tokens": 2},
+    "explorer": {"images": 2, "gallery": 8, "attack": {"kind": "fgsm"}},
     "cost": {"batch": 2, "rounds": 2, "images": 2},
-    "cohort_checks": {"resamples": 100},
+    "cohort_checks": {},
     "retrieval": {"at": [1, 2]},
     "zero_shot": {"source": {"kind": "digits", "test_limit": 20}},
 }

@@ -85,12 +85,12 @@ def test_stop_words_and_punctuation_are_spared(subject):
 
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):
-    settings = WordSwaps(shares=(0.1, 0.4), seed=3)
+    settings = WordSwaps(shares=(0.1, 0.4))
     found = measured_twice(word_swaps.measure, subject, settings)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
-    places = np.random.default_rng(3).permutation(
+    places = np.random.default_rng(0).permutation(
         word_swaps.swappable_word_places(tokens, vocabulary)
     )
     words = int((tokens != vocabulary.index("<eos>")).sum())
@@ -145,7 +145,7 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
 
 
 def test_the_temperature_of_a_text(subject, tmp_path):
-    settings = Calibrate(calibrator=Temperature(), resamples=100)
+    settings = Calibrate(calibrator=Temperature())
     files = CalibrationFiles("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
     found = calibrate_temperature(subject, settings, files)
     data = subject.data
@@ -224,7 +224,7 @@ def test_scores_are_kept_and_read_back():
     assert interval.low < interval.value < interval.high
 
 
-SETTINGS = FewShot(shots=(1, 3, 1000), draws=3, batch=40, seed=2)
+SETTINGS = FewShot(shots=(1, 3, 1000), draws=3)
 
 
 def drawn_set(seed: int, images: int, width: int, classes: int = 3):
@@ -288,7 +288,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
     assert row.shots == 3
     hits = []
     for draw in range(3):
-        generator = np.random.default_rng([2, draw])
+        generator = np.random.default_rng([0, draw])
         chosen = np.concatenate(
             [generator.permutation(np.flatnonzero(labels == one))[:3] for one in range(10)]
         )
@@ -337,11 +337,7 @@ def test_draws_are_the_same_for_all_and_nested(subjects):
     assert not np.array_equal(few_shot.draw_shots(subjects["vit"], 4, 2, 0), sets[0])
 
 
-def test_the_batch_changes_nothing_and_one_draw_has_no_interval(subjects, results):
-    other = few_shot.measure(
-        subjects["vit"], SETTINGS.model_copy(update={"batch": 7}), compute_without_cache
-    )
-    assert [row.score for row in other.rows] == [row.score for row in results["vit"].rows]
+def test_one_draw_has_no_interval(subjects):
     (row,) = few_shot.measure(
         subjects["vit"], FewShot(shots=(2,), draws=1), compute_without_cache
     ).rows
@@ -359,9 +355,7 @@ def mosaics(tmp_path_factory):
 
 @torch.no_grad()
 def test_the_chance_of_retrieval(mosaics):
-    recall = retrieval.measure(
-        mosaics, retrieval.Retrieval(pictures=0, at=(1, 5, 30)), compute_without_cache
-    )
+    recall = retrieval.measure(mosaics, retrieval.Retrieval(at=(1, 5, 30)), compute_without_cache)
     assert (recall.images, recall.captions) == (30, 150)
     assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
     any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]

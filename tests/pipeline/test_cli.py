@@ -291,7 +291,7 @@ SMALL = {
         "measurements": [],
         "thorough": [],
     },
-    "calibrate": {"calibrator": {"kind": "temperature"}, "resamples": 100},
+    "calibrate": {"calibrator": {"kind": "temperature"}},
 }
 
 

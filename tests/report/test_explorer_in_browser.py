@@ -105,9 +105,9 @@ def test_the_slider_marks_what_changed(browser: Browser, whole):
         assert panel.locator(".count").inner_text() == "clean image"
         page.locator("#step").focus()
         page.keyboard.press("End")
-        assert state(page)["step"] == "2"
-        assert page.locator("#label").inner_text() == "σ = 0.5"
-        assert page.locator("#step").get_attribute("aria-valuetext") == "σ = 0.5"
+        assert state(page)["step"] == "4"
+        assert page.locator("#label").inner_text() == "σ = 0.4"
+        assert page.locator("#step").get_attribute("aria-valuetext") == "σ = 0.4"
         moved = numbers(page)
         arrows = [text for text in moved if "→" in text]
         assert panel.locator(".cell.changed").all_text_contents() == arrows != []
@@ -185,7 +185,7 @@ def test_an_expert_shows_its_load_classes_and_patches(browser: Browser, whole):
         names = panel.locator(".classes .name").all_inner_texts()
         classes = [NASTY, "class 1", "class 2"]
         assert names == [classes[place] for place, _ in use.classes]
-        assert panel.locator(".crops li").count() == len(use.favourites) == 3
+        assert panel.locator(".crops li").count() == len(use.favourites)
         assert f"test image {use.favourites[0].image}," in panel.locator(
             ".crops li"
         ).first.get_attribute("title")

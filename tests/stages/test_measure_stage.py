@@ -100,11 +100,11 @@ def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
     asked = []
     row = stability.noise_row
 
-    def noise_row(model, clean, pixels, labels, task, sigma, batch):
+    def noise_row(model, clean, pixels, labels, task, sigma):
         asked.append(sigma)
         if asked == [0.1, 0.2]:
             raise KeyboardInterrupt
-        return row(model, clean, pixels, labels, task, sigma, batch)
+        return row(model, clean, pixels, labels, task, sigma)
 
     monkeypatch.setattr(stability, "noise_row", noise_row)
     with pytest.raises(KeyboardInterrupt):
@@ -128,7 +128,7 @@ methods:
 teacher_router: {steps: 2, batch: 64, learning_rate: 0.01}
 pretrain: {epochs: 2, batch: 64, learning_rate: 0.001}
 explorer:
-  {images: 4, gallery: 20, sigmas: [0.2], epsilons: [0.05], attack: {kind: pgd, steps: 2},
+  {images: 4, gallery: 20, epsilons: [0.05], attack: {kind: pgd, steps: 2},
   augmentations: [shift]}
 """
 DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)

@@ -188,9 +188,7 @@ def test_killed_after_an_epoch_it_goes_on_to_the_same_model(study, monkeypatch):
     assert measured("ermoe_ba").region_routing == rows
 
 
-CALIBRATION = (
-    "calibrate: {calibrator: {kind: linear, min_slope: 1.0e-9}, resamples: 100, batch: 7}\n"
-)
+CALIBRATION = "calibrate: {calibrator: {kind: linear, min_slope: 1.0e-9}, batch: 7}\n"
 
 
 @pytest.fixture(scope="module")

@@ -122,11 +122,10 @@ class WordSettings(Config):
     """A vocabulary of the training captions' own words."""
 
     kind: Literal["words"] = "words"
-    least: int = Field(1, ge=1, description="times that a word of the vocabulary occurs")
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """The vocabulary of these captions: most frequent first, ties by the alphabet."""
-        words = frequent_words(map(lower_words, training), self.least)
+        words = frequent_words(map(lower_words, training), least=1)
         return WordTokenizer([word for word in words if word not in SPECIAL])
 
 

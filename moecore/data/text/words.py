@@ -41,7 +41,6 @@ class TextSettings(Config):
         description="blocks that a block is read with where a model starts anew; with "
         "model.depth · model.span / block of them as if it had read all of the text",
     )
-    seed: int = Field(0, ge=0, description="not used: nothing of text is drawn")
 
     @property
     def size(self) -> tuple[int]:
@@ -141,7 +140,6 @@ def write_text(
         },
         "mean": [0.0] * channels,
         "std": [1.0] * channels,
-        "seed": settings.seed,
         "files": {name: file_checksum(folder / name) for name in files},
         "settings": settings.model_dump(mode="json"),
     }

@@ -6,10 +6,10 @@ is passed in, so a view is a function of (seed, step) on every device.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 from torch import Generator, Tensor
 
 from moecore.core.config import Config
@@ -28,7 +28,7 @@ from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views3d import draw_volume_views
 
-AnyConfig = TypeVar("AnyConfig", bound=Config)
+CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
 UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
 
 
@@ -38,13 +38,11 @@ class CropRanges(Config):
     scale: tuple[float, float] = Field(
         (0.5, 1.0), description="Area of the crop, as a share of the image: lowest, highest"
     )
-    ratio: tuple[float, float] = Field(
-        (3 / 4, 4 / 3), description="Width / height of the crop: lowest, highest"
-    )
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        return _ranges(self, {"scale": 1.0, "ratio": math.inf})
+    @field_validator("scale")
+    @classmethod
+    def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
+        return _check_range(scale, 1.0)
 
 
 class AffineRanges(Config):
@@ -63,9 +61,10 @@ class AffineRanges(Config):
         0.0, ge=0, lt=45, description="Shear along the columns, ± this many degrees; images only"
     )
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        return _ranges(self, {"scale": math.inf})
+    @field_validator("scale")
+    @classmethod
+    def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
+        return _check_range(scale, math.inf)
 
 
 class ViewSettings(Config):
@@ -183,7 +182,7 @@ def _frame_affines(
     if settings.crop is None:
         return view_affines.scaling_affines(size[0] / original[0], size[1] / original[1], count)
     top, left, height, width = view_affines.draw_crop_windows(
-        draws, original, settings.crop.scale, settings.crop.ratio
+        draws, original, settings.crop.scale, CROP_RATIO
     )
     enlarged = view_affines.scaling_affines(size[0] / height, size[1] / width, count)
     return enlarged @ view_affines.translation_affines(-top, -left, count)
@@ -209,10 +208,9 @@ def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) ->
     )
 
 
-def _ranges(config: AnyConfig, limits: dict[str, float]) -> AnyConfig:
-    for name, most in limits.items():
-        low, high = getattr(config, name)
-        if not 0 < low <= high <= most:
-            limit = f" ≤ {most:g}" if math.isfinite(most) else ""
-            raise ValueError(f"{name} is [{low}, {high}]; allowed: 0 < lowest ≤ highest{limit}")
-    return config
+def _check_range(ends: tuple[float, float], most: float) -> tuple[float, float]:
+    low, high = ends
+    if not 0 < low <= high <= most:
+        limit = f" ≤ {most:g}" if math.isfinite(most) else ""
+        raise ValueError(f"found [{low}, {high}]; allowed: 0 < lowest ≤ highest{limit}")
+    return ends

@@ -119,7 +119,6 @@ def predict_rescans(
     people: UnseenPeopleSimulator,
     ages: Sequence[float] | np.ndarray,
     batch: int,
-    resamples: int,
 ) -> Rescan:
     """One person of each of the ages, scanned again at the same site, and at another one."""
     who = [
@@ -130,8 +129,8 @@ def predict_rescans(
         predicted_ages(model, people.draw([ScanRequest(*one, scan, site) for one in who]), batch)
         for scan, site in ((0, 0), (1, 0), (1, 1))
     )
-    same = bootstrap_mean(np.abs(again - first), resamples)
-    other = bootstrap_mean(np.abs(elsewhere - first), resamples)
+    same = bootstrap_mean(np.abs(again - first))
+    other = bootstrap_mean(np.abs(elsewhere - first))
     return Rescan(
         mean_abs_difference=same.value,
         low=same.low,
@@ -143,14 +142,14 @@ def predict_rescans(
 
 
 def compare_sessions(
-    model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int, resamples: int
+    model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int
 ) -> Rescan:
     """Two sessions of a test participant, less the years between; pairs of places, one or more."""
     places, where = np.unique(pairs, return_inverse=True)
     over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
     earlier, later = over[where.reshape(-1, 2)].T
     whose = data.test.people_at(np.array(pairs)[:, 0])
-    apart = bootstrap_mean(np.abs(later - earlier), resamples, people=whose)
+    apart = bootstrap_mean(np.abs(later - earlier), people=whose)
     return Rescan(mean_abs_difference=apart.value, low=apart.low, high=apart.high)
 
 

@@ -63,7 +63,7 @@ def tissue_sums_by_cube(shares: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
     return sums.reshape(*shares.shape[:2], -1).swapaxes(1, 2)
 
 
-def cube_tissue_agreement(sorts: Sequence[RoutedCubes], resamples: int) -> TissueAgreement:
+def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
     """Return the agreement of the same people's cubes in several sorts of volumes."""
     own = np.concatenate([cubes.own for cubes in sorts], axis=1)
     first = np.concatenate([cubes.first for cubes in sorts], axis=1)
@@ -81,11 +81,11 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes], resamples: int) -> Tissu
     return TissueAgreement(
         people=len(own),
         cubes=int(number.sum()),
-        share=estimate_over_people(right, resamples, 0.0),
+        share=estimate_over_people(right, 0.0),
         permuted=float(permuted.mean()),
         fixed=float(rates.mean(axis=0).max()),
         same_place=cross_person_place_accuracy(is_own, is_first),
-        over_chance=estimate_over_people(right - permuted, resamples, -1.0),
+        over_chance=estimate_over_people(right - permuted, -1.0),
     )
 
 
@@ -104,9 +104,7 @@ def cross_person_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> flo
     return None
 
 
-def cube_tissue_score_correlation(
-    routed_cubes: RoutedCubes, tissue: int, resamples: int
-) -> Estimate:
+def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Estimate:
     """Spearman's, of a tissue's share of what a cube holds and the score of its expert.
 
     Over a person's cubes, 0 where one of the two is constant; the mean over people.
@@ -117,12 +115,12 @@ def cube_tissue_score_correlation(
         some = total > 0
         share = held[some, tissue] / total[some]
         values += rank_correlations(share, scores[some, tissue][None])
-    return estimate_over_people(np.array(values), resamples, -1.0)
+    return estimate_over_people(np.array(values), -1.0)
 
 
-def estimate_over_people(values: np.ndarray, resamples: int, lowest: float) -> Estimate:
+def estimate_over_people(values: np.ndarray, lowest: float) -> Estimate:
     """The mean of one value per person, between ``lowest`` and 1, with limits from people."""
     if len(values) < 2:
         return Estimate(value=float(values.mean()))
-    value, low, high = bootstrap_mean(values, resamples, lowest=lowest)
+    value, low, high = bootstrap_mean(values, lowest=lowest)
     return Estimate(value=value, low=low, high=None if high is None else min(1.0, high))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import BATCH, predict_in_batches
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -24,7 +24,7 @@ PENALTIES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # per image; beside features of devia
 
 
 def predict_with_features(
-    model: Model, images: np.ndarray | Tensor, batch: int
+    model: Model, images: np.ndarray | Tensor, batch: int = BATCH
 ) -> tuple[np.ndarray, np.ndarray]:
     """Predictions (N,) of one number per image, and what ``model.head`` reads, (N, F); both fp64.
 

@@ -10,7 +10,7 @@ N people with one volume each, R tissues that have an expert; shares of a tissue
 
 from collections.abc import Callable
 from itertools import permutations
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from moecore.statistics.intervals import Estimate
 from moecore.training.single_tissue_volumes import keep_only_tissue, region_channels
 
 OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
-Share = Annotated[float, Field(gt=0, lt=1)]
+SHARES = (0.25, 0.5, 0.75)  # of the second tissue's voxels: those left
 Kept = Callable[[np.ndarray], np.ndarray]  # shares of one person (R, D, H, W) → those that are left
 
 
@@ -44,9 +44,6 @@ class RegionGeneralisationSettings(Config):
     """On what region experts are tried that training did not show them."""
 
     volumes: int = Field(48, ge=2, description="Test participants, at most; a volume of each.")
-    shares: tuple[Share, ...] = Field(
-        (0.25, 0.5, 0.75), min_length=1, description="Of the second tissue's voxels: those left."
-    )
     subjects: int = Field(
         24, ge=2, le=PEOPLE, description="Simulated subjects of another generator of volumes."
     )
@@ -88,13 +85,6 @@ class VolumesAndTissues(NamedTuple):
     shares: np.ndarray
 
 
-class BatchAndBootstrapSizes(NamedTuple):
-    """Volumes a forward pass, and bootstrap resamples."""
-
-    batch: int
-    resamples: int
-
-
 def measure_generalisation(
     model: Model,
     data: Prepared,
@@ -102,35 +92,34 @@ def measure_generalisation(
     settings: RegionGeneralisationSettings,
     ages: tuple[float, float],
     seed: int,
-    sizes: BatchAndBootstrapSizes,
+    batch: int,
 ) -> RegionExpertResult:
     """All of it, on the test split and on volumes made here.
 
     tissues: those after which the first experts are named, in that order; ages: the youngest and
-    the oldest of the other generator's people, in years; seed: draws them and the mixtures.
+    the oldest of the other generator's people, in years; seed: draws them and the mixtures; batch:
+    volumes a forward pass.
     """
     test = own_scans(data, tissues, settings.volumes)
     mixed = {}
     for whole, thinned in permutations(range(len(tissues)), 2):
-        for left in settings.shares:
+        for left in SHARES:
             kept = keep_thinned_tissue_pair(whole, thinned, left, seed)
-            mixed[whole, thinned, left] = route_tissue_masked_volumes(
-                model, test, kept, sizes.batch
-            )
+            mixed[whole, thinned, left] = route_tissue_masked_volumes(model, test, kept, batch)
     other = None
     if has_generator_voxel_grid(data):
         made = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
-        other = measure_tissue_routing(model, made, tissues, sizes)
+        other = measure_tissue_routing(model, made, tissues, batch)
     return RegionExpertResult(
         tissues=tissues,
-        test=measure_tissue_routing(model, test, tissues, sizes),
-        mixed=cube_tissue_agreement(list(mixed.values()), sizes.resamples) if mixed else None,
+        test=measure_tissue_routing(model, test, tissues, batch),
+        mixed=cube_tissue_agreement(list(mixed.values())) if mixed else None,
         mixtures=[
             TissueMixtureAgreement(
                 whole=tissues[whole],
                 thinned=tissues[thinned],
                 left=left,
-                found=cube_tissue_agreement([cubes], sizes.resamples),
+                found=cube_tissue_agreement([cubes]),
             )
             for (whole, thinned, left), cubes in mixed.items()
         ],
@@ -168,19 +157,19 @@ def simulate_shell_cohort(
 
 
 def measure_tissue_routing(
-    model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], sizes: BatchAndBootstrapSizes
+    model: Model, scans: VolumesAndTissues, tissues: tuple[str, ...], batch: int
 ) -> RegionExpertAgreement:
     """Whole volumes, and each tissue alone."""
-    whole = route_tissue_masked_volumes(model, scans, None, sizes.batch)
+    whole = route_tissue_masked_volumes(model, scans, None, batch)
     alone = [
-        route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), sizes.batch)
+        route_tissue_masked_volumes(model, scans, one_tissue_filter(tissue), batch)
         for tissue in range(len(tissues))
     ]
     return RegionExpertAgreement(
-        whole=cube_tissue_agreement([whole], sizes.resamples),
-        isolated=cube_tissue_agreement(alone, sizes.resamples),
+        whole=cube_tissue_agreement([whole]),
+        isolated=cube_tissue_agreement(alone),
         correlation={
-            name: cube_tissue_score_correlation(whole, tissue, sizes.resamples)
+            name: cube_tissue_score_correlation(whole, tissue)
             for tissue, name in enumerate(tissues)
         },
     )

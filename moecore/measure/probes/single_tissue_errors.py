@@ -95,12 +95,10 @@ def model_and_probe_errors(
     )
 
 
-def summarize_errors(
-    errors: ModelAndProbeErrors, resamples: int, people: np.ndarray | None
-) -> TissueErrors:
+def summarize_errors(errors: ModelAndProbeErrors, people: np.ndarray | None) -> TissueErrors:
     """The means with their intervals, over people where they are given."""
-    raw = bootstrap_mean(np.array(errors.raw), resamples, people=people)
-    probe = bootstrap_mean(np.array(errors.probe), resamples, people=people)
+    raw = bootstrap_mean(np.array(errors.raw), people=people)
+    probe = bootstrap_mean(np.array(errors.probe), people=people)
     return TissueErrors(
         mae=raw.value,
         low=raw.low,
@@ -114,7 +112,7 @@ def summarize_errors(
 
 
 def tissue_error_differences(
-    tissues: Mapping[str, ModelAndProbeErrors], resamples: int, people: np.ndarray | None = None
+    tissues: Mapping[str, ModelAndProbeErrors], people: np.ndarray | None = None
 ) -> tuple[TissueErrorDifference, ...] | None:
     """Return how much more the probe errs on one tissue than on the next, or None."""
     if any(name not in tissues for name in ORDER):
@@ -122,7 +120,7 @@ def tissue_error_differences(
     rows = []
     for less, more in pairwise(ORDER):
         apart = np.array(tissues[more].probe) - np.array(tissues[less].probe)
-        difference = bootstrap_mean(apart, resamples, lowest=-math.inf, people=people)
+        difference = bootstrap_mean(apart, lowest=-math.inf, people=people)
         rows.append(
             TissueErrorDifference(
                 less=less,

@@ -109,9 +109,9 @@ def resize_positions(
     """Interpolate (1, prefix + patches, width) position embeddings of the grid ``old``
     (None: a square one) to the grid ``size``.
 
-    The first ``prefix`` embeddings (class and distillation token) are kept as they are. On three
-    axes bilinear means trilinear.
-    Raises ValueError where the patches do not form the grid, or for bicubic on three axes.
+    The first ``prefix`` embeddings (class and distillation token) are kept as they are. Three axes
+    are interpolated linearly.
+    Raises ValueError where the patches do not form the grid.
     Source: ViT (Dosovitskiy et al. 2021, §3.2); bicubic as in DeiT.
     """
     special = positions[:, :prefix]
@@ -126,8 +126,6 @@ def resize_positions(
         )
     if old == tuple(size):
         return positions
-    if len(size) == 3 and mode != "bilinear":
-        raise ValueError(f"interpolation: found {mode}; allowed for volumes: bilinear")
     grid = patches.reshape(1, *old, -1).movedim(-1, 1).float()
     if len(size) == 3:
         # torch smooths no volumes when it shrinks them

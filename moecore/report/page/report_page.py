@@ -127,7 +127,9 @@ def card_facts(phase: Phase) -> list[TableRow]:
         facts = cohort_facts(card)
     else:
         facts = image_facts(card, phase.task.answers)
-    facts |= {"Licence": card["licence"], "Source": card["source"], "Split seed": str(card["seed"])}
+    facts |= {"Licence": card["licence"], "Source": card["source"]}
+    if "seed" in card:  # nothing of text is drawn
+        facts |= {"Split seed": str(card["seed"])}
     return [
         TableRow(PageCell(name), [PageCell(words, look="words")]) for name, words in facts.items()
     ]

@@ -135,11 +135,6 @@ def _transfer_problems(
         text = f"found {model.config.kind}, whose models work at one image size only"
         allowed = "swin, swin_moe, swin_v2, vit, vit3d"
         yield ("model", "kind"), f"{text}; allowed with {phase.name}: {allowed}"
-        return
-    mode = phase.settings.interpolation
-    moved = start is not None and start.layout.grid != model.layout.grid
-    if moved and len(model.layout.grid) == 3 and mode != "bilinear":
-        yield (phase.name, "interpolation"), f"found {mode}; allowed for volumes: bilinear"
 
 
 def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:

@@ -16,9 +16,9 @@ class PairwiseConsistency(Config):
     """The PRC loss, summed over MoE layers. It replaces the balance losses; train without mixup."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
+    weight: ClassVar[float] = 1.0  # in the objective: its two factors say how much it counts
 
     kind: Literal["pairwise_consistency"] = "pairwise_consistency"
-    weight: float = Field(1.0, ge=0, description="factor in the objective, on top of the two below")
     diagonal: float = Field(
         5e-3, ge=0, description="factor of the mean of (1 − S_ii)²: equal choices"
     )

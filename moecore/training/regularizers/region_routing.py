@@ -33,9 +33,6 @@ class Regions(Config):
     isolated: float = Field(
         0.0, ge=0, lt=1, description="share of volumes with one tissue after the warm start"
     )
-    weight: float = Field(
-        1.0, ge=0, description="of the loss region_routing on volumes with one tissue"
-    )
 
     @model_validator(mode="after")
     def _once(self) -> "Regions":
@@ -55,9 +52,9 @@ class RegionRouting(Config):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+    weight: ClassVar[float] = 1.0  # in the objective
 
     kind: Literal["region_routing"] = "region_routing"
-    weight: float = Field(1.0, ge=0, description="factor in the objective")
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         check_has_experts(step)

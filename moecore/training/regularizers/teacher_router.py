@@ -16,9 +16,9 @@ class TeacherRouter(Config):
     """The teacher router's loss, summed over its layers; only that router learns from it."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
+    weight: ClassVar[float] = 1.0  # in the objective: its two factors say how much it counts
 
     kind: Literal["teacher_router"] = "teacher_router"
-    weight: float = Field(1.0, ge=0, description="factor in the objective, on top of the two below")
     balance: float = Field(
         0.005, ge=0, description="factor of the CV² of the experts' mean probability"
     )

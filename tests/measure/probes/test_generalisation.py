@@ -26,7 +26,6 @@ from moecore.measure.probes.expert_tissue_agreement import (
 )
 from moecore.measure.probes.region_experts_on_new_data import (
     OTHERS,
-    BatchAndBootstrapSizes,
     RegionGeneralisationSettings,
     VolumesAndTissues,
     keep_thinned_tissue_pair,
@@ -41,7 +40,6 @@ from tests.measure.subjects import compute_without_cache
 from tests.volumes import GREY, balls, write_cohort
 
 TISSUES = ("wm", "gm", "csf")
-SIZES = BatchAndBootstrapSizes(batch=3, resamples=100)
 
 
 class ByBrightness(nn.Module):
@@ -102,7 +100,7 @@ def slow(found: RoutedCubes) -> tuple[list[float], list[float], list[list[float]
 def test_agreement_against_loops_over_all_orders(seed):
     cubes = drawn(seed)
     rights, chances, rates, placed = slow(cubes)
-    found = cube_tissue_agreement([cubes], 200)
+    found = cube_tissue_agreement([cubes])
     assert found.people == 5
     assert found.cubes == int(cubes.amounts.any(axis=-1).sum())
     assert found.share.value == pytest.approx(np.mean(rights))
@@ -116,16 +114,16 @@ def test_agreement_against_loops_over_all_orders(seed):
 def test_several_sorts_of_volumes_are_one_set_of_cubes():
     one, other = drawn(0), drawn(1)
     joined = RoutedCubes(*(np.concatenate(parts, axis=1) for parts in zip(one, other, strict=True)))
-    assert cube_tissue_agreement([one, other], 100) == cube_tissue_agreement([joined], 100)
+    assert cube_tissue_agreement([one, other]) == cube_tissue_agreement([joined])
 
 
 def test_an_expert_for_everything_is_no_better_than_chance():
     cubes = drawn(3)
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
-    found = cube_tissue_agreement([same], 100)
+    found = cube_tissue_agreement([same])
     assert found.over_chance.value == pytest.approx(0)
     assert found.share.value == pytest.approx(found.permuted)
-    right = cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))], 100)
+    right = cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
     assert right.share.value == 1
     assert right.share.high == 1
 
@@ -135,9 +133,9 @@ def test_who_holds_no_tissue_is_left_out():
     cubes.amounts[2] = 0
     left = [0, 1, 3, 4]
     without = RoutedCubes(cubes.amounts[left], cubes.scores[left])
-    assert cube_tissue_agreement([cubes], 100) == cube_tissue_agreement([without], 100)
+    assert cube_tissue_agreement([cubes]) == cube_tissue_agreement([without])
     (alone,) = [RoutedCubes(cubes.amounts[:1], cubes.scores[:1])]
-    one = cube_tissue_agreement([alone], 100)
+    one = cube_tissue_agreement([alone])
     assert one.same_place is None
     assert one.share.low is None
 
@@ -149,14 +147,14 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
         places = held.sum(axis=1) > 0
         shares = held[places, 1] / held[places].sum(axis=1)
         wanted.append(spearmanr(shares, scores[places, 1]).statistic)
-    found = cube_tissue_score_correlation(cubes, 1, 100)
+    found = cube_tissue_score_correlation(cubes, 1)
     assert found.value == pytest.approx(np.mean(wanted))
     flat = cubes._replace(scores=np.zeros_like(cubes.scores))
-    assert cube_tissue_score_correlation(flat, 1, 100).value == 0
+    assert cube_tissue_score_correlation(flat, 1).value == 0
 
 
 def test_limits_stay_where_shares_are():
-    found = estimate_over_people(np.array([1.0, 1, 1, 0]), 200, 0.0)
+    found = estimate_over_people(np.array([1.0, 1, 1, 0]), 0.0)
     assert 0 <= found.low <= found.value == 0.75 <= found.high <= 1
 
 
@@ -218,7 +216,7 @@ def cohort(tmp_path_factory) -> Prepared:
 
 def test_experts_that_know_their_tissue(cohort):
     found = measure_generalisation(
-        ByBrightness(), cohort, TISSUES, RegionGeneralisationSettings(volumes=6), (20, 90), 0, SIZES
+        ByBrightness(), cohort, TISSUES, RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
     )
     assert found.other is None, "the balls have 16³ voxels"
     assert found.test.isolated.share.value == 1
@@ -236,7 +234,7 @@ def test_experts_that_know_their_tissue(cohort):
 def test_experts_of_the_wrong_tissues(cohort):
     # wm's expert likes grey matter, gm's fluid, csf's white matter
     wrong = ByBrightness((GREY["gm"], GREY["csf"], GREY["wm"]))
-    found = measure_tissue_routing(wrong, own_scans(cohort, TISSUES, 6), TISSUES, SIZES)
+    found = measure_tissue_routing(wrong, own_scans(cohort, TISSUES, 6), TISSUES, 3)
     assert found.isolated.share.value == 0
     assert found.isolated.over_chance.high < 0
 
@@ -245,19 +243,19 @@ def test_the_order_of_names_is_the_order_of_experts(cohort):
     turned = ("csf", "wm")
     model = ByBrightness((GREY["csf"], GREY["wm"]))
     found = measure_generalisation(
-        model, cohort, turned, RegionGeneralisationSettings(volumes=6), (20, 90), 0, SIZES
+        model, cohort, turned, RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
     )
     assert found.tissues == turned
     assert found.test.isolated.share.value == 1
     assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(turned))
     one = measure_generalisation(
-        model, cohort, ("csf",), RegionGeneralisationSettings(volumes=6), (20, 90), 0, SIZES
+        model, cohort, ("csf",), RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
     )
     assert one.mixed is None and one.mixtures == ()
 
 
 def test_no_result_depends_on_the_batch(cohort):
-    settings = RegionGeneralisationSettings(volumes=5, shares=(0.5,))
+    settings = RegionGeneralisationSettings(volumes=5)
     one, other = (
         measure_generalisation(
             ByBrightness(),
@@ -266,7 +264,7 @@ def test_no_result_depends_on_the_batch(cohort):
             settings,
             (20, 90),
             0,
-            BatchAndBootstrapSizes(batch, 100),
+            batch,
         )
         for batch in (1, 4)
     )
@@ -295,7 +293,7 @@ def test_people_of_the_other_generator():
 
 
 def test_who_is_not_tried_and_why(cohort):
-    settings = CohortChecks(resamples=100)
+    settings = CohortChecks()
     dense = MeasuredModel(ByBrightness(), cohort)
     assert measure_region_generalisation(dense, settings, compute_without_cache) is None
     assert "no region experts" in region_skip_reasons(dense)["generalisation"]

@@ -115,9 +115,7 @@ def test_every_tissue_has_its_own_map():
 def test_an_offset_does_not_count_for_the_probe(cohort):
     places = {"whole": None, "wm": 0, "gm": 1, "csf": 2}
     found = {
-        name: summarize_errors(
-            model_and_probe_errors(Brightness(), cohort, place, 16, 256), 100, None
-        )
+        name: summarize_errors(model_and_probe_errors(Brightness(), cohort, place, 16, 256), None)
         for name, place in places.items()
     }
     # a third of the brightness is 40 years too young, and as good a measure
@@ -173,13 +171,13 @@ def test_tissues_are_compared_on_the_same_volumes():
         "gm": errors(4, 5, 6, 7),
         "csf": errors(6, 6, 6, 6),
     }
-    first, second = tissue_error_differences(tissues, 200)
+    first, second = tissue_error_differences(tissues)
     assert (first.less, first.more, first.difference) == ("csf", "gm", -0.5)
     assert first.low < -0.5 < first.high < 1.5
     # every volume a year more: no doubt is left
     assert (second.less, second.more) == ("gm", "wm")
     assert second.difference == second.low == second.high == 1.0
-    assert tissue_error_differences({"whole": tissues["whole"]}, 200) is None
+    assert tissue_error_differences({"whole": tissues["whole"]}) is None
 
 
 def test_steps_that_rise():
@@ -213,7 +211,7 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    found = predict_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2, 100)
+    found = predict_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2)
     assert found.mean_abs_difference == pytest.approx(0.1, abs=1e-4)
     assert found.other_site_mean_abs_difference == pytest.approx(10.1, abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]
@@ -239,6 +237,6 @@ def test_sessions_of_one_person_are_compared_less_the_years_between(cohort, monk
     monkeypatch.setattr(ageing_and_rescans, "RESCAN_YEARS", years + 1)
     pairs = session_pairs(rows)
     assert len(pairs) == 1
-    found = compare_sessions(Brightness(), cohort, pairs, 2, 100)
+    found = compare_sessions(Brightness(), cohort, pairs, 2)
     over = predicted_ages(Brightness(), cohort.test.images, 16) - cohort.test.labels
     assert found.mean_abs_difference == pytest.approx(abs(over[a] - over[b]))

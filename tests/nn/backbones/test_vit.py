@@ -261,8 +261,6 @@ def test_transfer_to_a_larger_grid_interpolates_along_each_axis(tmp_path):
     # along the other axes
     expected = torch.tensor([0, 0.25, 0.75, 1]).view(4, 1, 1).expand(4, 3, 2)
     torch.testing.assert_close(larger.pos_embed[0, 1:, 0].view(4, 3, 2), expected)
-    with pytest.raises(UserError, match="bicubic"):
-        load_adapted_model(tmp_path, SPEC.model_copy(update={"size": (16, 12, 8)}), None, "bicubic")
     with pytest.raises(UserError, match="axes"):
         load_adapted_model(
             tmp_path,

@@ -212,7 +212,7 @@ def test_terms_by_hand():
 
 def test_factors_and_layers():
     guided = step(guidance=[TEACHER_PROBS, TEACHER_PROBS])
-    assert TeacherRouter(balance=0.3, entropy=0.7, weight=9.0)(guided).item() == pytest.approx(
+    assert TeacherRouter(balance=0.3, entropy=0.7)(guided).item() == pytest.approx(
         2 * (0.3 * 0.25 + 0.7 * 0.5 * math.log(2))
     )
 

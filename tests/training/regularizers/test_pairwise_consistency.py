@@ -184,9 +184,9 @@ def test_views_of_different_resolution_may_change_places():
     assert PairwiseConsistency()(given).item() != pytest.approx(PairwiseConsistency()(step).item())
 
 
-def test_layers_are_summed_and_the_weight_is_left_to_the_objective():
+def test_layers_are_summed():
     one = PairwiseConsistency()(draw_two_views(SPREAD)).item()
-    assert one > 0 and PairwiseConsistency(weight=7.0)(
+    assert one > 0 and PairwiseConsistency()(
         draw_two_views(SPREAD, SPREAD)
     ).item() == pytest.approx(2 * one)
     assert PairwiseConsistency.needs == {"routing", "two_views"}
