@@ -16,7 +16,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, PartStore, no_flat_images_reason
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 Severity = Annotated[int, Field(ge=1, le=5)]
 Errors = Mapping[str, Mapping[int, float]]  # corruption → severity → error in [0, 1]
@@ -118,7 +118,7 @@ def corruption_rows(
     hits_on: Callable[[np.ndarray], Tensor],
     images: np.ndarray,
     where: np.ndarray,
-    task: AnyTask,
+    task: Task,
     settings: Corruptions,
     parts: PartStore,
 ) -> tuple[tuple[CorruptionRow, ...], np.ndarray]:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
@@ -31,7 +31,7 @@ from moecore.measure.routing_metrics.view_pairs import (
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import Trace, build_image_trace, finest_layout
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 BATCH = 64  # images a forward pass
 Positive = Annotated[float, Field(gt=0, le=1)]
@@ -157,7 +157,7 @@ def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Res
     )
 
 
-def show_variant(model: Model, task: AnyTask, variant: ChangedImages) -> ShownVariant:
+def show_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
     """Return what the model does with the images."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
@@ -179,7 +179,7 @@ def variant_picture(variant: ChangedImages) -> EncodedPicture | None:
     return encode_picture(variant.pixels)
 
 
-def shown_labels(labels: torch.Tensor, task: AnyTask) -> list[list[float]]:
+def shown_labels(labels: torch.Tensor, task: Task) -> list[list[float]]:
     """The classes of each image (N,), or its real target; nothing of captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]

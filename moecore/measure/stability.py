@@ -23,7 +23,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import encode_item_values
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 Sigma = Annotated[float, Field(gt=0, le=1)]
 
@@ -124,7 +124,7 @@ def noise_row(
     clean: tuple[RoutingRecord, ...],
     pixels: Tensor,
     labels: Tensor,
-    task: AnyTask,
+    task: Task,
     sigma: float,
     batch: int,
 ) -> NoiseRow:

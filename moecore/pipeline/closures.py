@@ -29,7 +29,6 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "brain",
 )
 PASSED_THROUGH = "run"  # decides none either, but what it imports does: the training loop, for one
-PART_TABLES = (*FAMILIES, "measure")  # which of their parts a stage uses stands in params.yaml
 FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
@@ -44,10 +43,9 @@ def import_closure(
     """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
 
     Files of ``run`` are left out, those of ``rooms`` that they import are not.
-    ``from moecore.nn.routers import Router`` is not followed: which router it is stands in
-    params.yaml. ``from moecore.tasks import Regression`` leads to that one file. ``__init__`` files
-    that hold nothing but a docstring are left out. Files that lie beside a module without being
-    Python (an atlas, a template) belong to it.
+    Of a family only its base class is reached: which part it is stands in params.yaml. ``__init__``
+    files that hold nothing but a docstring are left out. Files that lie beside a module without
+    being Python (an atlas, a template) belong to it.
     """
     reached: set[Path] = set()
     waiting = [Path(path)]
@@ -132,15 +130,13 @@ def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
 
 @cache
 def _imported_files(file: Path, root: Path) -> tuple[Path, ...]:
-    """The local files that one file imports; of a table only those whose names it takes from it."""
+    """The local files that one file imports."""
     if file.suffix != ".py":
         return ()
-    files: list[Path] = []
+    files: dict[Path, None] = {}
     for package, name in _read_source(file, root).imports:
-        if package.removeprefix("moecore/") in PART_TABLES:
-            files += _from_table(Path(package), name, root)
-        files += _module_files(package, name, root)
-    return tuple(dict.fromkeys(files))
+        files |= dict.fromkeys(_module_files(package, name, root))
+    return tuple(files)
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
@@ -149,17 +145,6 @@ def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
     for count in range(1, len(words) + 1):
         if file := _module_file("/".join(words[:count]), root):
             yield file
-
-
-def _from_table(package: Path, name: str, root: Path) -> list[Path]:
-    """``from moecore.tasks import Regression`` → moecore/tasks/regression.py, as the table says."""
-    init = package / "__init__.py"
-    if not (root / init).is_file():
-        return []
-    lines = [node for node in _parse_file(init, root).body if isinstance(node, ast.ImportFrom)]
-    sources = [line.module for line in lines if any(alias.name == name for alias in line.names)]
-    files = [_module_file(module.replace(".", "/"), root) for module in sources if module]
-    return [file for file in files if file]
 
 
 class _Source(NamedTuple):
@@ -201,12 +186,12 @@ def _local_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
 
 @cache
 def _module_file(name: str, root: Path) -> Path | None:
-    """The file of a module, or None for what is no module, a table, or a package without code."""
+    """The file of a module, or None for what is no module, or a package without code."""
     path = Path(name)
     if (root / path).with_suffix(".py").is_file():
         return path.with_suffix(".py")
     package = path / "__init__.py"
-    if name.removeprefix("moecore/") in PART_TABLES or not (root / package).is_file():
+    if not (root / package).is_file():
         return None
     body = _parse_file(package, root).body
     return package if any(not isinstance(node, ast.Expr) for node in body) else None

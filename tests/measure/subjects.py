@@ -16,7 +16,7 @@ from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit

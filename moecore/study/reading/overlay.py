@@ -37,6 +37,11 @@ class LayeredFiles(Document):
 
     layers: tuple[Document, ...] = ()
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folders of all its files."""
+        return tuple(dict.fromkeys(Path(layer.path).parent for layer in self.layers))
+
     def place(self, keys: Sequence[str | int]) -> str:
         """``path:line:column`` in the file that decides the value at ``keys``."""
         best = max(reversed(self.layers), key=lambda layer: _depth(layer.data, keys))

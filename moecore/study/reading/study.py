@@ -1,13 +1,14 @@
 """The whole of params.yaml as one typed object, and which of its sections the stages read."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from moecore.brain.out_of_fold import OutOfFold
 from moecore.core.config import Config
-from moecore.data.sources import Source
+from moecore.core.outside_packages import check_package_name
+from moecore.data.sources.base import Source
 from moecore.measure import MEASUREMENTS
 from moecore.measure.calibration import Calibrate
 from moecore.measure.linear_experts import LinearExperts
@@ -15,12 +16,12 @@ from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.run_section import Phase, Selection
 from moecore.training.method import Method
 from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
-from moecore.training.teachers import Teacher
+from moecore.training.teachers.base import Teacher
 
 Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
 
@@ -44,13 +45,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 # by the stage `measure`
 MEASURED_SECTIONS = tuple(name for name in MEASUREMENTS if name not in SECTIONS)
-OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer")  # their defaults say all
+# their defaults say all
+OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer", "packages")
 TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
 
 
 def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
     """Return section → a stage that reads it; run: the section ``run`` of the file."""
-    readers = {"run": "compare"}
+    readers = {"run": "compare", "packages": "code"}
     for stage in stages:
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
@@ -74,6 +76,9 @@ class Study(Measured):
     Sections that are None are not in the file; a study needs those that its stages read.
     """
 
+    packages: tuple[Annotated[str, AfterValidator(check_package_name)], ...] = Field(
+        (), description="Of parts from outside, kind: package.module; other packages are refused."
+    )
     run: Selection
     data: dict[Phase, Source] = {}
     model: Backbone | None = None
