@@ -1,4 +1,4 @@
-"""A user's package with a router, a regularizer and a measurement, written into a folder."""
+"""A user's package: a router with a helper, a regularizer, a measurement with its page."""
 
 from pathlib import Path
 
@@ -70,7 +70,49 @@ class Calm(Regularizer):
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, lambda record: record.logits.square().mean())
 '''
-FILES = {"__init__": "", "cosine": COSINE, "directions": DIRECTIONS, "calm": CALM}
+BRIGHTNESS = '''\
+"""How bright the test images are."""
+
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.measure.base import MeasuredModel, Measurement, PartStore
+
+
+class Brightness(Measurement):
+    """Which images."""
+
+    images: int = Field(10, ge=1, description="Test images, the first ones.")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        images = subject.data.test.images[: self.images]
+        return Result(mean=parts("mean", lambda: float(images.mean())))
+
+
+class Result(Config):
+    mean: float
+'''
+BRIGHTNESS_PAGE = """\
+from moecore.report.column import Column
+from moecore.report.measures.result_display import Shown
+from my_lab.brightness import Result
+
+COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
+SHOWN = Shown("my_lab.brightness", "brightness", Result, COLUMNS)
+"""
+FILES = {
+    "__init__": "",
+    "cosine": COSINE,
+    "directions": DIRECTIONS,
+    "calm": CALM,
+    "brightness": BRIGHTNESS,
+    "pages/brightness": BRIGHTNESS_PAGE,
+}
+# of a params.yaml
+SECTIONS = """\
+packages: [my_lab]
+my_lab: {brightness: {images: 8}}
+"""
 
 
 def write_my_lab(folder: Path, **files: str) -> Path:

@@ -1,4 +1,4 @@
-"""Families of parts: each is a base class, a child of ``Part``, and the folder around its file.
+"""Families of parts: each is a base class and the folder around its file.
 
 ``kind: noisy_top_k`` in params.yaml is the class NoisyTopK of the file noisy_top_k.py in that
 folder; ``kind: my_lab.cosine`` is the class Cosine of the module my_lab.cosine, of a package that
@@ -26,7 +26,7 @@ from moecore.core.config import Config
 from moecore.core.outside_packages import DOTTED_NAME, import_module_of_package, list_modules
 from moecore.core.source_layout import ROOT
 
-AnyPart = TypeVar("AnyPart", bound="Part")
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 KIND = "kind"
 UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
 
@@ -62,7 +62,7 @@ class Part(Config):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         if cls.family is cls:
-            schema = _tagged_union(*list_part_classes(cls))
+            schema = _tagged_union(*list_classes(cls).values())
         return handler(schema)
 
 
@@ -71,63 +71,74 @@ def is_family(cls: type) -> bool:
     return issubclass(cls, Part) and cls.family is cls
 
 
-def find_part_class(family: type[AnyPart], kind: str) -> type[AnyPart]:
-    """Return the part of a family that ``kind`` names.
+def find_class(family: type[AnyConfig], name: str) -> type[AnyConfig]:
+    """Return the class of a family that a kind, or the name of a section, stands for.
 
     Raises ValueError, a line, where it is no part from outside, and KeyError for another word.
     """
-    if DOTTED_NAME.fullmatch(kind):
-        return _outside_part_class(family, kind)
-    if part := _own_part_class(family, kind):
+    if DOTTED_NAME.fullmatch(name):
+        return _outside_class(family, name)
+    if part := _own_class(family, name):
         return part
-    raise KeyError(kind)
+    raise KeyError(name)
 
 
-def list_own_kinds(family: type[Part]) -> list[str]:
-    """Return the kinds of our parts, by the files in the family's folder."""
+def list_own_names(family: type[Config]) -> list[str]:
+    """Return the names of our parts, by the files in the family's folder."""
     stems = sorted(file.stem for file in _folder(family).glob("*.py"))
-    return [stem for stem in stems if _own_part_class(family, stem)]
+    return [stem for stem in stems if _own_class(family, stem)]
 
 
-def list_part_classes(family: type[AnyPart]) -> list[type[AnyPart]]:
-    """Return our parts of a family, and those of the packages that are allowed."""
-    own = [find_part_class(family, kind) for kind in list_own_kinds(family)]
-    others = []
+def list_classes(family: type[AnyConfig]) -> dict[str, type[AnyConfig]]:
+    """Return our parts of a family by name, then those of the packages that are allowed."""
+    named = {name: find_class(family, name) for name in list_own_names(family)}
     for name in list_modules(lambda file: bool(_class_lines(file))):
-        named = getattr(import_module_of_package(name), _class_name(name))
-        if inspect.isclass(named) and issubclass(named, family):
-            others.append(find_part_class(family, name))
-    return [*own, *others]
+        part = getattr(import_module_of_package(name), _class_name(name))
+        if inspect.isclass(part) and issubclass(part, family):
+            named[name] = find_class(family, name)
+    return named
+
+
+def list_constants(package: str, name: str) -> list[Any]:
+    """Return the constants of this name in the files of one of our packages, then in the modules of
+    those that are allowed. Raises ValueError, a line, where one of the latter has a fault.
+    """
+
+    def defines(file: Path) -> bool:
+        return f"\n{name} = " in file.read_text(encoding="utf-8")
+
+    files = sorted((ROOT / package.replace(".", "/")).glob("*.py"))
+    own = [importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)]
+    others = [import_module_of_package(module) for module in list_modules(defines)]
+    return [getattr(module, name) for module in (*own, *others)]
 
 
 @cache
-def _own_part_class(family: type[AnyPart], kind: str) -> type[AnyPart] | None:
-    file = _folder(family) / f"{kind}.py"
-    if not kind.isidentifier() or not file.is_file() or not _class_lines(file):
+def _own_class(family: type[AnyConfig], name: str) -> type[AnyConfig] | None:
+    file = _folder(family) / f"{name}.py"
+    if not name.isidentifier() or not file.is_file() or not _class_lines(file):
         return None
     package = family.__module__.rpartition(".")[0]
-    part = getattr(importlib.import_module(f"{package}.{kind}"), _class_name(kind))
-    return part if issubclass(part, family) and part.class_kind() == kind else None
+    part = getattr(importlib.import_module(f"{package}.{name}"), _class_name(name))
+    return part if issubclass(part, family) and not inspect.isabstract(part) else None
 
 
-def _outside_part_class(family: type[AnyPart], kind: str) -> type[AnyPart]:
-    module = import_module_of_package(kind)
-    name, file = _class_name(kind), Path(str(module.__file__))
-    part = getattr(module, name, None)
+def _outside_class(family: type[AnyConfig], name: str) -> type[AnyConfig]:
+    module = import_module_of_package(name)
+    word, file = _class_name(name), Path(str(module.__file__))
+    part = getattr(module, word, None)
     if not inspect.isclass(part):
-        raise ValueError(f"found {kind}, but {file} has no class {name}")
+        raise ValueError(f"found {name}, but {file} has no class {word}")
     if len(lines := _class_lines(file)) > 1:
         both = " and ".join(map(str, lines))
-        raise ValueError(f"found {kind}, but {file} has several classes {name}: lines {both}")
+        raise ValueError(f"found {name}, but {file} has several classes {word}: lines {both}")
     if not issubclass(part, family):
-        raise ValueError(f"found {kind}, but {name} of {file} is no {family.__name__}")
-    if (own := part.class_kind()) != kind:
-        allowed = f'kind: Literal["{kind}"] = "{kind}"'
-        raise ValueError(
-            f"found {kind}, whose class has the kind {own!r}; allowed: {allowed} ({file})"
-        )
+        raise ValueError(f"found {name}, but {word} of {file} is no {family.__name__}")
+    if issubclass(part, Part) and (kind := part.class_kind()) != name:
+        allowed = f'kind: Literal["{name}"] = "{name}"'
+        raise ValueError(f"found {name}, whose class has the kind {kind!r}; allowed: {allowed}")
     if lacking := ", ".join(sorted(part.__abstractmethods__)):
-        raise ValueError(f"found {kind}, which lacks what every {family.__name__} has: {lacking}")
+        raise ValueError(f"found {name}, which lacks what every {family.__name__} has: {lacking}")
     return part
 
 
@@ -140,9 +151,9 @@ def _validate_part(family: type[Part], value: Any, info: ValidationInfo) -> Part
     if KIND not in value:
         raise PydanticKnownError("union_tag_not_found", {"discriminator": f"'{KIND}'"})
     try:
-        part = find_part_class(family, str(value[KIND]))
+        part = find_class(family, str(value[KIND]))
     except KeyError:
-        context = {"tag": str(value[KIND]), "kinds": ", ".join(list_own_kinds(family))}
+        context = {"tag": str(value[KIND]), "kinds": ", ".join(list_own_names(family))}
         text = "found kind: {tag}; allowed: {kinds}, or package.module of a listed package"
         raise PydanticCustomError(UNKNOWN_KIND, text, context) from None
     if info.mode == "json":  # a list may fill a tuple there, and strictly nothing else changes
@@ -161,13 +172,13 @@ def _tagged_union(*parts: type[Part]) -> CoreSchema:
     return core_schema.tagged_union_schema(choices, KIND)
 
 
-def _folder(family: type[Part]) -> Path:
+def _folder(family: type[Config]) -> Path:
     return (ROOT / family.__module__.replace(".", "/")).parent
 
 
-def _class_name(kind: str) -> str:
+def _class_name(name: str) -> str:
     """``my_lab.noisy_top_k`` → NoisyTopK."""
-    return "".join(word.capitalize() for word in kind.rpartition(".")[2].split("_"))
+    return "".join(word.capitalize() for word in name.rpartition(".")[2].split("_"))
 
 
 def _class_lines(file: Path) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_sealed
-from moecore.core.part_families import list_part_classes
+from moecore.core.part_families import list_classes
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibrators.base import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
@@ -87,7 +87,8 @@ def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
     """Raise UserError where the calibrator is none for the labels of a phase."""
     if settings.calibrator.calibrates(task):
         return
-    allowed = [part.class_kind() for part in list_part_classes(Calibrator) if part.calibrates(task)]
+    every = list_classes(Calibrator)
+    allowed = [kind for kind, part in every.items() if part.calibrates(task)]
     if not allowed:
         raise UserError(
             f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "

@@ -13,7 +13,7 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerExperts,
@@ -37,7 +37,7 @@ BATCH = 64  # images a forward pass
 Positive = Annotated[float, Field(gt=0, le=1)]
 
 
-class Explorer(Config):
+class Explorer(Measurement):
     """Which images are shown, and what is done to them."""
 
     images: int = Field(
@@ -65,6 +65,59 @@ class Explorer(Config):
         description="Random views, by kind: presets, or {name, views, noise}.",
     )
     seed: int = Field(0, ge=0, description="Of noise, attack and views; the same for every method.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: a dense model has no experts."""
+        if subject.model.moe is None:
+            return "a dense model has no experts, so there is nothing to see"
+        return None
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Everything that the page shows of one model."""
+        model = subject.model
+        data = subject.data
+        layout = finest_layout(model.layouts)
+        places = explorer_image_indices(data, self.images)
+        images = np.array(data.test.images[places])
+        labels = torch.from_numpy(np.array(data.test.labels[places]))
+        labels = model.targets(labels)
+        target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, self.seed)
+        volumes = images.ndim == 5
+        asked = [look_up_augmentation(one, volumes, "explorer") for one in self.augmentations]
+        clean = target.clean_images()
+
+        changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
+            "clean": lambda: [ChangedImages("clean", "clean", clean)],
+            "noise": lambda: sweeps.noise_variants(clean, places, self.sigmas, self.seed),
+            "attack": lambda: sweeps.attack_variants(target, self.attack, self.epsilons),
+            "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, self.seed),
+        }
+
+        def part(name: str) -> ExplorerPart:
+            return ExplorerPart(
+                shown=[show_variant(model, data.task, variant) for variant in changed[name]()]
+            )
+
+        def experts() -> ExplorerExperts:
+            chosen = evenly_spaced_indices(len(data.test.images), self.gallery)
+            gallery = GalleryImages(chosen, data.test, data.task)
+            return ExplorerExperts(
+                layers=expert_galleries_by_layer(model, gallery, self.favourites)
+            )
+
+        seen = [
+            load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name))
+            for name in changed
+        ]
+        return Result(
+            special=layout.special,
+            grid=layout.grid,
+            images=places,
+            labels=shown_labels(labels, data.task),
+            layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
+            shown=[one for part in seen for one in part.shown],
+        )
 
 
 class ShownVariant(Config):
@@ -102,59 +155,6 @@ class ExplorerExperts(Config):
     """The same of the experts."""
 
     layers: tuple[LayerExperts, ...]
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: a dense model has no experts."""
-    if subject.model.moe is None:
-        return "a dense model has no experts, so there is nothing to see"
-    return None
-
-
-def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Result:
-    """Everything that the page shows of one model."""
-    model = subject.model
-    data = subject.data
-    layout = finest_layout(model.layouts)
-    places = explorer_image_indices(data, settings.images)
-    images = np.array(data.test.images[places])
-    labels = torch.from_numpy(np.array(data.test.labels[places]))
-    labels = model.targets(labels)
-    target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, settings.seed)
-    volumes = images.ndim == 5
-    asked = [look_up_augmentation(one, volumes, "explorer") for one in settings.augmentations]
-    clean = target.clean_images()
-
-    changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
-        "clean": lambda: [ChangedImages("clean", "clean", clean)],
-        "noise": lambda: sweeps.noise_variants(clean, places, settings.sigmas, settings.seed),
-        "attack": lambda: sweeps.attack_variants(target, settings.attack, settings.epsilons),
-        "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, settings.seed),
-    }
-
-    def part(name: str) -> ExplorerPart:
-        return ExplorerPart(
-            shown=[show_variant(model, data.task, variant) for variant in changed[name]()]
-        )
-
-    def experts() -> ExplorerExperts:
-        chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
-        gallery = GalleryImages(chosen, data.test, data.task)
-        return ExplorerExperts(
-            layers=expert_galleries_by_layer(model, gallery, settings.favourites)
-        )
-
-    seen = [
-        load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed
-    ]
-    return Result(
-        special=layout.special,
-        grid=layout.grid,
-        images=places,
-        labels=shown_labels(labels, data.task),
-        layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
-        shown=[one for part in seen for one in part.shown],
-    )
 
 
 def show_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:

@@ -8,6 +8,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import (
     Estimate,
     MeasuredModel,
+    Measurement,
     PartStore,
     load_or_compute,
     no_flat_images_reason,
@@ -22,7 +23,7 @@ from moecore.measure.theory.logit_slopes import LipschitzSlopes, slopes_at
 from moecore.statistics.intervals import wilson
 
 
-class Lipschitz(Config):
+class Lipschitz(Measurement):
     """Which test images and tokens are measured, and how far from an image the ascent looks."""
 
     images: int = Field(
@@ -40,6 +41,30 @@ class Lipschitz(Config):
         10, ge=0, description="Gradient steps of the ascent, from each of two starts."
     )
     halvings: int = Field(10, ge=0, le=24, description="How often the steepest pair is halved.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs flat images of one class each, whose margins can change."""
+        return no_flat_images_reason(subject, "decision")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """The slopes at images of the test split, and the lemma at their tokens."""
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[where]
+        labels = torch.from_numpy(test.labels[where])
+
+        def estimates() -> SlopeEstimates:
+            sizes = (self.batch, self.radius, self.steps, self.halvings)
+            return summarize_slopes(slopes_at(subject.model, images, labels, *sizes))
+
+        def tokens() -> Lemma:
+            chosen = (self.lemma_tokens, self.batch, self.seed)
+            return evaluate_lemma(subject.model, images, *chosen, subject.device)
+
+        slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
+        lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
+        return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
 class SlopeEstimates(Config):
@@ -59,31 +84,6 @@ class Result(SlopeEstimates):
     images: int
     lemma1: LemmaOverLayers
     lemma_terms: tuple[LemmaPoints, ...] = ()
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images of one class each, whose margins can change."""
-    return no_flat_images_reason(subject, "decision")
-
-
-def measure(subject: MeasuredModel, settings: Lipschitz, parts: PartStore) -> Result:
-    """The slopes at images of the test split, and the lemma at their tokens."""
-    test = subject.data.test
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    images = test.images[where]
-    labels = torch.from_numpy(test.labels[where])
-
-    def estimates() -> SlopeEstimates:
-        sizes = (settings.batch, settings.radius, settings.steps, settings.halvings)
-        return summarize_slopes(slopes_at(subject.model, images, labels, *sizes))
-
-    def tokens() -> Lemma:
-        chosen = (settings.lemma_tokens, settings.batch, settings.seed)
-        return evaluate_lemma(subject.model, images, *chosen, subject.device)
-
-    slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
-    lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
-    return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
 def summarize_slopes(slopes: LipschitzSlopes) -> SlopeEstimates:

@@ -12,7 +12,13 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore, load_or_compute, no_flat_images_reason
+from moecore.measure.base import (
+    MeasuredModel,
+    Measurement,
+    PartStore,
+    load_or_compute,
+    no_flat_images_reason,
+)
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -28,7 +34,7 @@ from moecore.tasks.base import Task
 Sigma = Annotated[float, Field(gt=0, le=1)]
 
 
-class Stability(Config):
+class Stability(Measurement):
     """Which images get noise, how much, and what counts as a jump."""
 
     images: int | None = Field(
@@ -49,6 +55,45 @@ class Stability(Config):
     )
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
     seed: int = Field(0, ge=0, description="Of the noise; every method sees the same.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it follows the probability of the one class of a flat image."""
+        return no_flat_images_reason(subject, "decision")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Both kinds of noise, and pictures of the first."""
+        model = subject.model
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[where]
+        labels = model.targets(torch.from_numpy(test.labels[where]))
+        drawn = noise_directions(where, images.shape[1:], self.seed)
+        _, clean = predict_in_batches(model, images, self.batch)
+
+        def noisy(sigma: float) -> NoiseRow:
+            pixels = add_noise(images, drawn, sigma)
+            return noise_row(model, clean, pixels, labels, subject.data.task, sigma, self.batch)
+
+        def along() -> RampSummary:
+            sigmas = (self.sigma_max * np.arange(self.steps + 1) / self.steps).tolist()
+            probs = class_probs_by_sigma(model, images, drawn, sigmas, self.batch)
+            return summarize_ramps(probs, labels, where, sigmas, self.jump, few)
+
+        if self.overlays:
+            few = evenly_spaced_indices(len(labels), self.overlays)
+        else:
+            few = np.array([], int)
+        noise = tuple(
+            load_or_compute(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
+            for sigma in sorted(self.sigmas)
+        )
+        return Result(
+            images=len(labels),
+            noise=noise,
+            ramp=load_or_compute(parts, "ramp", RampSummary, along),
+            overlays=noisy_overlays(model, images[few], drawn[few], self) if len(few) else (),
+        )
 
 
 class NoiseRow(Config):
@@ -77,46 +122,6 @@ class Result(Config):
     noise: tuple[NoiseRow, ...]
     ramp: RampSummary
     overlays: tuple[NoisyOverlays, ...]  # clean first; none for a dense model
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images of one class each, whose probability is followed."""
-    return no_flat_images_reason(subject, "decision")
-
-
-def measure(subject: MeasuredModel, settings: Stability, parts: PartStore) -> Result:
-    """Both kinds of noise, and pictures of the first."""
-    model = subject.model
-    test = subject.data.test
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    images = test.images[where]
-    labels = model.targets(torch.from_numpy(test.labels[where]))
-    drawn = noise_directions(where, images.shape[1:], settings.seed)
-    _, clean = predict_in_batches(model, images, settings.batch)
-
-    def noisy(sigma: float) -> NoiseRow:
-        pixels = add_noise(images, drawn, sigma)
-        return noise_row(model, clean, pixels, labels, subject.data.task, sigma, settings.batch)
-
-    def along() -> RampSummary:
-        sigmas = (settings.sigma_max * np.arange(settings.steps + 1) / settings.steps).tolist()
-        probs = class_probs_by_sigma(model, images, drawn, sigmas, settings.batch)
-        return summarize_ramps(probs, labels, where, sigmas, settings.jump, few)
-
-    if settings.overlays:
-        few = evenly_spaced_indices(len(labels), settings.overlays)
-    else:
-        few = np.array([], int)
-    noise = tuple(
-        load_or_compute(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
-        for sigma in sorted(settings.sigmas)
-    )
-    return Result(
-        images=len(labels),
-        noise=noise,
-        ramp=load_or_compute(parts, "ramp", RampSummary, along),
-        overlays=noisy_overlays(model, images[few], drawn[few], settings) if len(few) else (),
-    )
 
 
 def noise_row(

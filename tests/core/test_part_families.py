@@ -11,7 +11,7 @@ import torch
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.core.part_families import list_own_kinds, list_part_classes
+from moecore.core.part_families import list_classes, list_own_names
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.data.sources.base import Source
 from moecore.measure.calibrators.base import Calibrator
@@ -19,8 +19,7 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
 from moecore.study.reading.document import parse_yaml
-from moecore.study.reading.stage_params import validate_whole
-from moecore.study.reading.study import Study
+from moecore.study.reading.study import Study, read_study
 from moecore.tasks.base import Task
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer
@@ -50,7 +49,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def read(text: str = PARAMS) -> Study:
-    return validate_whole(Study, parse_yaml(text))
+    return read_study(parse_yaml(text))
 
 
 def refusal(text: str = PARAMS) -> str:
@@ -64,9 +63,9 @@ def refusal(text: str = PARAMS) -> str:
 def test_every_family_is_a_folder_whose_parts_are_files():
     folders = {Path(inspect.getfile(base)).parent for base in BASES}
     assert folders == {ROOT / "moecore" / family for family in FAMILIES}
-    assert "noisy_top_k" in list_own_kinds(Router) and "capacity" not in list_own_kinds(Router)
+    assert "noisy_top_k" in list_own_names(Router) and "capacity" not in list_own_names(Router)
     for base in BASES:
-        assert not any(inspect.isabstract(part) for part in list_part_classes(base)), base
+        assert not any(inspect.isabstract(part) for part in list_classes(base).values()), base
 
 
 def test_a_part_from_outside_is_read_written_and_used(folder):
@@ -151,4 +150,4 @@ def test_a_package_may_lie_beside_params_yaml_or_in_its_src(tmp_path, folder):
     write_my_lab(tmp_path / "project/src")
     (tmp_path / "project/params.yaml").write_text(PARAMS, encoding="utf-8")
     text = parse_yaml(PARAMS, str(tmp_path / "project/params.yaml"))
-    assert validate_whole(Study, text).methods["mine"].router is not None
+    assert read_study(text).methods["mine"].router is not None

@@ -1,7 +1,7 @@
 """The methods against each other's parts, the model and the teacher."""
 
 from moecore.core.files import UserError
-from moecore.core.part_families import list_own_kinds
+from moecore.core.part_families import list_own_names
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
@@ -87,5 +87,5 @@ def _has_no_teacher(study: Study) -> bool:
 
 
 def _no_teacher_words() -> str:
-    allowed = ", ".join(kind for kind in list_own_kinds(Teacher) if kind != NO_TEACHER)
+    allowed = ", ".join(kind for kind in list_own_names(Teacher) if kind != NO_TEACHER)
     return f"teacher.kind is {NO_TEACHER}; allowed: {allowed}"

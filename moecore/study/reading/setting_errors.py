@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from moecore.core.part_families import KIND as TAG
-from moecore.core.part_families import UNKNOWN_KIND, is_family, list_part_classes
+from moecore.core.part_families import UNKNOWN_KIND, is_family, list_classes
 from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import (
     SHOWN_LETTERS,
@@ -164,7 +164,7 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Return the models anywhere inside an annotation; of a family its parts."""
     if isinstance(annotation, type) and is_family(annotation):
-        return list_part_classes(annotation)
+        return list(list_classes(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_in(inner)]
