@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
-from moecore.attacks import Attack
+from moecore.attacks.base import Attack
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.attack_setup import bfloat16_model
 from moecore.attacks.base import image_generators

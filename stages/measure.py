@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure import MEASUREMENTS
-from moecore.measure.base import MeasuredModel, Skipped
+from moecore.measure.base import MeasuredModel, Skipped, find_measurement
 from moecore.run.resume import record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
@@ -24,10 +22,8 @@ class MethodParams(Config):
 
 
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:
-    if what not in MEASUREMENTS:
-        raise UserError(f"measure: found {what}; allowed: {', '.join(MEASUREMENTS)}")
-    measurement = MEASUREMENTS[what]
-    params = read_section(what, measurement.settings)
+    measurement = find_measurement(what)
+    params = read_section(what, measurement)
     with record_resumable(what, params, __file__, phase, method, seed) as (run, parts):
         subject = open_subject(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
@@ -35,7 +31,7 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
             subject = subject._replace(regions=named.experts if named else ())
         reason = measurement.applies(subject)
         if reason is None:
-            run.result(measurement.measure(subject, getattr(params, what), parts.part))
+            run.result(getattr(params, what).measure(subject, parts.part))
         else:
             run.result(Skipped(skipped=reason))
 

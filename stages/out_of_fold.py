@@ -8,8 +8,8 @@ from moecore.core.config import Config
 from moecore.core.files import whole_folder, write_json
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
-from moecore.measure.calibrators import Calibrator
-from moecore.nn.backbones import Backbone
+from moecore.measure.calibrators.base import Calibrator
+from moecore.nn.backbones.base_model import Backbone
 from moecore.run.progress import report_progress
 from moecore.run.resume import work_folder
 from moecore.run.run_record import record_run

@@ -9,7 +9,7 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.raw_data_changes import scan_raw_folders
-from moecore.data.sources import Source
+from moecore.data.sources.base import Source
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params

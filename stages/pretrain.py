@@ -10,7 +10,7 @@ from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
 from moecore.measure.routing_metrics.epochs import EpochWatch
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params

@@ -20,7 +20,7 @@ from moecore.training.artifacts import save_model
 from moecore.training.job import build_training_job
 from moecore.training.objective import Objective
 from moecore.training.outcome import Outcome, summarize_training
-from moecore.training.teachers import Teacher
+from moecore.training.teachers.base import Teacher
 from moecore.training.teachers.no_teacher import NoTeacher
 
 
@@ -35,7 +35,7 @@ def teacher(seed: int) -> None:
     target = Path("artifacts/teacher", str(seed))
     drawn = derived_seed("teacher", seed)
     data = Prepared.open("artifacts/data/pretrain")
-    trains = getattr(settings, "training", None) is not None
+    trains = settings.training is not None
     with training_run("teacher", params, data, [], __file__, None, seed, trains) as training:
         if isinstance(settings, NoTeacher):
             with whole_folder(target) as folder:

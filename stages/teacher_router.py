@@ -8,7 +8,7 @@ from moecore.core.files import whole_folder
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import log_progress

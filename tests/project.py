@@ -102,6 +102,7 @@ def forget_files() -> None:
         closures._sha256,
         closures._module_file,
         closures._data_files,
+        closures._record_of_wheel,
     ):
         cached.cache_clear()
 

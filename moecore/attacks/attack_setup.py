@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moecore.attacks import Attack
-from moecore.attacks.base import image_generators
+from moecore.attacks.base import Attack, image_generators
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.nn.predict import (

@@ -3,21 +3,19 @@
 B images, C channels, H × W pixels.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moecore.core.config import Config
+from moecore.core.part_families import Part
 from moecore.tasks.base import Task
 
 
-class AttackBase(Config):
-    """The settings of an attack on images, with its name and what it cannot attack."""
-
-    kind: Any  # the file's stem
+class Attack(Part, ABC):
+    """The settings of an attack on images, a family of parts; they are called to attack."""
 
     @property
     def name(self) -> str:
@@ -44,6 +42,24 @@ class AttackBase(Config):
     def does_not_apply(self, model: nn.Module, task: Task) -> str | None:
         """Return why there is nothing to attack in this model, in words; None where there is."""
         return self.refuses(task)
+
+    @abstractmethod
+    def __call__(
+        self,
+        model: nn.Module,
+        task: Task,
+        images: Tensor,
+        labels: Tensor,
+        epsilon: float,
+        generator: "Generators" = None,
+    ) -> Tensor:
+        """Adversarial images (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits.
+
+        images: (B, C, H, W) in [0, 1]; labels: as ``task`` has them; epsilon: radius of the L∞
+        ball, in pixel units; generator: on the CPU, one for all images or one each, draws the
+        random start of attacks that have one. Parameters take no gradient meanwhile. Raises
+        ValueError where images, labels, ε or generator make no sense.
+        """
 
 
 ImageGenerators = Sequence[torch.Generator] | None  # one for each image

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import AttackBase, Generators, ImageGenerators, generator_per_image
+from moecore.attacks.base import Attack, Generators, ImageGenerators, generator_per_image
 from moecore.attacks.objectives import Goal, Objective, make_objective, objective_refusal
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
@@ -33,7 +33,7 @@ class Ball(NamedTuple):
         return images.clamp(self.centre - self.epsilon, self.centre + self.epsilon).clamp(0, 1)
 
 
-class GradientAttack(AttackBase):
+class GradientAttack(Attack):
     """An attack along the gradient of an objective; its parts define ``perturb_images``."""
 
     objective: Objective = Field(
@@ -79,13 +79,6 @@ class GradientAttack(AttackBase):
         epsilon: float,
         generator: Generators = None,
     ) -> Tensor:
-        """Adversarial images (B, C, H, W), fp32, detached, in [0, 1]; for ε = 0 the same bits.
-
-        images: (B, C, H, W) in [0, 1]; labels: as ``task`` has them; epsilon: radius of the L∞
-        ball, in pixel units; generator: on the CPU, one for all images or one each, draws the
-        random start of attacks that have one. Parameters take no gradient meanwhile. Raises
-        ValueError where images, labels, ε or generator make no sense.
-        """
         centre = check_images(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from moecore.core.files import UserError, read_json
 
@@ -22,16 +22,19 @@ AnySettings = TypeVar("AnySettings", bound=Config)
 
 
 def replace_and_validate(
-    section: str, settings: AnySettings, changes: Mapping[str, Any], kinds: Any = None
+    section: str,
+    settings: AnySettings,
+    changes: Mapping[str, Any],
+    family: Any = None,
 ) -> AnySettings:
     """Settings with some other values, checked anew. Raises UserError, naming the key.
 
-    kinds: what else they may become where ``kind`` is among the changes: a union of settings.
+    family: of the parts that they may become where ``kind`` is among the changes.
     """
     values = settings.model_dump() | dict(changes)
     try:
-        if kinds is not None and "kind" in changes:
-            return TypeAdapter(kinds).validate_python(values)
+        if family is not None and "kind" in changes:
+            return family.model_validate(values)
         return settings.__class__.model_validate(values)
     except ValidationError as error:
         first_error = error.errors()[0]

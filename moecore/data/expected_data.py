@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from moecore.core.files import UserError
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 
 class PlannedData(NamedTuple):
@@ -16,7 +15,7 @@ class PlannedData(NamedTuple):
     name: str
     channels: int
     size: int | tuple[int, int, int] | tuple[int]
-    task: AnyTask | None  # None: its classes are not known yet
+    task: Task | None  # None: its classes are not known yet
     # split → images of each class, or the one number of all where labels are no single classes
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
@@ -91,6 +90,6 @@ def class_counts(
     return counts
 
 
-def read_task(settings: Any) -> AnyTask:
+def read_task(settings: Any) -> Task:
     """The task that a card's ``task`` describes. Raises pydantic.ValidationError."""
-    return TypeAdapter(AnyTask).validate_python(settings)
+    return Task.model_validate(settings)

@@ -15,7 +15,7 @@ from moecore.core.streams import FEW_SHOT, generator_for
 from moecore.data.image_warping import MixedSizeImages, to_device_async
 from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Split
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 # Of a GPU's free memory, for the images of one split: the rest is for the model and its step.
 GPU_MEMORY_SHARE = 0.4
@@ -123,7 +123,7 @@ def load_split_for_device(
 
 
 def few_shot_indices(
-    task: AnyTask, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
+    task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
     """Sorted indices of ``shots_per_class`` images of every class that occurs in labels (N,).
 

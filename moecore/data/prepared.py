@@ -30,7 +30,7 @@ from moecore.data.jpeg_store import JpegImages
 from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.text.words import block_windows
 from moecore.data.volumes.subjects import read_subjects
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 SPLITS = ("train", "validation", "test")
 CARD_KEYS = (
@@ -73,7 +73,7 @@ class Prepared(NamedTuple):
     folder: Path = Path()
 
     @property
-    def task(self) -> AnyTask:
+    def task(self) -> Task:
         """The task of the labels."""
         return read_task(self.card["task"])
 
@@ -127,7 +127,7 @@ class Prepared(NamedTuple):
         return Prepared(card, train, validation, test, folder)
 
 
-def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
+def _open_images(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
     number = card["images"][split]
     shape = (number, card["channels"], card["size"], card["size"])
     if split == "train" and "jpeg" in card:
@@ -137,7 +137,7 @@ def _open_images(folder: Path, card: dict[str, Any], task: AnyTask, split: str) 
     return Split(images, _labels(folder, task, split, number))
 
 
-def _open_volumes(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
+def _open_volumes(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
     number = card["images"][split]
     size = tuple(card["size"])
     shape = (number, card["channels"], *size)
@@ -150,7 +150,7 @@ def _open_volumes(folder: Path, card: dict[str, Any], task: AnyTask, split: str)
     return Split(images, _labels(folder, task, split, number), people)
 
 
-def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) -> Split:
+def _open_text(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
     path = folder / f"{split}_tokens.npy"
     tokens = open_array(path, (card["tokens"][split],), np.int32)
     images, labels = block_windows(tokens, card["size"][0], card["channels"] - 1)
@@ -158,7 +158,7 @@ def _open_text(folder: Path, card: dict[str, Any], task: AnyTask, split: str) ->
     return Split(images, labels)
 
 
-def _labels(folder: Path, task: AnyTask, split: str, number: int) -> np.ndarray:
+def _labels(folder: Path, task: Task, split: str, number: int) -> np.ndarray:
     return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))
 
 

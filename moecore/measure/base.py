@@ -1,14 +1,17 @@
 """The words that all measurements share: subject, estimate, parts, why something was skipped."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
+from moecore.core.part_families import find_class, list_own_names
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
@@ -50,22 +53,42 @@ class PartStore(Protocol):
         ...
 
 
-class Measurement(NamedTuple):
-    """One thing that is measured of a trained model: the four names of its file."""
+class Measurement(Config, ABC):
+    """What is measured of a trained model, a family of parts: a section of params.yaml each.
 
-    settings: type[Config]  # the section of params.yaml
-    result: type[Config]
-    applies: Callable[[MeasuredModel], str | None]  # why not, in words; None where it applies
-    measure: Callable[[MeasuredModel, Any, PartStore], Config]
-    guided: bool = False  # whether it looks at ``MeasuredModel.guide``
-    regions: bool = False  # whether it looks at ``MeasuredModel.regions``
+    The section ``few_shot`` is the class FewShot of few_shot.py in this folder; ``my_lab:
+    {brightness: …}``, which run.measurements calls my_lab.brightness, is Brightness of that module.
+    The report shows of its result what a ``Shown`` says (moecore/report/measures).
+    """
+
+    guided: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.guide``
+    regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
 
     @classmethod
-    def of(
-        cls, module: Any, settings: type[Config], guided: bool = False, regions: bool = False
-    ) -> "Measurement":
-        """The measurement whose file ``module`` is."""
-        return cls(settings, module.Result, module.applies, module.measure, guided, regions)
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Return why it does not apply, in words; None where it does."""
+        return None
+
+    @abstractmethod
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> Config:
+        """Return the typed result, a function of its arguments alone."""
+
+
+@cache
+def own_measurements() -> dict[str, type[Measurement]]:
+    """Return our measurements by the names of their sections."""
+    return {name: find_class(Measurement, name) for name in list_own_names(Measurement)}
+
+
+def find_measurement(name: str) -> type[Measurement]:
+    """Return a measurement by its name. Raises UserError where there is none."""
+    try:
+        return find_class(Measurement, name)
+    except KeyError:
+        allowed = ", ".join(own_measurements())
+        raise UserError(f"measure: found {name}; allowed: {allowed}") from None
+    except ValueError as error:
+        raise UserError(f"measure: {error}") from None
 
 
 def no_flat_images_reason(subject: MeasuredModel, needed: str) -> str | None:

@@ -5,7 +5,7 @@ N images, K classes. Ages are calibrated by moecore.brain.age_calibration.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_sealed
+from moecore.core.part_families import list_classes
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibrators import Calibrator
+from moecore.measure.calibrators.base import Calibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.word_confidence import FITTED, TokenLossAndConfidence, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
@@ -83,8 +84,8 @@ def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
     """Raise UserError where the calibrator is none for the labels of a phase."""
     if settings.calibrator.calibrates(task):
         return
-    every = get_args(get_args(Calibrator)[0])  # the parts of the union
-    allowed = [each().kind for each in every if each().calibrates(task)]
+    every = list_classes(Calibrator)
+    allowed = [kind for kind, part in every.items() if part.calibrates(task)]
     if not allowed:
         raise UserError(
             f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "

@@ -4,7 +4,7 @@ Ageing needs subjects that change in age alone, which only a simulation (phantom
 """
 
 from functools import partial
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
-from moecore.measure.base import SEED, MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.probes.ageing_and_rescans import (
     PEOPLE,
     RESCAN_YEARS,
@@ -47,8 +47,10 @@ NO_MAPS = "the cohort has no tissue maps"
 Age = Annotated[float, Field(gt=0, le=120)]
 
 
-class CohortChecks(Config):
+class CohortChecks(Measurement):
     """How many simulated subjects are aged and scanned again."""
+
+    regions: ClassVar[bool] = True
 
     subjects: int = Field(
         8, ge=1, le=PEOPLE // 2, description="Simulated subjects, of no split, that are aged."
@@ -74,6 +76,42 @@ class CohortChecks(Config):
             raise ValueError(f"ages: found {list(self.ages)}; allowed: rising ages, each once")
         return self
 
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs a cohort of volumes with ages."""
+        test = subject.data.test
+        if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
+            return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
+        return None
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
+        data = subject.data
+        errors = whole_and_tissue_errors(subject, self, parts)
+        whose = data.test.people
+        tissues = {name: summarize_errors(values, whose) for name, values in errors.items()}
+        whole = tissues.pop("whole")
+        people = unseen_simulated_people(data)
+        rescan = measure_rescans(subject, people, self, parts)
+        reasons = {}
+        if people is None:
+            reasons["ageing"] = SIMULATED_ONLY
+        if rescan is None:
+            reasons["rescan"] = (
+                f"no test participant has two sessions within {RESCAN_YEARS:g} years"
+            )
+        if not tissues:
+            reasons["isolated"] = NO_MAPS
+        return Result(
+            whole=whole,
+            isolated=tissues or None,
+            order=tissue_error_differences(errors, whose),
+            ageing=measure_ageing(subject, people, self, parts),
+            rescan=rescan,
+            generalisation=measure_region_generalisation(subject, self, parts),
+            reasons=reasons | region_skip_reasons(subject),
+        )
+
 
 class Result(Config):
     """The parts, each where it could be checked; ``reasons`` says why one is None."""
@@ -85,41 +123,6 @@ class Result(Config):
     rescan: Rescan | None
     generalisation: RegionExpertResult | None
     reasons: dict[str, str]
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs a cohort of volumes with ages."""
-    test = subject.data.test
-    if subject.data.task.by_class(torch.from_numpy(test.labels)) is not None:
-        return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
-    return None
-
-
-def measure(subject: MeasuredModel, settings: CohortChecks, parts: PartStore) -> Result:
-    """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
-    data = subject.data
-    errors = whole_and_tissue_errors(subject, settings, parts)
-    whose = data.test.people
-    tissues = {name: summarize_errors(values, whose) for name, values in errors.items()}
-    whole = tissues.pop("whole")
-    people = unseen_simulated_people(data)
-    rescan = measure_rescans(subject, people, settings, parts)
-    reasons = {}
-    if people is None:
-        reasons["ageing"] = SIMULATED_ONLY
-    if rescan is None:
-        reasons["rescan"] = f"no test participant has two sessions within {RESCAN_YEARS:g} years"
-    if not tissues:
-        reasons["isolated"] = NO_MAPS
-    return Result(
-        whole=whole,
-        isolated=tissues or None,
-        order=tissue_error_differences(errors, whose),
-        ageing=measure_ageing(subject, people, settings, parts),
-        rescan=rescan,
-        generalisation=measure_region_generalisation(subject, settings, parts),
-        reasons=reasons | region_skip_reasons(subject),
-    )
 
 
 def whole_and_tissue_errors(

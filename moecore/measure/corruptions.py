@@ -13,10 +13,10 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, PartStore, no_flat_images_reason
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, no_flat_images_reason
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 Severity = Annotated[int, Field(ge=1, le=5)]
 Errors = Mapping[str, Mapping[int, float]]  # corruption → severity → error in [0, 1]
@@ -39,7 +39,7 @@ Name = Literal[
 ]
 
 
-class Corruptions(Config):
+class Corruptions(Measurement):
     """Which images are corrupted, how, and how strongly."""
 
     images: int | None = Field(
@@ -58,6 +58,37 @@ class Corruptions(Config):
         if listed and len(set(listed)) < len(listed):
             raise ValueError("the same value is listed twice")
         return listed
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs flat images that a model gets right or wrong."""
+        return no_flat_images_reason(subject, "share")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """The errors under each corruption."""
+        test = subject.data.test
+        task = subject.data.task
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[where]
+        labels = subject.model.targets(torch.from_numpy(test.labels[where]))
+
+        def hits_on(pixels: np.ndarray) -> Tensor:
+            prediction, _ = predict_in_batches(subject.model, pixels, routing=False)
+            return task.scores(prediction, labels)
+
+        rows, wrong = corruption_rows(hits_on, images, where, task, self, parts)
+        # all corruptions have as many severities
+        severities = len(self.severities)
+        errors = [row.error for row in rows]
+        means = [np.mean(errors[at : at + severities]) for at in range(0, len(rows), severities)]
+        mean = bootstrap_mean(wrong)
+        return Result(
+            images=len(labels),
+            mean_error=float(np.mean(means)),
+            mean_low=mean.low,
+            mean_high=mean.high,
+            corruptions=rows,
+        )
 
 
 class CorruptionRow(Config):
@@ -78,43 +109,11 @@ class Result(Config):
     corruptions: tuple[CorruptionRow, ...]
 
 
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images that a model gets right or wrong."""
-    return no_flat_images_reason(subject, "share")
-
-
-def measure(subject: MeasuredModel, settings: Corruptions, parts: PartStore) -> Result:
-    """The errors under each corruption."""
-    test = subject.data.test
-    task = subject.data.task
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    images = test.images[where]
-    labels = subject.model.targets(torch.from_numpy(test.labels[where]))
-
-    def hits_on(pixels: np.ndarray) -> Tensor:
-        prediction, _ = predict_in_batches(subject.model, pixels, routing=False)
-        return task.scores(prediction, labels)
-
-    rows, wrong = corruption_rows(hits_on, images, where, task, settings, parts)
-    # all corruptions have as many severities
-    severities = len(settings.severities)
-    errors = [row.error for row in rows]
-    means = [np.mean(errors[at : at + severities]) for at in range(0, len(rows), severities)]
-    mean = bootstrap_mean(wrong)
-    return Result(
-        images=len(labels),
-        mean_error=float(np.mean(means)),
-        mean_low=mean.low,
-        mean_high=mean.high,
-        corruptions=rows,
-    )
-
-
 def corruption_rows(
     hits_on: Callable[[np.ndarray], Tensor],
     images: np.ndarray,
     where: np.ndarray,
-    task: AnyTask,
+    task: Task,
     settings: Corruptions,
     parts: PartStore,
 ) -> tuple[tuple[CorruptionRow, ...], np.ndarray]:

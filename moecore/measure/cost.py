@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import MeasuredModel, PartStore
+from moecore.measure.base import MeasuredModel, Measurement, PartStore
 from moecore.measure.clock import Quartiles, timing_quartiles
 from moecore.measure.forward_cost import (
     Images,
@@ -26,7 +26,7 @@ from moecore.training.runtime import device_name
 NUMBERS_OF_EXPERTS = (1, 2, 3, 4, 6)  # per token: the k that ERMoE's table S5 times
 
 
-class Cost(Config):
+class Cost(Measurement):
     """How the passes are timed; timings are of this machine and differ from run to run."""
 
     batch: int = Field(
@@ -34,6 +34,42 @@ class Cost(Config):
     )
     rounds: int = Field(10, ge=2, description="Timed passes, after three that are not counted.")
     images: int = Field(64, ge=1, description="Test images that the passes go through in turn.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Every model costs something."""
+        return None
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Counts and timings on images of the test split, which take seconds: no parts are kept."""
+        test = subject.data.test.images
+        images = np.array(test[evenly_spaced_indices(len(test), self.images)])
+        one = cyclic_batches(images, 1, subject.device)
+        many = cyclic_batches(images, self.batch, subject.device)
+        flops = flops_per_image(subject.model, one(0))
+        memory, counted = peak_memory(subject.model, many(0))
+        latency = quartiles_ms(unwatched_times(subject.model, one, self.rounds))
+        whole = quartiles_ms(unwatched_times(subject.model, many, self.rounds))
+        alone = pass_and_routing_times(subject.model, one, self.rounds)
+        together = pass_and_routing_times(subject.model, many, self.rounds)
+        return Result(
+            **parameter_counts(subject.model),
+            flops_per_image=flops.whole,
+            routing_flops_per_image=flops.routing,
+            latency_ms=latency,
+            batch=self.batch,
+            batch_ms=whole,
+            images_per_second=1000 * self.batch / whole.median,
+            peak_memory_bytes=memory,
+            memory_counted_as=counted,
+            routing_ms=routing_ms(alone),
+            routing_share=routing_share(alone),
+            routing_batch_share=routing_share(together),
+            by_k=times_by_k(subject, many, self),
+            rounds=self.rounds,
+            device=device_name(subject.device),
+            threads=torch.get_num_threads(),
+        )
 
 
 class KTime(Config):
@@ -63,43 +99,6 @@ class Result(Config):
     rounds: int
     device: str  # its name
     threads: int
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Every model costs something."""
-    return None
-
-
-def measure(subject: MeasuredModel, settings: Cost, parts: PartStore) -> Result:
-    """Counts and timings on images of the test split; seconds, so that nothing is kept of them."""
-    test = subject.data.test.images
-    images = np.array(test[evenly_spaced_indices(len(test), settings.images)])
-    one = cyclic_batches(images, 1, subject.device)
-    many = cyclic_batches(images, settings.batch, subject.device)
-    flops = flops_per_image(subject.model, one(0))
-    memory, counted = peak_memory(subject.model, many(0))
-    latency = quartiles_ms(unwatched_times(subject.model, one, settings.rounds))
-    whole = quartiles_ms(unwatched_times(subject.model, many, settings.rounds))
-    alone = pass_and_routing_times(subject.model, one, settings.rounds)
-    together = pass_and_routing_times(subject.model, many, settings.rounds)
-    return Result(
-        **parameter_counts(subject.model),
-        flops_per_image=flops.whole,
-        routing_flops_per_image=flops.routing,
-        latency_ms=latency,
-        batch=settings.batch,
-        batch_ms=whole,
-        images_per_second=1000 * settings.batch / whole.median,
-        peak_memory_bytes=memory,
-        memory_counted_as=counted,
-        routing_ms=routing_ms(alone),
-        routing_share=routing_share(alone),
-        routing_batch_share=routing_share(together),
-        by_k=times_by_k(subject, many, settings),
-        rounds=settings.rounds,
-        device=device_name(subject.device),
-        threads=torch.get_num_threads(),
-    )
 
 
 def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KTime, ...]:

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
     LayerExperts,
@@ -31,7 +31,7 @@ from moecore.measure.routing_metrics.view_pairs import (
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import Trace, build_image_trace, finest_layout
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 BATCH = 64  # images a forward pass
 FAVOURITES = 12  # patches shown of each expert; fewer where experts are many
@@ -39,7 +39,7 @@ SIGMAS = (0.05, 0.1, 0.2, 0.4)  # of Gaussian noise; pixels lie in [0, 1]
 Positive = Annotated[float, Field(gt=0, le=1)]
 
 
-class Explorer(Config):
+class Explorer(Measurement):
     """Which images are shown, and what is done to them."""
 
     images: int = Field(
@@ -60,6 +60,57 @@ class Explorer(Config):
         ("shift", "rotation"),
         description="Random views, by kind: presets, or {name, views, noise}.",
     )
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: a dense model has no experts."""
+        if subject.model.moe is None:
+            return "a dense model has no experts, so there is nothing to see"
+        return None
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Everything that the page shows of one model."""
+        model = subject.model
+        data = subject.data
+        layout = finest_layout(model.layouts)
+        places = explorer_image_indices(data, self.images)
+        images = np.array(data.test.images[places])
+        labels = torch.from_numpy(np.array(data.test.labels[places]))
+        labels = model.targets(labels)
+        target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
+        volumes = images.ndim == 5
+        asked = [look_up_augmentation(one, volumes, "explorer") for one in self.augmentations]
+        clean = target.clean_images()
+
+        changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
+            "clean": lambda: [ChangedImages("clean", "clean", clean)],
+            "noise": lambda: sweeps.noise_variants(clean, places, SIGMAS, SEED),
+            "attack": lambda: sweeps.attack_variants(target, self.attack, self.epsilons),
+            "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, SEED),
+        }
+
+        def part(name: str) -> ExplorerPart:
+            return ExplorerPart(
+                shown=[show_variant(model, data.task, variant) for variant in changed[name]()]
+            )
+
+        def experts() -> ExplorerExperts:
+            chosen = evenly_spaced_indices(len(data.test.images), self.gallery)
+            gallery = GalleryImages(chosen, data.test, data.task)
+            return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, FAVOURITES))
+
+        seen = [
+            load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name))
+            for name in changed
+        ]
+        return Result(
+            special=layout.special,
+            grid=layout.grid,
+            images=places,
+            labels=shown_labels(labels, data.task),
+            layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
+            shown=[one for part in seen for one in part.shown],
+        )
 
 
 class ShownVariant(Config):
@@ -99,58 +150,7 @@ class ExplorerExperts(Config):
     layers: tuple[LayerExperts, ...]
 
 
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: a dense model has no experts."""
-    if subject.model.moe is None:
-        return "a dense model has no experts, so there is nothing to see"
-    return None
-
-
-def measure(subject: MeasuredModel, settings: Explorer, parts: PartStore) -> Result:
-    """Everything that the page shows of one model."""
-    model = subject.model
-    data = subject.data
-    layout = finest_layout(model.layouts)
-    places = explorer_image_indices(data, settings.images)
-    images = np.array(data.test.images[places])
-    labels = torch.from_numpy(np.array(data.test.labels[places]))
-    labels = model.targets(labels)
-    target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
-    volumes = images.ndim == 5
-    asked = [look_up_augmentation(one, volumes, "explorer") for one in settings.augmentations]
-    clean = target.clean_images()
-
-    changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
-        "clean": lambda: [ChangedImages("clean", "clean", clean)],
-        "noise": lambda: sweeps.noise_variants(clean, places, SIGMAS, SEED),
-        "attack": lambda: sweeps.attack_variants(target, settings.attack, settings.epsilons),
-        "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, SEED),
-    }
-
-    def part(name: str) -> ExplorerPart:
-        return ExplorerPart(
-            shown=[show_variant(model, data.task, variant) for variant in changed[name]()]
-        )
-
-    def experts() -> ExplorerExperts:
-        chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
-        gallery = GalleryImages(chosen, data.test, data.task)
-        return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, FAVOURITES))
-
-    seen = [
-        load_or_compute(parts, name, ExplorerPart, lambda name=name: part(name)) for name in changed
-    ]
-    return Result(
-        special=layout.special,
-        grid=layout.grid,
-        images=places,
-        labels=shown_labels(labels, data.task),
-        layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
-        shown=[one for part in seen for one in part.shown],
-    )
-
-
-def show_variant(model: Model, task: AnyTask, variant: ChangedImages) -> ShownVariant:
+def show_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
     """Return what the model does with the images."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None
@@ -172,7 +172,7 @@ def variant_picture(variant: ChangedImages) -> EncodedPicture | None:
     return encode_picture(variant.pixels)
 
 
-def shown_labels(labels: torch.Tensor, task: AnyTask) -> list[list[float]]:
+def shown_labels(labels: torch.Tensor, task: Task) -> list[list[float]]:
     """The classes of each image (N,), or its real target; nothing of captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]

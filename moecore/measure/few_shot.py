@@ -19,6 +19,7 @@ from moecore.core.config import Config
 from moecore.measure.base import (
     SEED,
     MeasuredModel,
+    Measurement,
     PartStore,
     load_or_compute,
     no_flat_images_reason,
@@ -33,7 +34,7 @@ LEAST = 1e-5  # added to a feature's deviation, V-MoE's
 CHUNK = 4096  # test images whose scores under all penalties are in memory at once
 
 
-class FewShot(Config):
+class FewShot(Measurement):
     """How many images a class, and how often they are drawn."""
 
     shots: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -42,6 +43,43 @@ class FewShot(Config):
         description="Training images per class; larger than a class: skipped.",
     )
     draws: int = Field(5, ge=1, description="Draws of these images; every method sees the same.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs flat images of one class each."""
+        return no_flat_images_reason(subject, "shots")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Scores on the test split for every number of images that the smallest class has."""
+        train, test = subject.data.train, subject.data.test
+        least, name = smallest_class(subject)
+        fits = sorted({shots for shots in self.shots if shots <= least})
+        wanted = [
+            draw_shots(subject, max(fits, default=0), SEED, draw) for draw in range(self.draws)
+        ]
+        used = np.unique(np.concatenate([one.flatten() for one in wanted]))
+        tested = head_features(subject, np.asarray(test.images))
+        few = tested[:0]
+        if fits:
+            few = head_features(subject, np.asarray(train.images[used]))
+
+        def row(shots: int) -> ShotsRow:
+            draws = []
+            for one in wanted:
+                chosen = one[:, :shots].flatten()
+                own = few[np.searchsorted(used, chosen)]
+                draws.append(score_few_shot_draw(subject, tested, own, train.labels[chosen]))
+            return summarize_draws(shots, draws)
+
+        return Result(
+            rows=[load_or_compute(parts, f"{n} shots", ShotsRow, lambda n=n: row(n)) for n in fits],
+            skipped=[
+                SkippedShots(
+                    shots=n, why=f"the smallest class, {name}, has {least} training images"
+                )
+                for n in sorted(set(self.shots) - set(fits))
+            ],
+        )
 
 
 class ShotsRow(Config):
@@ -72,42 +110,6 @@ class Result(Config):
 
     rows: tuple[ShotsRow, ...]
     skipped: tuple[SkippedShots, ...]
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images of one class each."""
-    return no_flat_images_reason(subject, "shots")
-
-
-def measure(subject: MeasuredModel, settings: FewShot, parts: PartStore) -> Result:
-    """Scores on the test split for every number of images that the smallest class has."""
-    train, test = subject.data.train, subject.data.test
-    least, name = smallest_class(subject)
-    fits = sorted({shots for shots in settings.shots if shots <= least})
-    wanted = [
-        draw_shots(subject, max(fits, default=0), SEED, draw) for draw in range(settings.draws)
-    ]
-    used = np.unique(np.concatenate([one.flatten() for one in wanted]))
-    tested = head_features(subject, np.asarray(test.images))
-    few = tested[:0]
-    if fits:
-        few = head_features(subject, np.asarray(train.images[used]))
-
-    def row(shots: int) -> ShotsRow:
-        draws = []
-        for one in wanted:
-            chosen = one[:, :shots].flatten()
-            own = few[np.searchsorted(used, chosen)]
-            draws.append(score_few_shot_draw(subject, tested, own, train.labels[chosen]))
-        return summarize_draws(shots, draws)
-
-    return Result(
-        rows=[load_or_compute(parts, f"{n} shots", ShotsRow, lambda n=n: row(n)) for n in fits],
-        skipped=[
-            SkippedShots(shots=n, why=f"the smallest class, {name}, has {least} training images")
-            for n in sorted(set(settings.shots) - set(fits))
-        ],
-    )
 
 
 def smallest_class(subject: MeasuredModel) -> tuple[int, str]:

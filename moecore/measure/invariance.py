@@ -14,6 +14,7 @@ from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines, t
 from moecore.measure.base import (
     SEED,
     MeasuredModel,
+    Measurement,
     Number,
     PartStore,
     load_or_compute,
@@ -27,13 +28,46 @@ from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Interval, bootstrap_interval, bootstrap_mean
 
 
-class Invariance(Config):
-    """Which test images are moved."""
+class Invariance(Measurement):
+    """Which test images are moved, and how the movements are drawn."""
 
     images: int | None = Field(
         2000, ge=1, description="Test images, evenly spread over the split; null takes all."
     )
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs flat images with classes, and a routing that could move."""
+        if subject.model.moe is None:
+            return "a dense model has no routing that could move"
+        return no_flat_images_reason(subject, "class_maps")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """IMED of every image and its moved self under each transform, and the classes' maps."""
+        test = subject.data.test
+        task = subject.data.task
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[where]
+        _, clean = predict_in_batches(subject.model, images, self.batch)
+        affines = {
+            name: draw_affines(name, len(images), images.shape[-2:], SEED) for name in TRANSFORMS
+        }
+        probs = probs_by_layer(clean)
+        between = imed_between(probs, SEED) if len(images) > 1 else None
+        moves = moved_distances(subject.model, images, probs, affines, self.batch, parts, between)
+        marked = task.by_class(torch.from_numpy(test.labels[where]))
+        if marked is None:
+            raise ValueError("labels are not classes; ask `applies` first")
+        rows, classes = marked
+        # images stand once for each of their classes
+        chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in clean)
+        return Result(
+            images=len(images),
+            transforms=moves,
+            classes=task.classes,
+            class_maps=class_expert_probs(chosen, classes, len(task.classes)).tolist(),
+        )
 
 
 class MovedRow(Config):
@@ -59,40 +93,6 @@ class Result(Config):
     classes: tuple[str, ...]
     class_maps: tuple[tuple[tuple[Number, ...], ...], ...]
     """[class][layer][expert]: mean probability; None for a class without images."""
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images with classes, and a routing that could move."""
-    if subject.model.moe is None:
-        return "a dense model has no routing that could move"
-    return no_flat_images_reason(subject, "class_maps")
-
-
-def measure(subject: MeasuredModel, settings: Invariance, parts: PartStore) -> Result:
-    """IMED of every image and its moved self under each transform, and the classes' maps."""
-    test = subject.data.test
-    task = subject.data.task
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    images = test.images[where]
-    _, clean = predict_in_batches(subject.model, images, settings.batch)
-    affines = {
-        name: draw_affines(name, len(images), images.shape[-2:], SEED) for name in TRANSFORMS
-    }
-    probs = probs_by_layer(clean)
-    between = imed_between(probs, SEED) if len(images) > 1 else None
-    moves = moved_distances(subject.model, images, probs, affines, settings.batch, parts, between)
-    marked = task.by_class(torch.from_numpy(test.labels[where]))
-    if marked is None:
-        raise ValueError("labels are not classes; ask `applies` first")
-    rows, classes = marked
-    # images stand once for each of their classes
-    chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in clean)
-    return Result(
-        images=len(images),
-        transforms=moves,
-        classes=task.classes,
-        class_maps=class_expert_probs(chosen, classes, len(task.classes)).tolist(),
-    )
 
 
 def moved_distances(

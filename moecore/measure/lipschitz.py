@@ -9,6 +9,7 @@ from moecore.measure.base import (
     SEED,
     Estimate,
     MeasuredModel,
+    Measurement,
     PartStore,
     load_or_compute,
     no_flat_images_reason,
@@ -28,8 +29,8 @@ STEPS = 10  # gradient steps of the ascent, from each of two starts
 HALVINGS = 10  # how often the steepest pair is halved: to 1 / 2¹⁰ apart at most
 
 
-class Lipschitz(Config):
-    """Which test images and tokens are measured."""
+class Lipschitz(Measurement):
+    """Which test images and tokens are measured, and how far from an image the ascent looks."""
 
     images: int = Field(
         100, ge=1, description="Test images, evenly spread; the same for every method."
@@ -37,6 +38,31 @@ class Lipschitz(Config):
     lemma_tokens: int = Field(
         64, ge=1, description="Their tokens at which Lemma 1 is evaluated in each MoE layer."
     )
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs flat images of one class each, whose margins can change."""
+        return no_flat_images_reason(subject, "decision")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """The slopes at images of the test split, and the lemma at their tokens."""
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[where]
+        labels = torch.from_numpy(test.labels[where])
+
+        def estimates() -> SlopeEstimates:
+            return summarize_slopes(
+                slopes_at(subject.model, images, labels, BATCH, RADIUS, STEPS, HALVINGS)
+            )
+
+        def tokens() -> Lemma:
+            chosen = (self.lemma_tokens, BATCH, SEED)
+            return evaluate_lemma(subject.model, images, *chosen, subject.device)
+
+        slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
+        lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
+        return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
 class SlopeEstimates(Config):
@@ -56,32 +82,6 @@ class Result(SlopeEstimates):
     images: int
     lemma1: LemmaOverLayers
     lemma_terms: tuple[LemmaPoints, ...] = ()
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images of one class each, whose margins can change."""
-    return no_flat_images_reason(subject, "decision")
-
-
-def measure(subject: MeasuredModel, settings: Lipschitz, parts: PartStore) -> Result:
-    """The slopes at images of the test split, and the lemma at their tokens."""
-    test = subject.data.test
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    images = test.images[where]
-    labels = torch.from_numpy(test.labels[where])
-
-    def estimates() -> SlopeEstimates:
-        return summarize_slopes(
-            slopes_at(subject.model, images, labels, BATCH, RADIUS, STEPS, HALVINGS)
-        )
-
-    def tokens() -> Lemma:
-        chosen = (settings.lemma_tokens, BATCH, SEED)
-        return evaluate_lemma(subject.model, images, *chosen, subject.device)
-
-    slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
-    lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
-    return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
 def summarize_slopes(slopes: LipschitzSlopes) -> SlopeEstimates:

@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
-from moecore.measure.base import Estimate, MeasuredModel, PartStore
+from moecore.measure.base import Estimate, MeasuredModel, Measurement, PartStore
 from moecore.measure.exploring.caption_word_experts import experts_by_word, find_two_towers
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
@@ -35,13 +35,41 @@ WORDS = 60  # likewise: the most frequent
 ONE = torch.tensor([1])  # image is right for a caption
 
 
-class Retrieval(Config):
+class Retrieval(Measurement):
     """Among how many images, and how many first places count."""
 
     images: int | None = Field(
         None, ge=2, description="Test images from the first on, the gallery; null: all."
     )
     at: tuple[int, ...] = Field((1, 5, 10), min_length=1, description="k of R@k.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs captions."""
+        if isinstance(subject.data.task, ImageText):
+            return None
+        return "the images have no captions"
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """R@k both ways among the test images, and the routing of their captions."""
+        test = subject.data.test
+        number = len(test.labels) if self.images is None else self.images
+        images = test.images[:number]
+        labels = torch.from_numpy(test.labels[:number].copy())
+        sides, _ = predict_in_batches(subject.model, images, routing=False)
+        texts = subject.model.targets(labels)
+        own = (~missing_caption_mask(texts)).sum(dim=1)  # captions of each image
+        captions = int(own.sum())
+        at = tuple(sorted(set(self.at)))
+        return Result(
+            images=len(labels),
+            captions=captions,
+            text_to_image=recall_rows(text_to_image_recall(sides, texts, at), at, len(labels), ONE),
+            image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
+            scale=float(sides[:, :-1].norm(dim=1).mean()),
+            layers=caption_routing_by_layer(subject, labels),
+            **captioned_pictures(subject, images, labels),
+        )
 
 
 class RecallAtK(Config):
@@ -85,35 +113,6 @@ class Result(Config):
     layers: tuple[CaptionRoutingLayer, ...] = ()
     overlays: Overlays | None = None  # a few images
     captions_read: tuple[tuple[Read, ...], ...] = ()  # the first caption of each, layer by layer
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs captions."""
-    if isinstance(subject.data.task, ImageText):
-        return None
-    return "the images have no captions"
-
-
-def measure(subject: MeasuredModel, settings: Retrieval, parts: PartStore) -> Result:
-    """R@k both ways among the test images, and the routing of their captions."""
-    test = subject.data.test
-    number = len(test.labels) if settings.images is None else settings.images
-    images = test.images[:number]
-    labels = torch.from_numpy(test.labels[:number].copy())
-    sides, _ = predict_in_batches(subject.model, images, routing=False)
-    texts = subject.model.targets(labels)
-    own = (~missing_caption_mask(texts)).sum(dim=1)  # captions of each image
-    captions = int(own.sum())
-    at = tuple(sorted(set(settings.at)))
-    return Result(
-        images=len(labels),
-        captions=captions,
-        text_to_image=recall_rows(text_to_image_recall(sides, texts, at), at, len(labels), ONE),
-        image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
-        scale=float(sides[:, :-1].norm(dim=1).mean()),
-        layers=caption_routing_by_layer(subject, labels),
-        **captioned_pictures(subject, images, labels),
-    )
 
 
 def captioned_pictures(

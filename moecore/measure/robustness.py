@@ -10,8 +10,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
+from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
@@ -35,7 +35,6 @@ from moecore.measure.under_attack.curves import (
     worst_case,
 )
 from moecore.statistics.crossed import encode_item_values
-from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
 PICTURES = 3  # attacked images shown, under the strongest attack
@@ -81,7 +80,7 @@ class Robustness(Config):
 class Result(Config):
     """Scores under attack; ``task`` says how they are packed and shown."""
 
-    task: AnyTask
+    task: Task
     images: int
     clean_score: float
     attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")

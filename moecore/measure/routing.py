@@ -4,18 +4,17 @@ Load, entropy, confidence, matches, sweeps over the router's settings, patches w
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.base import SEED, MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.overlays import (
     MatchedCrops,
     Overlays,
@@ -74,8 +73,10 @@ CROPPED = 8  # images of which one is shown in two crops
 TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
 
 
-class Routing(Config):
+class Routing(Measurement):
     """Which test images the routing is measured on, and what is done to them and to the router."""
+
+    guided: ClassVar[bool] = True
 
     images: int = Field(
         2000, ge=1, description="Test images, evenly spread; the same for every method."
@@ -109,6 +110,40 @@ class Routing(Config):
             )
         return self
 
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: a dense model has no router."""
+        return "a dense model has no routing" if subject.model.moe is None else None
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Everything about the routing of images of the test split."""
+        model = subject.model
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.images), self.images)
+        images = test.images[where]
+        labels = test.labels[where]
+        _, records = predict_in_batches(model, images, self.batch, prediction=False)
+        people = test.people_at(where)
+        layers, by_image = layer_routing_metrics(subject, records, images, self)
+
+        def tried() -> RoutingSweeps:
+            few = evenly_spaced_indices(len(images), self.sweeps.images)
+            known = subject.model.targets(torch.from_numpy(labels[few]))
+            sample = SweepImages(images[few], known, subject.data.task)
+            return run_sweeps(model, sample, self.sweeps, self.batch)
+
+        pictured = 0 if images.ndim == TEXT else self.overlays
+        return Result(
+            images=len(images),
+            items=encode_means_over_layers(by_image, people),
+            **average_layers(layers, MEANS),
+            layers=layers,
+            overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
+            corresponding=overlapping_crops(images[:CROPPED], finest_layout(model.layouts), SEED),
+            augmentations=augmented_rows(model, images, self, parts, people),
+            sweeps=load_or_compute(parts, "sweeps", RoutingSweeps, tried),
+        )
+
 
 class RoutingLayer(LayerUse, Matching):
     """One MoE layer's use of its experts, and what corresponding patches of two views share."""
@@ -133,41 +168,6 @@ class Result(Use, Matching):
 
 
 MEANS = (*Use.model_fields, *Matching.model_fields, "teacher_agreement")
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: a dense model has no router."""
-    return "a dense model has no routing" if subject.model.moe is None else None
-
-
-def measure(subject: MeasuredModel, settings: Routing, parts: PartStore) -> Result:
-    """Everything about the routing of images of the test split."""
-    model = subject.model
-    test = subject.data.test
-    where = evenly_spaced_indices(len(test.images), settings.images)
-    images = test.images[where]
-    labels = test.labels[where]
-    _, records = predict_in_batches(model, images, settings.batch, prediction=False)
-    people = test.people_at(where)
-    layers, by_image = layer_routing_metrics(subject, records, images, settings)
-
-    def tried() -> RoutingSweeps:
-        few = evenly_spaced_indices(len(images), settings.sweeps.images)
-        known = subject.model.targets(torch.from_numpy(labels[few]))
-        sample = SweepImages(images[few], known, subject.data.task)
-        return run_sweeps(model, sample, settings.sweeps, settings.batch)
-
-    pictured = 0 if images.ndim == TEXT else settings.overlays
-    return Result(
-        images=len(images),
-        items=encode_means_over_layers(by_image, people),
-        **average_layers(layers, MEANS),
-        layers=layers,
-        overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
-        corresponding=overlapping_crops(images[:CROPPED], finest_layout(model.layouts), SEED),
-        augmentations=augmented_rows(model, images, settings, parts, people),
-        sweeps=load_or_compute(parts, "sweeps", RoutingSweeps, tried),
-    )
 
 
 def layer_routing_metrics(

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.measure.forward_cost import flops_per_image
-from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.base_model import BackboneModel, parameter_counts
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.tasks.classification import Classification
 from moecore.training.method import Method

@@ -15,6 +15,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import (
     SEED,
     MeasuredModel,
+    Measurement,
     PartStore,
     load_or_compute,
     no_flat_images_reason,
@@ -29,15 +30,15 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import encode_item_values
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 SIGMA_MAX = 0.2  # where the ramp of one fixed noise an image ends
 JUMP = 0.1  # a step of the true class's probability above it is a jump
 Sigma = Annotated[float, Field(gt=0, le=1)]
 
 
-class Stability(Config):
-    """Which images get noise, and how much."""
+class Stability(Measurement):
+    """Which images get noise, how much, and what counts as a jump."""
 
     images: int | None = Field(
         100, ge=1, description="Test images, evenly spread, the same for every method; null: all."
@@ -49,6 +50,45 @@ class Stability(Config):
         (0.05, 0.1, 0.2), min_length=1, description="Of the noise; pixels lie in [0, 1]."
     )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it follows the probability of the one class of a flat image."""
+        return no_flat_images_reason(subject, "decision")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Both kinds of noise, and pictures of the first."""
+        model = subject.model
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        images = test.images[where]
+        labels = model.targets(torch.from_numpy(test.labels[where]))
+        drawn = noise_directions(where, images.shape[1:], SEED)
+        _, clean = predict_in_batches(model, images)
+
+        def noisy(sigma: float) -> NoiseRow:
+            pixels = add_noise(images, drawn, sigma)
+            return noise_row(model, clean, pixels, labels, subject.data.task, sigma)
+
+        def along() -> RampSummary:
+            sigmas = (SIGMA_MAX * np.arange(self.steps + 1) / self.steps).tolist()
+            probs = class_probs_by_sigma(model, images, drawn, sigmas)
+            return summarize_ramps(probs, labels, where, sigmas, JUMP, few)
+
+        if self.overlays:
+            few = evenly_spaced_indices(len(labels), self.overlays)
+        else:
+            few = np.array([], int)
+        noise = tuple(
+            load_or_compute(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
+            for sigma in sorted(self.sigmas)
+        )
+        return Result(
+            images=len(labels),
+            noise=noise,
+            ramp=load_or_compute(parts, "ramp", RampSummary, along),
+            overlays=noisy_overlays(model, images[few], drawn[few], self) if len(few) else (),
+        )
 
 
 class NoiseRow(Config):
@@ -79,52 +119,12 @@ class Result(Config):
     overlays: tuple[NoisyOverlays, ...]  # clean first; none for a dense model
 
 
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs flat images of one class each, whose probability is followed."""
-    return no_flat_images_reason(subject, "decision")
-
-
-def measure(subject: MeasuredModel, settings: Stability, parts: PartStore) -> Result:
-    """Both kinds of noise, and pictures of the first."""
-    model = subject.model
-    test = subject.data.test
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    images = test.images[where]
-    labels = model.targets(torch.from_numpy(test.labels[where]))
-    drawn = noise_directions(where, images.shape[1:], SEED)
-    _, clean = predict_in_batches(model, images)
-
-    def noisy(sigma: float) -> NoiseRow:
-        pixels = add_noise(images, drawn, sigma)
-        return noise_row(model, clean, pixels, labels, subject.data.task, sigma)
-
-    def along() -> RampSummary:
-        sigmas = (SIGMA_MAX * np.arange(settings.steps + 1) / settings.steps).tolist()
-        probs = class_probs_by_sigma(model, images, drawn, sigmas)
-        return summarize_ramps(probs, labels, where, sigmas, JUMP, few)
-
-    if settings.overlays:
-        few = evenly_spaced_indices(len(labels), settings.overlays)
-    else:
-        few = np.array([], int)
-    noise = tuple(
-        load_or_compute(parts, f"noise {sigma}", NoiseRow, lambda sigma=sigma: noisy(sigma))
-        for sigma in sorted(settings.sigmas)
-    )
-    return Result(
-        images=len(labels),
-        noise=noise,
-        ramp=load_or_compute(parts, "ramp", RampSummary, along),
-        overlays=noisy_overlays(model, images[few], drawn[few], settings) if len(few) else (),
-    )
-
-
 def noise_row(
     model: Model,
     clean: tuple[RoutingRecord, ...],
     pixels: Tensor,
     labels: Tensor,
-    task: AnyTask,
+    task: Task,
     sigma: float,
 ) -> NoiseRow:
     """The score on images with noise, and per MoE layer how far the choice of experts moved."""

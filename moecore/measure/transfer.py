@@ -13,8 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
+from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.files import UserError
@@ -23,7 +23,6 @@ from moecore.measure.base import SEED, PartStore, load_or_compute
 from moecore.measure.under_attack.curves import AuditLine, is_equal_or_worse, unevaluated_audit_line
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate
-from moecore.tasks import AnyTask
 from moecore.tasks.base import Task
 
 BATCH = 128  # images a forward pass
@@ -64,7 +63,7 @@ class TransferCell(Config):
 class Result(Config):
     """The matrix, row by row, and what it says of the attacks."""
 
-    task: AnyTask
+    task: Task
     attack: str
     epsilon: float
     images: int

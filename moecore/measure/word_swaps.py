@@ -18,7 +18,14 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
-from moecore.measure.base import SEED, Estimate, MeasuredModel, PartStore, load_or_compute
+from moecore.measure.base import (
+    SEED,
+    Estimate,
+    MeasuredModel,
+    Measurement,
+    PartStore,
+    load_or_compute,
+)
 from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, changes_by_image
 from moecore.nn.predict import block_scores_with_routing
 from moecore.statistics.crossed import encode_item_values
@@ -26,7 +33,7 @@ from moecore.statistics.crossed import encode_item_values
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class WordSwaps(Config):
+class WordSwaps(Measurement):
     """How many words are swapped, and of which blocks it is measured."""
 
     images: int | None = Field(
@@ -35,6 +42,47 @@ class WordSwaps(Config):
     shares: tuple[Share, ...] = Field(
         (0.015, 0.15), min_length=1, description="Of the words that become <unk>."
     )
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs a text."""
+        return None if subject.data.task.long else "the data is no text, and words are swapped"
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Nats and routing of the test text, clean and with words swapped."""
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.labels), self.images)
+        labels = torch.from_numpy(np.array(test.labels[where]))
+        tokens = np.array(subject.data.tokens("test"))
+        vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
+        unknown = vocabulary.index(UNKNOWN)
+        places = swappable_word_places(tokens, vocabulary)
+        order = np.random.default_rng(SEED).permutation(places)
+        clean, routed = block_scores_with_routing(
+            subject.model, np.array(test.images[where]), labels
+        )
+
+        def row(share: float) -> SwapShareRow:
+            chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
+            other = tokens.copy()
+            other[chosen] = unknown
+            context, block = test.images.shape[1] - 1, test.images.shape[2]
+            images = np.array(block_windows(other, block, context)[0][where])
+            nats, records = block_scores_with_routing(subject.model, images, labels)
+            return word_swap_row(share, len(chosen), nats, nats - clean, routed, records)
+
+        clean_nats = Estimate.of_mean(clean, is_share=False)
+        return Result(
+            blocks=len(where),
+            nats=clean_nats,
+            perplexity=float(np.exp(clean_nats.value)),
+            rows=[
+                load_or_compute(
+                    parts, f"share {share}", SwapShareRow, lambda share=share: row(share)
+                )
+                for share in sorted(self.shares)
+            ],
+        )
 
 
 class SwapShareRow(Config):
@@ -56,44 +104,6 @@ class Result(Config):
     nats: Estimate
     perplexity: float
     rows: tuple[SwapShareRow, ...]
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs a text."""
-    return None if subject.data.task.long else "the data is no text, and words are swapped"
-
-
-def measure(subject: MeasuredModel, settings: WordSwaps, parts: PartStore) -> Result:
-    """Nats and routing of the test text, clean and with words swapped."""
-    test = subject.data.test
-    where = evenly_spaced_indices(len(test.labels), settings.images)
-    labels = torch.from_numpy(np.array(test.labels[where]))
-    tokens = np.array(subject.data.tokens("test"))
-    vocabulary = read_vocabulary(subject.data.folder, subject.data.task.outputs)
-    unknown = vocabulary.index(UNKNOWN)
-    places = swappable_word_places(tokens, vocabulary)
-    order = np.random.default_rng(SEED).permutation(places)
-    clean, routed = block_scores_with_routing(subject.model, np.array(test.images[where]), labels)
-
-    def row(share: float) -> SwapShareRow:
-        chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
-        other = tokens.copy()
-        other[chosen] = unknown
-        context, block = test.images.shape[1] - 1, test.images.shape[2]
-        images = np.array(block_windows(other, block, context)[0][where])
-        nats, records = block_scores_with_routing(subject.model, images, labels)
-        return word_swap_row(share, len(chosen), nats, nats - clean, routed, records)
-
-    clean_nats = Estimate.of_mean(clean, is_share=False)
-    return Result(
-        blocks=len(where),
-        nats=clean_nats,
-        perplexity=float(np.exp(clean_nats.value)),
-        rows=[
-            load_or_compute(parts, f"share {share}", SwapShareRow, lambda share=share: row(share))
-            for share in sorted(settings.shares)
-        ],
-    )
 
 
 def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:

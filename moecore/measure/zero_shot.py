@@ -22,7 +22,7 @@ from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.measure.base import Estimate, MeasuredModel, PartStore
+from moecore.measure.base import Estimate, MeasuredModel, Measurement, PartStore
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_share
@@ -35,7 +35,7 @@ Labelled = Annotated[
 ]
 
 
-class ZeroShot(Config):
+class ZeroShot(Measurement):
     """Images with classes, and what is asked of them."""
 
     source: Labelled = Field(
@@ -61,6 +61,57 @@ class ZeroShot(Config):
                 raise ValueError(f"found {template!r}; allowed: one {{}}, for the class")
         return templates
 
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Why not, in words: it needs captions."""
+        if isinstance(subject.data.task, ImageText):
+            return None
+        return "the images have no captions, so there is no text tower to ask"
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Accuracy of the class whose prompts lie nearest; UserError for names that do not fit."""
+        image = subject.model.image
+        with tempfile.TemporaryDirectory() as folder:
+            sized = self.source.model_copy(update={"size": image.shape[0]})
+            sized.prepare(Path(folder))
+            data = Prepared.open(folder)
+            if data.card["channels"] != image.channels:
+                problem = f"images of {data.card['channels']} channels"
+                raise UserError(f"zero_shot.source: found {problem}; allowed: {image.channels}")
+            where = evenly_spaced_indices(len(data.test.labels), self.images)
+            images = np.asarray(data.test.images[where])
+            labels = torch.from_numpy(np.array(data.test.labels[where]))
+            names = self.names or data.task.classes
+            about = data.card["name"]
+        if len(names) != data.task.outputs:
+            problem = f"found {len(names)} names"
+            raise UserError(
+                f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class"
+            )
+        classes, unknown = class_prompt_vectors(subject, names, self.templates)
+        sides, _ = predict_in_batches(subject.model, images, routing=False)
+        order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
+        right = order[:, 0] == labels
+        among = (order[:, :BEST] == labels[:, None]).any(dim=1)
+        return Result(
+            data=about,
+            images=len(labels),
+            templates=len(self.templates),
+            accuracy=Estimate.of(mean_share(right.numpy())),
+            top5=Estimate.of(mean_share(among.numpy())) if len(names) > BEST else None,
+            chance=1 / len(names),
+            rows=[
+                ClassRow(
+                    name=name,
+                    images=int((labels == number).sum()),
+                    correct=int(right[labels == number].sum()),
+                    unknown=unknown[number],
+                )
+                for number, name in enumerate(names)
+            ],
+            items=encode_item_values(right.double().numpy()),
+        )
+
 
 class ClassRow(Config):
     """One class: how many of its images are right, and its words that the model does not know."""
@@ -82,56 +133,6 @@ class Result(Config):
     chance: float
     rows: tuple[ClassRow, ...]
     items: str | None = None  # 1 or 0 an image, as ``encode_item_values`` packs them
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """Why not, in words: it needs captions."""
-    if isinstance(subject.data.task, ImageText):
-        return None
-    return "the images have no captions, so there is no text tower to ask"
-
-
-def measure(subject: MeasuredModel, settings: ZeroShot, parts: PartStore) -> Result:
-    """Accuracy of the class whose prompts lie nearest; UserError for names that do not fit."""
-    image = subject.model.image
-    with tempfile.TemporaryDirectory() as folder:
-        sized = settings.source.model_copy(update={"size": image.shape[0]})
-        sized.prepare(Path(folder))
-        data = Prepared.open(folder)
-        if data.card["channels"] != image.channels:
-            problem = f"images of {data.card['channels']} channels"
-            raise UserError(f"zero_shot.source: found {problem}; allowed: {image.channels}")
-        where = evenly_spaced_indices(len(data.test.labels), settings.images)
-        images = np.asarray(data.test.images[where])
-        labels = torch.from_numpy(np.array(data.test.labels[where]))
-        names = settings.names or data.task.classes
-        about = data.card["name"]
-    if len(names) != data.task.outputs:
-        problem = f"found {len(names)} names"
-        raise UserError(f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class")
-    classes, unknown = class_prompt_vectors(subject, names, settings.templates)
-    sides, _ = predict_in_batches(subject.model, images, routing=False)
-    order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
-    right = order[:, 0] == labels
-    among = (order[:, :BEST] == labels[:, None]).any(dim=1)
-    return Result(
-        data=about,
-        images=len(labels),
-        templates=len(settings.templates),
-        accuracy=Estimate.of(mean_share(right.numpy())),
-        top5=Estimate.of(mean_share(among.numpy())) if len(names) > BEST else None,
-        chance=1 / len(names),
-        rows=[
-            ClassRow(
-                name=name,
-                images=int((labels == number).sum()),
-                correct=int(right[labels == number].sum()),
-                unknown=unknown[number],
-            )
-            for number, name in enumerate(names)
-        ],
-        items=encode_item_values(right.double().numpy()),
-    )
 
 
 def class_prompt_vectors(

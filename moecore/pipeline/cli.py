@@ -29,6 +29,7 @@ SetValues = Annotated[
 ]
 StudyFolder = Annotated[Path, typer.Argument(help="the study's folder, such as pipelines/prc")]
 PARAMS_FILE = Path("params.yaml")
+SCHEMA_FILE = Path("params.schema.json")
 QUICK_STUDY = Path("pipelines/quick")
 PASS_ON_ARGUMENTS = {
     "allow_extra_args": True,
@@ -81,10 +82,9 @@ def plan_command(
         return
     from moecore.pipeline.multi_gpu_estimate import GpuPeaks, multi_gpu_estimate_table
     from moecore.study.reading.document import load_yaml
-    from moecore.study.reading.stage_params import validate_whole
-    from moecore.study.reading.study import Study
+    from moecore.study.reading.study import read_study
 
-    study = validate_whole(Study, load_yaml(str(PARAMS_FILE)))
+    study = read_study(load_yaml(str(PARAMS_FILE)))
     for line in multi_gpu_estimate_table(
         study, GpuPeaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)
     ):
@@ -142,12 +142,18 @@ def predict_command(context: typer.Context) -> None:
 
 def schema_command() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
-    from moecore.core.source_layout import ROOT
+    from moecore.core.outside_packages import allow_packages
     from moecore.study.checking.validate import params_schema
+    from moecore.study.reading.document import load_yaml
 
-    target = ROOT / "params.schema.json"
-    write_json(target, params_schema())
-    typer.echo(f"{target}: written")
+    document = load_yaml(PARAMS_FILE)
+    allow_packages(document.packages, document.folders)
+    try:
+        schema = params_schema()
+    except ValueError as error:
+        raise UserError(f"{PARAMS_FILE}: {error}") from None
+    write_json(SCHEMA_FILE, schema)
+    typer.echo(f"{SCHEMA_FILE}: written")
 
 
 def claims_write() -> None:

@@ -4,16 +4,18 @@ Python is hashed by its syntax tree: comments and formatting rerun nothing; the 
 
 DVC does not follow imports. So the stage ``code`` hashes the files that a script's imports reach,
 and those of the parts that params.yaml names by ``kind``, and other stages depend on these hashes.
+Imports are followed in moecore, in stages, and in the packages that may be imported from by name.
 """
 
 import ast
-import hashlib
+import csv
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, file_checksum
+from moecore.core.outside_packages import OUR_PACKAGES, allowed_packages, package_folder
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.pipeline.syntax_hash import hash_syntax
 
@@ -28,8 +30,8 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "measure",
     "brain",
 )
+OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
 PASSED_THROUGH = "run"  # decides none either, but what it imports does: the training loop, for one
-PART_TABLES = (*FAMILIES, "measure")  # which of their parts a stage uses stands in params.yaml
 FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
@@ -44,10 +46,9 @@ def import_closure(
     """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
 
     Files of ``run`` are left out, those of ``rooms`` that they import are not.
-    ``from moecore.nn.routers import Router`` is not followed: which router it is stands in
-    params.yaml. ``from moecore.tasks import Regression`` leads to that one file. ``__init__`` files
-    that hold nothing but a docstring are left out. Files that lie beside a module without being
-    Python (an atlas, a template) belong to it.
+    Of a family only its base class is reached: which part it is stands in params.yaml. ``__init__``
+    files that hold nothing but a docstring are left out. Files that lie beside a module without
+    being Python (an atlas, a template) belong to it.
     """
     reached: set[Path] = set()
     waiting = [Path(path)]
@@ -57,8 +58,8 @@ def import_closure(
             reached.add(file)
             waiting.extend(
                 file
-                for file in _imported_files(file, root)
-                if _room(file) in (*rooms, "stages", PASSED_THROUGH)
+                for file in _imported_files(file, root, allowed_packages())
+                if _room(file) in (*rooms, "stages", PASSED_THROUGH, OUTSIDE)
             )
     reached = {file for file in reached if _room(file) != PASSED_THROUGH}
     return reached.union(
@@ -82,6 +83,13 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
     return set()
 
 
+def outside_files(name: str, root: Path = ROOT) -> list[Path]:
+    """Return the file of a module of a package that may be imported from; none of another name."""
+    allowed = name.partition(".")[0] in allowed_packages()
+    file = _module_file(name.replace(".", "/"), root) if allowed else None
+    return [file] if file else []
+
+
 def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
     """Return path → sha256 of each file, sorted by path.
 
@@ -94,36 +102,73 @@ def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
 def _sha256(file: Path, root: Path) -> str:
     if file.suffix == ".py":
         return _read_source(file, root).syntax
+    if recorded := _record_of_wheel(file.parts[0]).get(file):
+        return recorded
     try:
-        return hashlib.sha256((root / file).read_bytes()).hexdigest()
+        return file_checksum(_source_path(file, root))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file") from None
 
 
 def _room(file: Path) -> str:
-    return file.parts[1] if file.parts[0] == "moecore" else file.parts[0]
+    top, *others = file.parts
+    if top not in OUR_PACKAGES:
+        return OUTSIDE
+    return others[0] if top == "moecore" else top
+
+
+def _source_path(file: Path, root: Path) -> Path:
+    """Return where a file lies that is called by its package: ``my_lab/cosine.py``."""
+    top, *others = file.parts
+    return root / file if top in OUR_PACKAGES else package_folder(top).joinpath(*others)
+
+
+@cache
+def _record_of_wheel(package: str) -> dict[Path, str]:
+    """Return the files of an installed wheel that are no Python, with the hashes of its RECORD.
+
+    None of our packages and of a source tree. What such a package writes into its folder while it
+    runs is not in there.
+    """
+    if package in OUR_PACKAGES:
+        return {}
+    for record in package_folder(package).parent.glob("*.dist-info/RECORD"):
+        rows = list(csv.reader(record.read_text(encoding="utf-8").splitlines()))
+        named = {Path(path): recorded for path, recorded, _ in rows if path.endswith(".py")}
+        if any(path.parts[0] == package for path in named):
+            return {
+                Path(path): recorded
+                for path, recorded, _ in rows
+                if recorded and Path(path).parts[0] == package and not path.endswith(".py")
+            }
+    return {}
 
 
 @cache
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     """Return a package's files that are no Python, also in subfolders that hold no module."""
     data_files: set[Path] = set()
-    for path in (root / folder).iterdir() if folder.parts[0] == "moecore" else ():
+    home = _source_path(folder, root)
+    for path in home.iterdir() if folder.parts[0] != "stages" else ():
         if path.name == "__pycache__" or path.name.startswith("."):
             continue
         if path.is_file() and path.suffix != ".py":
-            data_files.add(path.relative_to(root))
+            data_files.add(folder / path.name)
         elif path.is_dir() and not any(path.rglob("*.py")):
-            files = (file for file in path.rglob("*") if file.is_file())
             data_files |= {
-                file.relative_to(root) for file in files if "__pycache__" not in file.parts
+                folder / file.relative_to(home)
+                for file in path.rglob("*")
+                if file.is_file() and "__pycache__" not in file.parts
             }
-    return frozenset(data_files)
+    recorded = _record_of_wheel(folder.parts[0])
+    return frozenset(data_files & set(recorded) if recorded else data_files)
 
 
 def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
     if not isinstance(kind, str):
         return []
+    if "." in kind:
+        return outside_files(kind, root)
     files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
     there = [file for file in files if (root / file).is_file()]
     named = [file for file in there if file.parent.name == FAMILY_AT_KEY.get(under, under)]
@@ -131,16 +176,15 @@ def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
 
 
 @cache
-def _imported_files(file: Path, root: Path) -> tuple[Path, ...]:
-    """The local files that one file imports; of a table only those whose names it takes from it."""
+def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files of ours, and of ``packages``, that one file imports."""
     if file.suffix != ".py":
         return ()
-    files: list[Path] = []
+    files: dict[Path, None] = {}
     for package, name in _read_source(file, root).imports:
-        if package.removeprefix("moecore/") in PART_TABLES:
-            files += _from_table(Path(package), name, root)
-        files += _module_files(package, name, root)
-    return tuple(dict.fromkeys(files))
+        if package.split("/")[0] in (*OUR_PACKAGES, *packages):
+            files |= dict.fromkeys(_module_files(package, name, root))
+    return tuple(files)
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
@@ -151,19 +195,8 @@ def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
             yield file
 
 
-def _from_table(package: Path, name: str, root: Path) -> list[Path]:
-    """``from moecore.tasks import Regression`` → moecore/tasks/regression.py, as the table says."""
-    init = package / "__init__.py"
-    if not (root / init).is_file():
-        return []
-    lines = [node for node in _parse_file(init, root).body if isinstance(node, ast.ImportFrom)]
-    sources = [line.module for line in lines if any(alias.name == name for alias in line.names)]
-    files = [_module_file(module.replace(".", "/"), root) for module in sources if module]
-    return [file for file in files if file]
-
-
 class _Source(NamedTuple):
-    imports: tuple[tuple[str, str], ...]  # path of a local module, name taken from it or nothing
+    imports: tuple[tuple[str, str], ...]  # path of a module, name taken from it or nothing
     syntax: str  # hash of the syntax tree
 
 
@@ -171,20 +204,20 @@ class _Source(NamedTuple):
 def _read_source(file: Path, root: Path) -> _Source:
     """Return what is needed of a file; its tree itself would slow the garbage collector."""
     tree = _parse_file(file, root)
-    return _Source(tuple(_local_imports(tree, file)), hash_syntax(tree))
+    return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree))
 
 
 def _parse_file(file: Path, root: Path) -> ast.Module:
     try:
-        return ast.parse((root / file).read_text(encoding="utf-8"), str(file))
+        return ast.parse(_source_path(file, root).read_text(encoding="utf-8"), str(file))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file under {root}") from None
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
 
 
-def _local_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
-    """Everything local that is imported, as (path of the module, name taken from it or nothing)."""
+def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
+    """Everything that is imported, as (path of the module, name taken from it or nothing)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imports = [(alias.name, "") for alias in node.names]
@@ -195,18 +228,17 @@ def _local_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
         else:
             continue
         for module, name in imports:
-            if module.split(".")[0] in ("moecore", "stages"):
-                yield module.replace(".", "/"), name
+            yield module.replace(".", "/"), name
 
 
 @cache
 def _module_file(name: str, root: Path) -> Path | None:
-    """The file of a module, or None for what is no module, a table, or a package without code."""
+    """The file of a module, or None for what is no module, or a package without code."""
     path = Path(name)
-    if (root / path).with_suffix(".py").is_file():
+    if _source_path(path, root).with_suffix(".py").is_file():
         return path.with_suffix(".py")
     package = path / "__init__.py"
-    if name.removeprefix("moecore/") in PART_TABLES or not (root / package).is_file():
+    if not _source_path(package, root).is_file():
         return None
     body = _parse_file(package, root).body
     return package if any(not isinstance(node, ast.Expr) for node in body) else None

@@ -4,6 +4,7 @@ One file for every script, measurement, method and section of params.yaml::
 
     stages/pretrain.json        what importing stages/pretrain.py reaches
     measure/invariance.json     the same of that measurement's file, and the parts its section names
+                                (measure/my_lab.brightness.json of one from outside)
     methods/vmoe.json           the parts of methods.vmoe and of model: what such a model is made of
     sections/teacher.json       the parts that a section names; data has one file for each entry
 """
@@ -13,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import whole_folder, write_json
+from moecore.core.outside_packages import allow_packages, allowed_packages, list_modules
 from moecore.core.source_layout import CODE, ROOT
-from moecore.pipeline.closures import DECIDING, hash_files, import_closure, part_files
+from moecore.pipeline.closures import (
+    DECIDING,
+    hash_files,
+    import_closure,
+    outside_files,
+    part_files,
+)
 from moecore.study.reading.document import Document, load_yaml
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
@@ -25,6 +33,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 
     Raises UserError where a file is no Python, or run.methods names what is not under methods.
     """
+    allow_packages(document.packages, document.folders)
     return {name: hash_files(files, root) for name, files in _files_by_name(document, root)}
 
 
@@ -40,21 +49,28 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
     params = document.data
     tasks = _task_files(params.get("data"), root)
     for script in sorted((root / "stages").glob("[a-z]*.py")):
-        rooms = (*DECIDING, "report") if script.stem == COMPARE else DECIDING
-        yield (
-            f"stages/{script.stem}.json",
-            import_closure(script.relative_to(root), root, rooms) | tasks,
-        )
+        files = import_closure(script.relative_to(root), root) | tasks
+        if script.stem == COMPARE:
+            for file in (script.relative_to(root), *_report_files(root)):
+                files |= import_closure(file, root, (*DECIDING, "report"))
+        yield f"stages/{script.stem}.json", files
     for method in document.get(("run", "methods")):
         parts = part_files(document.get(("methods", method)), root, "methods")
         model = part_files(params.get("model"), root, "model")
         yield f"methods/{method}.json", parts | model
     for key, section in params.items():
-        if key in ("run", "methods", "model", "claims", "questions"):
+        if key in ("packages", "run", "methods", "model", "claims", "questions"):
             continue
         if key == "data":
             for phase, source in section.items():
                 yield f"sections/data.{phase}.json", part_files(source, root, key)
+            continue
+        if key in allowed_packages() and isinstance(section, dict):
+            for name, settings in section.items():
+                files = part_files(settings, root, name)
+                for file in outside_files(f"{key}.{name}", root):
+                    files |= import_closure(file, root)
+                yield f"measure/{key}.{name}.json", files
             continue
         parts = part_files(section, root, key)
         yield f"sections/{key}.json", parts
@@ -63,6 +79,22 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
             yield f"measure/{key}.json", import_closure(measurement, root) | parts
 
 
+def _report_files(root: Path) -> list[Path]:
+    """The files that say what the page shows: they are found by their folder, not imported."""
+    own = sorted((root / "moecore/report/measures").glob("[a-z]*.py"))
+    others = list_modules(lambda file: "\nSHOWN = " in file.read_text(encoding="utf-8"))
+    return [
+        *(file.relative_to(root) for file in own),
+        *(file for name in others for file in outside_files(name, root)),
+    ]
+
+
 def _task_files(data: Any, root: Path) -> set[Path]:
-    """The tasks that the data may have: its sources import them. Every script may use them."""
-    return {file for file in part_files(data, root, "data") if file.parts[1] == "tasks"}
+    """The tasks that the data may have: its sources import them. Every script may use them.
+
+    Of sources from outside all that they import, as nothing says which of it is a task.
+    """
+    files = part_files(data, root, "data")
+    return {
+        file for file in files if file.parts[1] == "tasks" or file.parts[0] in allowed_packages()
+    }

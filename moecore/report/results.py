@@ -16,8 +16,7 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
-from moecore.report.measures import SHOWN
-from moecore.report.measures.result_display import Shown
+from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.run_section import Selection
@@ -53,7 +52,7 @@ def _read_phase(root: Path, run: Selection, stages: Collection[str], name: Phase
     card, task = read_card_and_task(root, name)
     wanted = [
         shown
-        for shown in SHOWN
+        for shown in list_displays()
         if shown.applies(task)
         and (not shown.stage or (shown.stage in stages and run.covers(shown.stage, name)))
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.outside_packages import allow_packages
 from moecore.core.plain import to_jsonable
 from moecore.run.history_file import flatten_keys
 from moecore.study.reading.document import Document, load_yaml
@@ -19,6 +20,13 @@ GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 def params_path() -> str:
     """Return the path of the settings that this process reads."""
     return os.environ.get("MOECORE_PARAMS") or "params.yaml"
+
+
+def allow_params_packages() -> None:
+    """Let this process import parts of the packages that its params.yaml lists, if there is one."""
+    if Path(params_path()).is_file():
+        document = load_yaml(params_path())
+        allow_packages(document.packages, document.folders)
 
 
 def refuse_changed_params(params: Config, **item: object) -> None:

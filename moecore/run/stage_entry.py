@@ -11,6 +11,7 @@ from typing import Any
 
 from moecore.core.files import UserError, explain_full_disk
 from moecore.core.operating_system import set_parent_death_signal
+from moecore.run.inputs import allow_params_packages
 
 ENDED_CODE = 143  # the exit code of what was ended from outside
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
@@ -42,6 +43,7 @@ def run_stage(
         if not trains:
             refuse_several_ranks()
         with explain_full_disk():
+            allow_params_packages()
             function(**values)
     except UserError as error:
         several = "\n" in str(error)

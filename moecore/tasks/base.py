@@ -5,7 +5,7 @@ B images of a batch, N images of a split, K outputs of the head.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
+from moecore.core.part_families import Part
 from moecore.core.streams import BatchDraws
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
 from moecore.statistics.paired import paired_bootstrap
@@ -42,13 +43,12 @@ class ExtraTestMetrics(Config):
     ppl_all: float | None = None  # every token once, in one stream
 
 
-class Task(Config, ABC):
+class Task(Part, ABC):
     """One kind of labels: what is learned, what is measured, what an attack may do to it.
 
     Defaults are those of one real number per item that is no class.
     """
 
-    kind: Any  # the file's stem, as in a data card
     classes: tuple[str, ...] = Field(
         (), max_length=0, exclude=True, description="names of the classes; none here"
     )

@@ -21,7 +21,7 @@ from moecore.data.text.reading_order import Stream
 from moecore.data.views.mix import mix_images
 from moecore.data.views.views import draw_views
 from moecore.nn.backbones.base_model import BackboneModel
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -40,7 +40,7 @@ class TrainingJob(NamedTuple):
     isolation: TissueIsolation | None = None  # which volumes keep one tissue
 
     @property
-    def task(self) -> AnyTask:
+    def task(self) -> Task:
         """Return what the model predicts."""
         return self.model.image.task
 

@@ -6,11 +6,11 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import AnySettings, Config, replace_and_validate
 from moecore.core.routing_records import Feature
-from moecore.nn.backbones import Backbone
-from moecore.nn.experts import Experts
+from moecore.nn.backbones.base_model import Backbone
+from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import Blocks, MoESettings
-from moecore.nn.routers import Router
-from moecore.training.regularizers import Regularizer
+from moecore.nn.routers.base import Router
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 from moecore.training.text_tower_method import TextTowerMethod, add_text_tower_experts

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from moecore.core.files import UserError
 from moecore.core.ranks import has_process_group, total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
-from moecore.training.regularizers import Regularizer
+from moecore.training.regularizers.base import Regularizer
 
 
 class Objective(NamedTuple):

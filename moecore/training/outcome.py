@@ -14,8 +14,7 @@ from moecore.nn.predict import predict_in_batches, text_block_scores, text_perpl
 from moecore.nn.routing_traces import Trace
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate
-from moecore.tasks import AnyTask
-from moecore.tasks.base import ExtraTestMetrics
+from moecore.tasks.base import ExtraTestMetrics, Task
 from moecore.training.meter import MEMORY, check_finite_predictions
 from moecore.training.settings import Training
 
@@ -66,7 +65,7 @@ class Settling(Config):
 class Outcome(ExtraTestMetrics, Settling):
     """A trained model on the data that it was trained on; the test split is looked at once."""
 
-    task: AnyTask
+    task: Task
     test_score: Estimate
     test_items: str | None = None  # one score an item, as ``encode_item_values`` packs them
     validation_score: Estimate

@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 from moecore.core.config import AnySettings, Config
 from moecore.core.files import UserError
 from moecore.nn.backbones.text_tower import TextTowerSettings
-from moecore.nn.experts import Experts
+from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import Blocks, MoESettings
-from moecore.nn.routers import Router
-from moecore.training.regularizers import Regularizer
+from moecore.nn.routers.base import Router
+from moecore.training.regularizers.base import Regularizer
 
 
 class TextTowerMethod(Config):

@@ -1,6 +1,5 @@
 """What an addition costs: all are made in one copy of the project, counted, and run together."""
 
-import difflib
 import re
 from pathlib import Path
 
@@ -40,30 +39,24 @@ MEASUREMENT = '''\
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel, PartStore
+from moecore.measure.base import MeasuredModel, Measurement, PartStore
 
 
-class Brightness(Config):
+class Brightness(Measurement):
     """Which images."""
 
     images: int = Field(10, ge=1, description="Test images, the first ones.")
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """The mean over all pixels."""
+        images = subject.data.test.images[: self.images]
+        return Result(mean=parts("mean", lambda: float(images.mean())))
 
 
 class Result(Config):
     """In grey levels."""
 
     mean: float
-
-
-def applies(subject: MeasuredModel) -> str | None:
-    """To all."""
-    return None
-
-
-def measure(subject: MeasuredModel, settings: Brightness, parts: PartStore) -> Result:
-    """The mean over all pixels."""
-    images = subject.data.test.images[: settings.images]
-    return Result(mean=parts("mean", lambda: float(images.mean())))
 '''
 SHOWN = '''\
 """How bright the test images are."""
@@ -78,53 +71,24 @@ SHOWN = Shown("brightness", "b", Result, COLUMNS)
 
 
 def add_part(folder: Path, family: str, like: str, new: str) -> None:
-    """Copy a part of a family under a new kind and class, and list it: two lines."""
+    """Copy a part of a family under a new kind and class."""
     (old_kind, old_name), (kind, name) = like.split(), new.split()
     home = folder / "moecore" / family
     text = (home / f"{old_kind}.py").read_text(encoding="utf-8")
     text = re.sub(rf"\b{old_name}\b", name, text.replace(f'"{old_kind}"', f'"{kind}"'))
     (home / f"{kind}.py").write_text(text, encoding="utf-8")
-    listing = (home / "__init__.py").read_text(encoding="utf-8")
-    imports, _, union = listing.rpartition(" = Annotated[")
-    line = f"from moecore.{family.replace('/', '.')}.{old_kind} import {old_name}\n"
-    assert line in imports and old_name in union
-    imports = imports.replace(line, line + line.replace(old_kind, kind).replace(old_name, name))
-    union = re.sub(rf"\b{old_name}\b", f"{old_name} | {name}", union, count=1)
-    (home / "__init__.py").write_text(f"{imports} = Annotated[{union}", encoding="utf-8")
 
 
-def add_measurement(folder: Path) -> None:
-    """Add the two files of a measurement, and its two lines in each of two lists."""
-    rooms = {"measure": MEASUREMENT, "report/measures": SHOWN}
-    for room, text in rooms.items():
-        (folder / "moecore" / room / "brightness.py").write_text(text, encoding="utf-8")
-    entry = '"brightness": Measurement.of(brightness, brightness.Brightness)'
-    insert_lines(folder / "moecore/measure/__init__.py", "MEASUREMENTS = {\n", entry)
-    insert_lines(folder / "moecore/report/measures/__init__.py", "SHOWN = (\n", "brightness.SHOWN")
+def list_changed_files(folder: Path) -> list[str]:
+    """Return the files that both projects have and that differ."""
+    files = [*(ROOT / "moecore").rglob("*.py"), *(ROOT / "stages").glob("*.py")]
+    paths = [file.relative_to(ROOT) for file in files]
+    return [
+        str(path) for path in paths if (folder / path).read_bytes() != (ROOT / path).read_bytes()
+    ]
 
 
-def insert_lines(file: Path, beginning: str, entry: str) -> None:
-    """Insert ``brightness`` into the first list of imports, and an entry into another list."""
-    text = file.read_text(encoding="utf-8")
-    for at, line in ((" import (\n", "brightness"), (beginning, entry)):
-        assert at in text, f"{file} has no {at!r}"
-        text = text.replace(at, f"{at}    {line},\n", 1)
-    file.write_text(text, encoding="utf-8")
-
-
-def count_changed_lines(folder: Path) -> dict[str, int]:
-    """Return how many lines were added to or replaced in each file that is in both projects."""
-    counts = {}
-    for file in [*(ROOT / "moecore").rglob("*.py"), *(ROOT / "stages").glob("*.py")]:
-        path = file.relative_to(ROOT)
-        old = file.read_text(encoding="utf-8").splitlines()
-        new = (folder / path).read_text(encoding="utf-8").splitlines()
-        if old != new:
-            counts[str(path)] = sum(line.startswith("+ ") for line in difflib.ndiff(old, new))
-    return counts
-
-
-def test_a_part_is_a_file_and_two_lines_and_all_of_them_run(tmp_path):
+def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
     """Of a router, regularizer, attack, task, source, backbone and measurement."""
     project = Project(tmp_path, PARAMS)
     project.forked = False  # the copy's own code
@@ -133,12 +97,9 @@ def test_a_part_is_a_file_and_two_lines_and_all_of_them_run(tmp_path):
     source = tmp_path / "moecore/data/sources/numerals.py"
     text = source.read_text(encoding="utf-8").replace("tasks.classification", "tasks.graded")
     source.write_text(re.sub(r"\bClassification\b", "Graded", text), encoding="utf-8")
-    add_measurement(tmp_path)
-    assert count_changed_lines(tmp_path) == {
-        **{f"moecore/{family}/__init__.py": 2 for family, _, _ in PARTS},
-        "moecore/measure/__init__.py": 2,
-        "moecore/report/measures/__init__.py": 2,
-    }
+    for room, text in {"measure": MEASUREMENT, "report/measures": SHOWN}.items():
+        (tmp_path / f"moecore/{room}/brightness.py").write_text(text, encoding="utf-8")
+    assert list_changed_files(tmp_path) == []
     texts = study_dvc_yaml_texts(stage_definitions(STAGES), {})
     (tmp_path / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     for stage in ("prepare pretrain", "teacher_router mine 0", "pretrain mine 0"):

@@ -14,9 +14,9 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
-from moecore.measure.base import MeasuredModel
+from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.explorer import Explorer
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
@@ -49,7 +49,7 @@ def built(backbone: Backbone, moe: MoESettings | None, data: Prepared, factor: f
     return model.eval()
 
 
-def measured_twice(measurement, subject: MeasuredModel, settings) -> object:
+def measured_twice(settings: Measurement, subject: MeasuredModel) -> Any:
     """The result, the same again from the parts that were kept, drawing no random number."""
     kept = {}
     computed = []
@@ -61,10 +61,10 @@ def measured_twice(measurement, subject: MeasuredModel, settings) -> object:
         return kept[name]
 
     before = torch.get_rng_state()
-    first = measurement(subject, settings, parts)
+    first = settings.measure(subject, parts)
     assert torch.equal(torch.get_rng_state(), before)
     number = len(computed)
-    assert measurement(subject, settings, parts) == first
+    assert settings.measure(subject, parts) == first
     assert len(computed) == len(set(computed)) == number
     return first
 

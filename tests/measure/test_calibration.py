@@ -139,10 +139,10 @@ def subject(cohort) -> MeasuredModel:
 
 @pytest.fixture(scope="module")
 def found(subject) -> cohort_checks.Result:
-    assert cohort_checks.applies(subject) is None
+    assert cohort_checks.CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ageing_and_rescans, "RESCAN_YEARS", 200)
-        return measured_twice(cohort_checks.measure, subject, settings())
+        return measured_twice(settings(), subject)
 
 
 def test_a_real_cohort(found):
@@ -153,13 +153,13 @@ def test_a_real_cohort(found):
 
 
 def test_the_batch_plays_no_part(subject, found):
-    again = cohort_checks.measure(subject, settings(batch=5), compute_without_cache)
+    again = settings(batch=5).measure(subject, compute_without_cache)
     for region, row in found.isolated.items():
         assert again.isolated[region].mae == pytest.approx(row.mae, rel=1e-5)
 
 
 def test_sessions_that_are_too_far_apart_are_no_rescan(subject):
-    reasons = cohort_checks.measure(subject, settings(), compute_without_cache).reasons
+    reasons = settings().measure(subject, compute_without_cache).reasons
     assert "no test participant has two sessions" in reasons["rescan"]
 
 

@@ -189,7 +189,7 @@ def results(tmp_path_factory):
     found = {}
     for name, moe in {"vmoe": top_k_mlps(k=2), "dense": None}.items():
         model = built(Vit(patch=6, width=16, depth=2, heads=2), moe, data, 1)
-        found[name] = cost.measure(MeasuredModel(model, data), settings, compute_without_cache)
+        found[name] = settings.measure(MeasuredModel(model, data), compute_without_cache)
     return found
 
 

@@ -70,8 +70,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(corruptions.measure, MeasuredModel(model, data), SETTINGS)
-        for name, model in models.items()
+        name: measured_twice(SETTINGS, MeasuredModel(model, data)) for name, model in models.items()
     }
 
 

@@ -51,7 +51,7 @@ def vit(data):
 def results(data, vit):
     single = built(*MODELS["single"], data, 5)
     return {
-        name: measured_twice(invariance.measure, MeasuredModel(model, data), SETTINGS)
+        name: measured_twice(SETTINGS, MeasuredModel(model, data))
         for name, model in {"single": single, "vit": vit}.items()
     }
 
@@ -127,9 +127,7 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
 
 
 def test_one_image_has_no_other(data, vit):
-    found = invariance.measure(
-        MeasuredModel(vit, data), Invariance(images=1), compute_without_cache
-    )
+    found = Invariance(images=1).measure(MeasuredModel(vit, data), compute_without_cache)
     assert {row.normalised for row in found.transforms} == {None}
 
 
@@ -145,8 +143,8 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
 @pytest.mark.parametrize("name", KINDS)
 def test_it_runs_for_the_layer_of_every_method(data, name):
     subject = MeasuredModel(tiny(name, ImageSpec.from_card(data.card)), data)
-    assert invariance.applies(subject) is None
-    found = invariance.measure(subject, SETTINGS, compute_without_cache)
+    assert invariance.Invariance.applies(subject) is None
+    found = SETTINGS.measure(subject, compute_without_cache)
     assert [row.name for row in found.transforms] == list(TRANSFORMS)
     assert np.array(found.class_maps).shape == (10, 2, 8)
     for row in found.transforms:
@@ -166,7 +164,7 @@ def test_a_hash_of_the_position_never_moves(vit, images):
 
 def test_a_class_without_images_has_no_map(data, vit):
     few = Invariance(images=2)
-    maps = invariance.measure(MeasuredModel(vit, data), few, compute_without_cache).class_maps
+    maps = few.measure(MeasuredModel(vit, data), compute_without_cache).class_maps
     assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}
     assert (None,) * 6 in [of_class[0] for of_class in maps]
 

@@ -17,7 +17,6 @@ from torch import nn
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure import lipschitz
 from moecore.measure.base import MeasuredModel
 from moecore.measure.lipschitz import Lipschitz, summarize_slopes
 from moecore.measure.theory.lipschitz_lemma import layer_tokens, lemma_terms_by_layer
@@ -85,8 +84,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(lipschitz.measure, MeasuredModel(model, data), SETTINGS)
-        for name, model in models.items()
+        name: measured_twice(SETTINGS, MeasuredModel(model, data)) for name, model in models.items()
     }
 
 

@@ -56,7 +56,7 @@ def results(data, models):
     found = {}
     for name, model in models.items():
         subject = MeasuredModel(model, data, getattr(model, "guide", None))
-        found[name] = measured_twice(routing.measure, subject, SETTINGS)
+        found[name] = measured_twice(SETTINGS, subject)
     return found
 
 

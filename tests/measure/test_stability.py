@@ -14,7 +14,6 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure import explorer, stability
 from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
@@ -114,8 +113,7 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(stability.measure, MeasuredModel(model, data), SETTINGS)
-        for name, model in models.items()
+        name: measured_twice(SETTINGS, MeasuredModel(model, data)) for name, model in models.items()
     }
 
 
@@ -180,7 +178,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return measured_twice(explorer.measure, model, FEW)
+    return measured_twice(FEW, model)
 
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
@@ -324,7 +322,7 @@ def test_a_crop_shows_the_patch_in_its_middle(model, found):
 
 def test_four_hundred_experts_keep_the_first_eight():
     model = subject(images(), moe(400))
-    found = explorer.measure(model, FEW, compute_without_cache)
+    found = FEW.measure(model, compute_without_cache)
     _, records = predict_in_batches(model.model, model.data.test.images[list(found.images)], 5)
     for text, record in zip(found.shown[0].trace.layers, records, strict=True):
         best, ranked, marks = arrays(text, 5, 10, 400)
@@ -339,14 +337,14 @@ def test_four_hundred_experts_keep_the_first_eight():
 
 
 def test_a_thousand_classes_keep_the_largest():
-    found = explorer.measure(subject(images(1000), moe()), FEW, compute_without_cache)
+    found = FEW.measure(subject(images(1000), moe()), compute_without_cache)
     assert all(len(row) == 3 for row in found.shown[0].trace.answers)
     assert all(len(use.classes) <= 5 for layer in found.layers for use in layer.experts)
 
 
 def test_large_images_are_shown_smaller():
     data = images(size=200, channels=3, number=6)
-    found = explorer.measure(subject(data, moe(), patch=50), FEW, compute_without_cache)
+    found = FEW.measure(subject(data, moe(), patch=50), compute_without_cache)
     assert found.shown[0].picture.shape == (5, 3, 96, 96)
     assert found.layers[0].crops.shape[1:] == (3, 24, 24)
     pixels = np.frombuffer(decode_compressed_text(found.shown[0].picture.pixels), np.uint8)
@@ -356,7 +354,7 @@ def test_large_images_are_shown_smaller():
 def test_volumes(tmp_path):
     model = volumes(tmp_path)
     asked = OF_VOLUMES.model_copy(update={"images": 24})
-    found = measured_twice(explorer.measure, model, asked)
+    found = measured_twice(asked, model)
     assert len(found.images) == 6 and found.grid == (4, 4, 4)
     assert found.shown[0].picture.shape == (6, 1, 16, 16, 16)
     assert [one.picture for one in found.shown[1:]] == [None] * 8
@@ -372,4 +370,4 @@ def test_volumes(tmp_path):
 
 def test_volumes_refuse_what_is_for_flat_images(tmp_path):
     with pytest.raises(UserError, match="explorer.augmentations: found brightness"):
-        explorer.measure(volumes(tmp_path), FEW, compute_without_cache)
+        FEW.measure(volumes(tmp_path), compute_without_cache)

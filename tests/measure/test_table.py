@@ -5,6 +5,8 @@ Measurements of a model of age on volumes, and those that do not apply to it.
 Models of the papers' sizes on the meta device: what they come to, and how that is shown.
 """
 
+from typing import get_type_hints
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,14 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import AffineRanges, ViewSettings
-from moecore.measure import MEASUREMENTS, routing
-from moecore.measure.base import MeasuredModel, Skipped, read_result
+from moecore.measure import routing
+from moecore.measure.base import (
+    MeasuredModel,
+    Skipped,
+    find_measurement,
+    own_measurements,
+    read_result,
+)
 from moecore.measure.exploring.overlays import expert_grid, overlay_middle_slices
 from moecore.measure.forward_cost import flops_per_image
 from moecore.measure.routing import Routing
@@ -99,16 +107,16 @@ def words(folder) -> MeasuredModel:
     )
 
 
-@pytest.mark.parametrize("what", MEASUREMENTS)
+@pytest.mark.parametrize("what", own_measurements())
 def test_results_are_read_back_as_they_were_written(what, subjects, tmp_path):
-    measurement = MEASUREMENTS[what]
+    measurement = find_measurement(what)
     subject = subjects[OF.get(what, "flat")]
     assert measurement.applies(subject) is None
-    settings = measurement.settings.model_validate(SMALL[what])
-    result = measurement.measure(subject, settings, compute_without_cache)
-    assert type(result) is measurement.result
+    settings = measurement.model_validate(SMALL[what])
+    result = settings.measure(subject, compute_without_cache)
+    assert type(result) is get_type_hints(measurement.measure)["return"]
     write_json(tmp_path / "0.json", to_jsonable(result))
-    assert read_result(tmp_path / "0.json", measurement.result, what) == result
+    assert read_result(tmp_path / "0.json", type(result), what) == result
 
 
 def test_a_result_of_other_code_is_refused(tmp_path):
@@ -132,7 +140,7 @@ def test_why_something_was_skipped_is_read_back(tmp_path):
 def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
     data = subjects["flat"].data
     dense = MeasuredModel(built(SingleLayer(), None, data, 1), data)
-    skipped = {what for what, found in MEASUREMENTS.items() if found.applies(dense)}
+    skipped = {what for what, found in own_measurements().items() if found.applies(dense)}
     assert skipped == {"routing", "invariance", "explorer", *OF}
 
 
@@ -156,12 +164,12 @@ def subject(tmp_path_factory) -> MeasuredModel:
 
 @pytest.fixture(scope="module")
 def found(subject) -> routing.Result:
-    return measured_twice(routing.measure, subject, ROUTING)
+    return measured_twice(ROUTING, subject)
 
 
 @pytest.mark.parametrize("what", ["invariance", "corruptions", "stability", "lipschitz"])
 def test_measurements_of_flat_images_do_not_apply(subject, what):
-    assert "volumes" in MEASUREMENTS[what].applies(subject)
+    assert "volumes" in find_measurement(what).applies(subject)
 
 
 def test_routing_of_volumes(found):

@@ -22,7 +22,7 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
-from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps, zero_shot
+from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_temperature
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
@@ -86,7 +86,7 @@ def test_stop_words_and_punctuation_are_spared(subject):
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):
     settings = WordSwaps(shares=(0.1, 0.4))
-    found = measured_twice(word_swaps.measure, subject, settings)
+    found = measured_twice(settings, subject)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
@@ -164,9 +164,7 @@ def test_the_temperature_of_a_text(subject, tmp_path):
 
 def test_the_routing_of_a_text_is_measured(subject):
     """All that asks for no picture and no second view."""
-    found = routing.measure(
-        subject, routing.Routing(images=40, sweeps={"k": [1, 2]}), compute_without_cache
-    )
+    found = routing.Routing(images=40, sweeps={"k": [1, 2]}).measure(subject, compute_without_cache)
     assert found.images == 40 and len(found.layers) == 2
     assert found.overlays.shape == (0, 2, 1, 6) and found.augmentations == ()
     assert 0 < found.entropy <= 1 and [row.k for row in found.sweeps.k] == [1, 2]
@@ -269,10 +267,7 @@ def subjects(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(subjects):
-    return {
-        name: measured_twice(few_shot.measure, subject, SETTINGS)
-        for name, subject in subjects.items()
-    }
+    return {name: measured_twice(SETTINGS, subject) for name, subject in subjects.items()}
 
 
 def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
@@ -338,9 +333,7 @@ def test_draws_are_the_same_for_all_and_nested(subjects):
 
 
 def test_one_draw_has_no_interval(subjects):
-    (row,) = few_shot.measure(
-        subjects["vit"], FewShot(shots=(2,), draws=1), compute_without_cache
-    ).rows
+    (row,) = FewShot(shots=(2,), draws=1).measure(subjects["vit"], compute_without_cache).rows
     assert row.low is row.high is None and row.score > 0.1
 
 
@@ -355,7 +348,7 @@ def mosaics(tmp_path_factory):
 
 @torch.no_grad()
 def test_the_chance_of_retrieval(mosaics):
-    recall = retrieval.measure(mosaics, retrieval.Retrieval(at=(1, 5, 30)), compute_without_cache)
+    recall = retrieval.Retrieval(at=(1, 5, 30)).measure(mosaics, compute_without_cache)
     assert (recall.images, recall.captions) == (30, 150)
     assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
     any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]
@@ -364,7 +357,7 @@ def test_the_chance_of_retrieval(mosaics):
 
 def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     settings = ZeroShot(source=DIGITS, templates=TEMPLATES)
-    found = zero_shot.measure(mosaics, settings, compute_without_cache)
+    found = settings.measure(mosaics, compute_without_cache)
     model, task = mosaics.model, mosaics.data.task
     Digits(size=model.image.shape[0], test_limit=40).prepare(tmp_path)
     test = Prepared.open(tmp_path).test
@@ -399,11 +392,9 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
 def test_other_words_for_the_classes(mosaics):
     digits = tuple(str(number) for number in range(10))
     source = Digits(test_limit=40)
-    plain = zero_shot.measure(
-        mosaics, ZeroShot(source=source, templates=("{}",)), compute_without_cache
-    )
+    plain = ZeroShot(source=source, templates=("{}",)).measure(mosaics, compute_without_cache)
     turned = ZeroShot(source=source, templates=("{}",), names=digits[::-1])
-    found = zero_shot.measure(mosaics, turned, compute_without_cache)
+    found = turned.measure(mosaics, compute_without_cache)
     assert [row.name for row in found.rows] == list(digits[::-1])
     assert [row.images for row in found.rows] == [row.images for row in plain.rows]
     assert found.items != plain.items
@@ -412,17 +403,17 @@ def test_other_words_for_the_classes(mosaics):
 def test_few_classes_have_no_five_nearest(mosaics, tmp_path):
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12), mode="L")
     source = {"kind": "image_folder", "root": str(tmp_path), "size": 8, "channels": 1}
-    found = zero_shot.measure(mosaics, ZeroShot(source=source), compute_without_cache)
+    found = ZeroShot(source=source).measure(mosaics, compute_without_cache)
     assert found.top5 is None and found.chance == 0.5
 
 
 def test_what_is_refused(mosaics, tmp_path):
     with pytest.raises(UserError, match="found 3 names; allowed: 10"):
         settings = ZeroShot(source=DIGITS, names=("one", "two", "three"))
-        zero_shot.measure(mosaics, settings, compute_without_cache)
+        settings.measure(mosaics, compute_without_cache)
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12))
     coloured = {"kind": "image_folder", "root": str(tmp_path), "size": 8}
     with pytest.raises(UserError, match="found images of 3 channels; allowed: 1"):
-        zero_shot.measure(mosaics, ZeroShot(source=coloured), compute_without_cache)
+        ZeroShot(source=coloured).measure(mosaics, compute_without_cache)
     with pytest.raises(ValidationError, match="allowed: one {}"):
         ZeroShot(source=DIGITS, templates=("{} and {}",))

@@ -44,8 +44,8 @@ from moecore.pipeline.plan import (
 )
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.overlay import resolve_overlay
-from moecore.study.reading.stage_params import params_keys, validate_whole
-from moecore.study.reading.study import Study
+from moecore.study.reading.stage_params import params_keys
+from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
 from tests.project import check_params
@@ -338,7 +338,7 @@ def test_a_step_on_paper_by_hand():
 def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    study = validate_whole(Study, load_yaml("params.yaml"))
+    study = read_study(load_yaml("params.yaml"))
     rows = [line.split(" | ") for line in multi_gpu_estimate_table(study, GpuPeaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)

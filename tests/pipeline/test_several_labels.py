@@ -11,8 +11,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
 from moecore.study.checking.validate import cross_misfits, format_misfits
 from moecore.study.reading.document import parse_yaml
-from moecore.study.reading.stage_params import validate_whole
-from moecore.study.reading.study import Study
+from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_model, save_no_guide
@@ -129,7 +128,7 @@ def problems(*replacements: tuple[str, str]) -> list[str]:
         assert old in text, old
         text = text.replace(old, new, 1)
     document = parse_yaml(text, "params.yaml")
-    return format_misfits(document, cross_misfits(document.data, validate_whole(Study, document)))
+    return format_misfits(document, cross_misfits(document.data, read_study(document)))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def phase(data, models: Mapping[str, Measured], name: str = "pretrain") -> Phase
 def measured(
     model: MeasuredModel, settings: Explorer = FEW, watched: tuple[WatchedEpoch, ...] = ()
 ) -> Measured:
-    result = explorer.measure(model, settings, compute_without_cache)
+    result = settings.measure(model, compute_without_cache)
     outcome = trained(0, 0, True, "pretrain").model_copy(update={"watched": watched})
     return Measured({explorer.Result: result, Outcome: outcome})
 

@@ -11,6 +11,7 @@ old.
 
 import json
 import re
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -21,8 +22,8 @@ from moecore.brain.out_of_fold import assign_folds
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure import MEASUREMENTS, stability
-from moecore.measure.base import Skipped, read_result
+from moecore.measure import stability
+from moecore.measure.base import Skipped, find_measurement, read_result
 from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.pipeline.code_hashes import write_code
@@ -72,7 +73,7 @@ def inside(project, monkeypatch):
 
 def found(what, phase, method):
     path = f"artifacts/measured/{what}/{phase}/{method}/0.json"
-    return read_result(path, MEASUREMENTS[what].result, what)
+    return read_result(path, get_type_hints(find_measurement(what).measure)["return"], what)
 
 
 @pytest.mark.usefixtures("inside")

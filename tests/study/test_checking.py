@@ -105,7 +105,7 @@ FILE = [
         IMAGES,
         {"model": {"width": 32}},
         "model",
-        "kind is missing; allowed: kind: single_layer | vi",
+        "kind is missing; allowed: kind: language_model | single_layer",
     ),
     (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
     (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
@@ -158,7 +158,7 @@ FILE = [
         IMAGES,
         {"teacher": {"kind": "no_teacher"}},
         "methods.tgr.regularizers[0]",
-        "allowed: dense, t",
+        "allowed: dense, open_clip",
     ),
     (
         IMAGES,

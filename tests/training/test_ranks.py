@@ -31,7 +31,7 @@ from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
 from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial

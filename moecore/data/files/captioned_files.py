@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.inside import path_inside
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
 from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
 from moecore.data.prepared import SPLITS
+from moecore.data.sources.base import Source
 from moecore.data.text.prepared_captions import (
     caption_task,
     tokenize_captions,
@@ -45,7 +45,7 @@ class ImageCaptions(NamedTuple):
     captions: tuple[str, ...]
 
 
-class CaptionedSource(Config):
+class CaptionedSource(Source):
     """Fields of the sources of image files with captions."""
 
     task: ClassVar[type[ImageText]] = ImageText

@@ -15,6 +15,7 @@ from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import SUFFIXES
 from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
+from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification
@@ -22,7 +23,7 @@ from moecore.tasks.classification import Classification
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
 
 
-class ImageFilesSource(SplitSettings):
+class ImageFilesSource(SplitSettings, Source):
     """Fields of the sources whose images are files of different shapes."""
 
     root: str

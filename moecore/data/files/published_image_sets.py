@@ -10,6 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import resize_images
+from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
@@ -29,7 +30,7 @@ class PublishedSetFacts(NamedTuple):
     test: int
 
 
-class PublishedSource(SplitSettings):
+class PublishedSource(SplitSettings, Source):
     """Fields of the sources of published sets, and how each is found, fetched and written."""
 
     root: str | tuple[str, ...]

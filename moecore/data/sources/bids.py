@@ -11,6 +11,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.bids_table import SubjectProblem, read_table
 from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
@@ -55,7 +56,7 @@ class CachedSubject(NamedTuple):
     digest: str
 
 
-class Bids(CohortSettings, Grid):
+class Bids(CohortSettings, Grid, Source):
     """One T1-weighted volume a row of participants.tsv (or of sessions.tsv), skull-stripped or with
     a brain mask, in one common space.
 

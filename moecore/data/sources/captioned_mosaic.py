@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.config import Config
 from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
+from moecore.data.sources.base import Source
 from moecore.data.sources.mosaic import CellSource, compose_mosaics
 from moecore.data.text.prepared_captions import (
     caption_task,
@@ -40,7 +40,7 @@ WORDINGS = (
 TEMPLATES = ("a photo of a {0}",)  # words that zero-shot prompts use
 
 
-class CaptionedMosaic(Config):
+class CaptionedMosaic(Source):
     """``captions`` wordings of each mosaic; layouts of the test are in no other split."""
 
     task: ClassVar[type[ImageText]] = ImageText

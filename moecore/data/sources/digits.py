@@ -8,6 +8,7 @@ from pydantic import Field
 
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import resize_images
+from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import (
     SplitSettings,
     split_train,
@@ -21,7 +22,7 @@ TASK = Classification(classes=tuple("0123456789"))
 IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # of each class
 
 
-class Digits(SplitSettings):
+class Digits(SplitSettings, Source):
     """Needs no download; the test set is drawn by the seed, stratified by class."""
 
     kind: Literal["digits"] = "digits"

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
+from moecore.data.sources.base import Source
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
@@ -26,7 +26,7 @@ CellSource = Annotated[
 ]
 
 
-class Mosaic(Config):
+class Mosaic(Source):
     """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur.
 
     A mosaic is as large as ``grid`` images of the source, whose ``size`` is that of a cell.

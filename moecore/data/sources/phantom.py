@@ -11,6 +11,7 @@ from moecore.data.phantom.anatomy import Anatomy
 from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
 from moecore.data.phantom.numbers import Preset
 from moecore.data.prepared import SPLITS
+from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
 from moecore.data.volumes.grids import BRAIN
@@ -62,7 +63,7 @@ def simulate_scan(
         return SimulatedScan(volume, brain.regions, mask)
 
 
-class Phantom(CohortSettings):
+class Phantom(CohortSettings, Source):
     """Simulated people: what a model shows here says nothing about real brains.
 
     Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed, write_whole
 from moecore.data.npy import save_array
+from moecore.data.sources.base import Source
 from moecore.tasks.next_token import NextToken
 
 END = "<eos>"
@@ -28,7 +28,7 @@ NONE = -1  # the token before a text's first
 ReadingStyle = Literal["prose", "blanks"]
 
 
-class TextSettings(Config):
+class TextSettings(Source):
     """Fields that every source of text shares."""
 
     task: ClassVar[type[NextToken]] = NextToken  # of what ``prepare`` writes

@@ -12,7 +12,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.data.image_warping import to_device_async
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 
 class Mix(Config):
@@ -36,7 +36,7 @@ class Mix(Config):
 def mix_images(
     images: Tensor,
     labels: Tensor,
-    task: AnyTask,
+    task: Task,
     settings: Mix,
     source: Generator | BatchDraws,
     others: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,

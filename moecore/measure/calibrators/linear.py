@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.measure.calibrators.base import Calibrator
 from moecore.tasks.base import Task
 
 POOLED = "pooled"
@@ -91,7 +92,7 @@ class FittedLinear(Config):
         return [group if group in self.groups else POOLED for group in groups]
 
 
-class Linear(Config):
+class Linear(Calibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
     kind: Literal["linear"] = "linear"
@@ -102,7 +103,8 @@ class Linear(Config):
         0.1, gt=0, lt=1, description="Floor of |b|, by which errors are divided; below: refused."
     )
 
-    def calibrates(self, task: Task) -> bool:
+    @classmethod
+    def calibrates(cls, task: Task) -> bool:
         """Return whether predictions of this task are one real number per image."""
         return task.kind == "regression"
 

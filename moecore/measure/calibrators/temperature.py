@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.measure.calibrators.base import Calibrator
 from moecore.tasks.base import Task
 
 LOWEST = 0.05  # reached where every validation image is right
@@ -35,19 +36,15 @@ class FittedTemperature(Config):
         return logits / self.temperature
 
 
-class Temperature(Config):
+class Temperature(Calibrator):
     """Fits one temperature by the negative log-likelihood."""
 
     kind: Literal["temperature"] = "temperature"
 
-    def calibrates(self, task: Task) -> bool:
+    @classmethod
+    def calibrates(cls, task: Task) -> bool:
         """Return whether predictions of this task are logits of one class per image or token."""
         return task.kind in ("classification", "next_token")
-
-    @property
-    def needs_out_of_fold(self) -> bool:
-        """Return whether it is fitted to what the stage ``out_of_fold`` predicts: never."""
-        return False
 
     def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:
         """Return the temperature of the smallest NLL, given its slope dNLL/dβ at β = 1/T."""

@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.corruptions.draws import noise_directions
@@ -26,10 +26,10 @@ from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.nn.correspondence import original_patches_of_views
 from moecore.nn.predict import model_device, predict_in_batches
-from moecore.nn.routers import Router
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.soft_slots import SoftSlots
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 from moecore.training.guide import GuidedModel
 
 Kind = Literal["clean", "noise", "attack", "augmentation"]
@@ -139,7 +139,7 @@ class SweepImages(NamedTuple):
 
     images: np.ndarray  # as ``predict_in_batches`` takes them
     labels: Tensor
-    task: AnyTask
+    task: Task
 
 
 def copy_with_router(model: Model, router: Router) -> Model:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from moecore.attacks import Attack
+from moecore.attacks.base import Attack
 from moecore.measure.base import Skipped
 from moecore.measure.under_attack.curves import (
     AttackRow,

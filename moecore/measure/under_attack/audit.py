@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.attacks.gradient import image_gradient
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from moecore.attacks import Attack
 from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped

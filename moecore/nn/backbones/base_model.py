@@ -3,13 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moecore.core.config import Config
+from moecore.core.part_families import Part
 from moecore.core.routing_records import (
     Feature,
     Guidance,
@@ -53,16 +53,25 @@ class Encoded(NamedTuple):
     features: tuple[Tensor, ...]  # (B, T, width) of each block of the options
 
 
-class _OneStage(Protocol):
+class Backbone(Part, ABC):
+    """The settings of a backbone, a family of parts; ``depth`` is a setting or a property."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def depth(self) -> int:
+            """Number of blocks."""
+
+    @abstractmethod
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Return how many patches lie along each axis of an image."""
+
+    @abstractmethod
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "BackboneModel":
+        """Return the model for such images; UserError where there is none."""
+
     @property
-    def depth(self) -> int: ...
-
-
-class BackboneConfig(Config):
-    """The settings of a backbone; ``build(image, moe)`` gives the model."""
-
-    @property
-    def stages(self: _OneStage) -> tuple[int, ...]:
+    def stages(self) -> tuple[int, ...]:
         """Number of blocks of each stage, in which tokens keep their number and width."""
         return (self.depth,)
 

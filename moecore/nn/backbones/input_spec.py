@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.tasks import AnyTask
+from moecore.tasks.base import Task
 
 
 class ImageSpec(Config):
@@ -19,7 +19,7 @@ class ImageSpec(Config):
     )
     mean: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
     std: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
-    task: AnyTask = Field(description="what is predicted of them")
+    task: Task = Field(description="what is predicted of them")
 
     @model_validator(mode="after")
     def _at_least_one_pixel(self) -> Self:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import FeedForward, HiddenRatio
 from moecore.nn.layers.language_block import (
@@ -28,7 +28,7 @@ from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock}
 
 
-class LanguageModel(BackboneConfig):
+class LanguageModel(Backbone):
     """Settings of a language model with span attention and a cache of what came before."""
 
     kind: Literal["language_model"] = "language_model"

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
-from moecore.nn.backbones.base_model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import DenseMlp, timm_linear
 from moecore.nn.layers.moe import MoESettings
 
 
-class SingleLayer(BackboneConfig):
+class SingleLayer(Backbone):
     """One feed-forward layer without residual or norm, then a classifier (MoGE, §2.4)."""
 
     kind: Literal["single_layer"] = "single_layer"

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import BackboneConfig
+from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin_transformer import SwinTransformer
 from moecore.nn.layers.block import HiddenRatio
@@ -14,7 +14,7 @@ from moecore.nn.layers.window_attention import SwinKind
 from moecore.nn.layers.windows import Grid, merged_grid, window_and_shift
 
 
-class SwinSettings(BackboneConfig):
+class SwinSettings(Backbone):
     """What the settings of the three kinds have in common."""
 
     kind: SwinKind

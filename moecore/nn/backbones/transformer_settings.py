@@ -4,12 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.nn.backbones.base_model import BackboneConfig
+from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import Activation, HiddenRatio
 
 
-class TransformerSettings(BackboneConfig):
+class TransformerSettings(Backbone):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
 
     patch: int = Field(16, ge=1, description="side of a patch, pixels or voxels")

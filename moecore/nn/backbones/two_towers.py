@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import BackboneConfig, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
@@ -30,7 +30,7 @@ HIGHEST = math.log(100.0)  # of the logit scale (CLIP)
 TEXTS = 1024  # captions a forward pass where none learns
 
 
-class TwoTowers(BackboneConfig):
+class TwoTowers(Backbone):
     """Settings of a model of images and captions."""
 
     kind: Literal["two_towers"] = "two_towers"

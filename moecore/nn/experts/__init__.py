@@ -1,8 +1,1 @@
-from typing import Annotated
-
-from pydantic import Field
-
-from moecore.nn.experts.eigen import Eigen
-from moecore.nn.experts.mlp import Mlp
-
-Experts = Annotated[Eigen | Mlp, Field(discriminator="kind")]
+"""The experts of a layer, which compute in one module: a family of parts (see base.py)."""

@@ -4,21 +4,27 @@ E experts, R rows, d width.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from moecore.core.config import Config
+from moecore.core.part_families import Part
 
 
-class ExpertsConfig(Config):
-    """``build(width)`` gives a module; ``module(rows)`` maps Rows of values (R, d) to (R, d).
+class Experts(Part, ABC):
+    """The settings of all experts of a layer, a family of parts.
 
     Experts that lend their bases (``provides`` names "basis") have a parameter ``basis`` (E, d, r).
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
+    number: int
+
+    @abstractmethod
+    def build(self, width: int) -> "ExpertsModule":
+        """Return the experts of ``width``-wide tokens."""
 
 
 class ExpertsModule(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu
 from moecore.core.files import UserError
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import (
-    ExpertsConfig,
+    Experts,
     ExpertsModule,
     default_rank,
     draw_bases,
@@ -24,7 +24,7 @@ from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 _STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` experts have them
 
 
-class Eigen(ExpertsConfig):
+class Eigen(Experts):
     """W1 = U diag(s) Bᵀ, GELU, W2, with biases; B (d, r) starts orthonormal."""
 
     provides: ClassVar[frozenset[str]] = frozenset({"basis"})

@@ -9,12 +9,12 @@ from torch.nn.functional import gelu, relu
 
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
-from moecore.nn.experts.base import ExpertsConfig, ExpertsModule
+from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.nn.layers.block import quick_gelu
 
 
-class Mlp(ExpertsConfig):
+class Mlp(Experts):
     """Each expert is Linear(d, h), GELU or ReLU, Linear(h, d), with biases."""
 
     kind: Literal["mlp"] = "mlp"

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.experts import Experts
-from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.layers.block import FeedForward
-from moecore.nn.routers import Router
-from moecore.nn.routers.base import CAUSAL
+from moecore.nn.routers.base import CAUSAL, Router
 
 if TYPE_CHECKING:
     from moecore.nn.kernels.expert_parallel import ShardedExperts

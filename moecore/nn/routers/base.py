@@ -1,9 +1,12 @@
 """What every router's settings say of it."""
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol, Self
 
-from moecore.core.config import Config
+from torch import Tensor, nn
+
 from moecore.core.files import UserError
+from moecore.core.part_families import Part
 
 CAUSAL = "top_k_softmax, eigenbasis, or noisy_top_k without a capacity"  # for language models
 
@@ -15,14 +18,18 @@ class ChoosesK(Protocol):
     def k(self) -> int: ...
 
 
-class RouterConfig(Config):
-    """``build(width, experts, basis)``: a module (tokens, context) → (plan, RoutingRecord).
-
-    tokens: (B, T, d).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows`` and
-    ``combine(rows) -> tokens``.
-    """
+class Router(Part, ABC):
+    """The settings of a router, a family of parts; its ``build`` gives the module that routes."""
 
     chooses_per_token: ClassVar[bool] = True  # each token its experts, so that rows are pairs
+
+    @abstractmethod
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> nn.Module:
+        """Return a module (tokens, context) → (plan, RoutingRecord); UserError where none can be.
+
+        tokens: (B, T, width).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows``
+        and ``combine(rows) -> tokens``.  basis: the experts' (E, d, r), where they lend theirs.
+        """
 
     @property
     def provides(self) -> frozenset[str]:
@@ -63,6 +70,6 @@ class RouterConfig(Config):
         """The router as it goes on when its model is fine-tuned."""
         return self
 
-    def active(self: ChoosesK, experts: int) -> float:
-        """Return how many of ``experts`` experts a token uses, on average."""
-        return self.k
+    def active(self, experts: int) -> float:
+        """Return how many of ``experts`` experts a token uses, on average: k, all without one."""
+        return getattr(self, "k", experts)

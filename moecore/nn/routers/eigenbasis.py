@@ -15,7 +15,7 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.eigenbasis_plan import ProjectionDispatchPlan
 from moecore.nn.routers.token_choice import plan_and_record, top_k
 
@@ -24,7 +24,7 @@ _LEAST = 1e-6  # what a score counts at least as a weight
 _FIELDS: dict[str, str] = {"tokens": "attention", "attention_output": "attended"}
 
 
-class Eigenbasis(RouterConfig):
+class Eigenbasis(Router):
     """Score s = cos(Bᵀx, Bᵀc) of token x and context c for every expert's basis B; the best k of
     those above a threshold are chosen.
 

@@ -15,13 +15,13 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import CAUSAL, RouterConfig
+from moecore.nn.routers.base import CAUSAL, Router
 from moecore.nn.routers.capacity import exact_fraction, unpadded_capacity
 from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
 from moecore.nn.routers.token_choice import router_logits
 
 
-class ExpertChoice(RouterConfig):
+class ExpertChoice(Router):
     """Softmax over a linear map; each expert takes the tokens with its largest gates."""
 
     chooses_per_token: ClassVar[bool] = False

@@ -11,12 +11,12 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 
 
-class FrozenCopy(RouterConfig):
+class FrozenCopy(Router):
     """A noisy top-k router that learns for a share of the training, then stays, without noise.
 
     StableMoE freezes a small distilled copy; as in TGR-MoE it is the router itself here. It stays

@@ -15,14 +15,14 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import plan_and_record, top_k
 
 # a patch whose pixels differ by less (half a grey level) is blank: all that is in it is rounding
 BLANK = 0.5 / 255
 
 
-class Hash(RouterConfig):
+class Hash(Router):
     """A fixed hash of each patch's pixels or position chooses k experts with weight 1/k each.
 
     Words have an identity to hash, patches have not: `patch` hashes alike what looks alike (*our

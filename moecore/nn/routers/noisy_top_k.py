@@ -15,12 +15,12 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
 from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
 
 
-class NoisyTopK(RouterConfig):
+class NoisyTopK(Router):
     """The k largest gates of a softmax over a linear map of the token, noisy in training."""
 
     kind: Literal["noisy_top_k"] = "noisy_top_k"

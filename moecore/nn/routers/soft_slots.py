@@ -13,13 +13,13 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.kernels.grouped import full_precision, to_autocast
-from moecore.nn.routers.base import CAUSAL, RouterConfig
+from moecore.nn.routers.base import CAUSAL, Router
 
 # under the root of a norm, so that a token of zeros has a gradient
 EPSILON = 1e-6
 
 
-class SoftSlots(RouterConfig):
+class SoftSlots(Router):
     """Every slot of every expert is a weighted mean of an image's tokens, and every token gets a
     weighted mean of all slots' outputs.
 
@@ -33,10 +33,6 @@ class SoftSlots(RouterConfig):
     slots: int = Field(
         1, ge=1, le=2**16, description="slots per expert: round(tokens · k / experts)"
     )
-
-    def active(self, experts: int) -> float:
-        """All ``experts``: every token reaches each of them."""
-        return float(experts)
 
     def check_causal(self, key: str = "router") -> None:
         """Raise UserError: every slot is a mean of all tokens."""

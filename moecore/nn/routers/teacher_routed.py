@@ -13,12 +13,12 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 
 
-class TeacherRouted(RouterConfig):
+class TeacherRouted(Router):
     """The teacher's router chooses experts and weighs them; the student's only imitates it, with
     `router_kl` among the regularizers.
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 
 
-class TopKSoftmax(RouterConfig):
+class TopKSoftmax(Router):
     """A linear map with bias: the k largest logits choose, their softmax weighs (sum 1).
 
     With k = 1 the weight is always 1: only regularizers, not the task, then teach it.

@@ -291,4 +291,6 @@ def _by_sex(axes: Axes, points: AgePoints, values: np.ndarray) -> None:
             axes.plot(ends, intercept + slope * ends, color=colour, linewidth=1.6)
 
 
-SHOWN = Shown("calibrate", "calibration", AgeResult, COLUMNS, figures, phase_blocks, applies)
+SHOWN = Shown(
+    "calibrate", "calibration", AgeResult, COLUMNS, figures, phase_blocks, applies, place=3
+)

@@ -106,4 +106,4 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
     return figure
 
 
-SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, phase_blocks, applies)
+SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, phase_blocks, applies, place=2)

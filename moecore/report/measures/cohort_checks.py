@@ -204,4 +204,6 @@ def ageing_curves(ageing: Ageing) -> Figure:
     return figure
 
 
-SHOWN = Shown("cohort_checks", "checks on the cohort", Result, COLUMNS, figures, phase_blocks)
+SHOWN = Shown(
+    "cohort_checks", "checks on the cohort", Result, COLUMNS, figures, phase_blocks, place=16
+)

@@ -143,4 +143,4 @@ def error_by_severity(result: Result) -> dict[float, float]:
     return {severity: sum(values) / len(values) for severity, values in sorted(errors.items())}
 
 
-SHOWN = Shown("corruptions", "corruptions", Result, COLUMNS, figures, phase_blocks)
+SHOWN = Shown("corruptions", "corruptions", Result, COLUMNS, figures, phase_blocks, place=7)

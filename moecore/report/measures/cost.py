@@ -65,4 +65,4 @@ COLUMNS = (
         note="of the time of a batch",
     ),
 )
-SHOWN = Shown("cost", "cost", Result, COLUMNS)
+SHOWN = Shown("cost", "cost", Result, COLUMNS, place=14)

@@ -82,4 +82,4 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     yield Block("Few shots", pictures=drawn, below=sorted(reasons), about=about)
 
 
-SHOWN = Shown("few_shot", "few shots", Result, COLUMNS, part=phase_blocks)
+SHOWN = Shown("few_shot", "few shots", Result, COLUMNS, part=phase_blocks, place=12)

@@ -107,4 +107,4 @@ def figures(result: Result) -> Figures:
         yield "class_maps", class_expert_maps(rows, result.classes)
 
 
-SHOWN = Shown("invariance", "invariance", Result, COLUMNS, figures)
+SHOWN = Shown("invariance", "invariance", Result, COLUMNS, figures, place=6)

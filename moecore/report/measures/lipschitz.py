@@ -87,4 +87,4 @@ def draw_lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
     return figure
 
 
-SHOWN = Shown("lipschitz", "a Lipschitz estimate", Result, COLUMNS, figures)
+SHOWN = Shown("lipschitz", "a Lipschitz estimate", Result, COLUMNS, figures, place=13)

@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.part_families import list_constants
 from moecore.report.column import Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
@@ -27,7 +29,7 @@ Draw = Callable[[Any], Figures]
 
 
 class Shown(NamedTuple):
-    """One kind of result; a file in report/measures/ ends with its own."""
+    """One kind of result; a file in report/measures/, or a module from outside, has its own."""
 
     stage: str  # that writes the result, below artifacts/measured; "" for the trainings
     title: str  # in the list of what was measured
@@ -36,6 +38,7 @@ class Shown(NamedTuple):
     figures: Draw = lambda result: iter(())
     part: Callable[[Phase], Iterable[Block]] | None = None  # None: the figures, folded
     applies: Callable[[Task], bool] = lambda task: True
+    place: int = 100  # in the order of the page; of one place, by the names of their files
 
     def blocks(self, phase: Phase) -> list[Block]:
         """What the page says of it."""
@@ -47,6 +50,15 @@ class Shown(NamedTuple):
         named = [column for entry in self.columns for column in entry.columns(known)]
         about = next((column.name for column in named if column.better), "")
         return [Block(title, pictures=drawn, about=about)]
+
+
+def list_displays() -> list[Shown]:
+    """Return what there is to show, in the order of the page; UserError for a faulty module."""
+    try:
+        displays = list_constants(__name__.rpartition(".")[0], "SHOWN")
+    except ValueError as error:
+        raise UserError(f"report: {error}") from None
+    return sorted(displays, key=lambda shown: shown.place)
 
 
 def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:

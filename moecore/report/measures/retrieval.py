@@ -121,4 +121,4 @@ def word_expert_table(layer: CaptionRoutingLayer, title: str, short: str) -> Pag
     return PageTable(columns, lines, title=title, below=below, small=True, short=short)
 
 
-SHOWN = Shown("retrieval", "images and captions", Result, COLUMNS, figures, phase_blocks)
+SHOWN = Shown("retrieval", "images and captions", Result, COLUMNS, figures, phase_blocks, place=10)

@@ -375,4 +375,4 @@ def tally_verdicts(audited: Sequence[Audited]) -> str:
     return f"{verdicts.count(True)} of {told} lines of the audit hold"
 
 
-SHOWN = Shown("robustness", "robustness", Result, COLUMNS, figures, phase_blocks)
+SHOWN = Shown("robustness", "robustness", Result, COLUMNS, figures, phase_blocks, place=4)

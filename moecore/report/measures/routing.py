@@ -214,4 +214,4 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     )
 
 
-SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, phase_blocks)
+SHOWN = Shown("routing", "routing", Result, COLUMNS, figures, phase_blocks, place=5)

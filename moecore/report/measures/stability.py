@@ -183,4 +183,4 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
     return sheet(tiles, frame, 1.5, 1.5)
 
 
-SHOWN = Shown("stability", "stability under noise", Result, COLUMNS, figures, phase_blocks)
+SHOWN = Shown("stability", "stability under noise", Result, COLUMNS, figures, phase_blocks, place=8)

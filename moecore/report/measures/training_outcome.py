@@ -291,4 +291,4 @@ def commonest_mistake(tables: Sequence[np.ndarray], classes: Sequence[str]) -> s
     )
 
 
-SHOWN = Shown("", "training", Outcome, COLUMNS, figures, phase_blocks)
+SHOWN = Shown("", "training", Outcome, COLUMNS, figures, phase_blocks, place=1)

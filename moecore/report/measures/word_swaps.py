@@ -137,4 +137,4 @@ def change_by_swapped(result: Result) -> dict[float, float | None]:
     return {0.0: 0.0} | changes
 
 
-SHOWN = Shown("word_swaps", "swapped words", Result, COLUMNS, part=phase_blocks)
+SHOWN = Shown("word_swaps", "swapped words", Result, COLUMNS, part=phase_blocks, place=9)

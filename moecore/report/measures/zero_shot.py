@@ -61,4 +61,4 @@ def _cell(correct: int, images: int) -> PageCell:
     return PageCell(f"{100 * share:.0f}", share=share, value=share)
 
 
-SHOWN = Shown("zero_shot", "classes by prompts", Result, COLUMNS, part=phase_blocks)
+SHOWN = Shown("zero_shot", "classes by prompts", Result, COLUMNS, part=phase_blocks, place=11)

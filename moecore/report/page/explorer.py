@@ -7,7 +7,7 @@ as the clean images, is in the page once.
 from typing import Any
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.report.measures import SHOWN
+from moecore.report.measures.result_display import list_displays
 from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
 from moecore.report.typed_results import Phase, Results
@@ -48,7 +48,7 @@ def has_explorer_images(results: Results) -> bool:
 
 def why_not(phase: Phase, method: str) -> str:
     """Why the measurement skipped the first seed of a method; "" where it did not."""
-    (title,) = [shown.title for shown in SHOWN if shown.result is Explorer]
+    (title,) = [shown.title for shown in list_displays() if shown.result is Explorer]
     first = next(iter(phase.models[method].values()))
     start = f"{title}: "
     return next((text[len(start) :] for text in first.skipped if text.startswith(start)), "")

@@ -12,7 +12,8 @@ from moecore.report.claims.claims_table import claims_section
 from moecore.report.claims.evaluation import Evaluated
 from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
-from moecore.report.measures import SHOWN, linear_experts, sizes
+from moecore.report.measures import linear_experts, sizes
+from moecore.report.measures.result_display import list_displays
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
@@ -107,7 +108,7 @@ def report_introduction(results: Results) -> str:
     if not phases:
         return "Nothing was trained."
     data = " → ".join(phase.card["name"] for phase in phases)
-    measured = [one.title for one in SHOWN if one.stage and phases[0].results(one.result)]
+    measured = [one.title for one in list_displays() if one.stage and phases[0].results(one.result)]
     if phases[0].together:
         measured.append("transfer of attacks")
     score = {"share": "accuracy"}.get(phases[0].task.score.form, "error")

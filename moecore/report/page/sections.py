@@ -6,7 +6,8 @@ from moecore.report.claims.significance import WORDS
 from moecore.report.column import Column, column_slug
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
-from moecore.report.measures import SHOWN, transfer
+from moecore.report.measures import transfer
+from moecore.report.measures.result_display import list_displays
 from moecore.report.page.answer import format_leader_value
 from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
@@ -44,7 +45,9 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
         ),
         paper_tables_block(list(columns.values()), compared.cells, controls),
     ]
-    shown = [one for one in SHOWN if one.applies(phase.task) and phase.results(one.result)]
+    shown = [
+        one for one in list_displays() if one.applies(phase.task) and phase.results(one.result)
+    ]
     folded = [block for one in shown for block in one.blocks(phase)]
     if phase.name == next(iter(results.phases)):
         folded.append(sigma_schedule_block(results))

@@ -11,7 +11,8 @@ from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
 from moecore.report.column import PlannedPhase, ResultColumn
-from moecore.report.measures import SHOWN, sizes
+from moecore.report.measures import sizes
+from moecore.report.measures.result_display import list_displays
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
@@ -20,8 +21,7 @@ from moecore.study.reading.document import load_yaml
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.overlay import stages_reading_params
 from moecore.study.reading.run_section import Phase as PhaseName
-from moecore.study.reading.stage_params import validate_whole
-from moecore.study.reading.study import Study
+from moecore.study.reading.study import Study, read_study
 from moecore.tasks.regression import Regression
 
 LISTED = 40  # metrics that a message names
@@ -40,7 +40,7 @@ def phase_result_columns(phase: Phase) -> list[ResultColumn]:
     """Return all metrics in order: those of every paper, then paper by paper."""
     metrics = [
         ResultColumn(column, shown.result)
-        for shown in SHOWN
+        for shown in list_displays()
         if shown.applies(phase.task)
         for seen in (column_context(phase, shown.result),)
         for entry in shown.columns
@@ -170,7 +170,7 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     ]
     if formless:
         folder = path.parent.parent
-        study = validate_whole(Study, load_yaml(str(folder / "params.yaml")))
+        study = read_study(load_yaml(str(folder / "params.yaml")))
         stages = stages_reading_params(folder)
         forms = {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
         for phase, name, cell in formless:
@@ -205,7 +205,7 @@ def expected_metric_forms(
     ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
     measured = stages_and_measurements(stages, study.run)
     forms: dict[str, str] = {}
-    for shown in SHOWN:
+    for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
         if shown.applies(task) and (covered or not shown.stage):
             for entry in shown.columns:

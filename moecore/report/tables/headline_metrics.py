@@ -16,8 +16,8 @@ from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import ResultColumn
 from moecore.report.figures.contact_sheet import draw_contact_sheet
 from moecore.report.headline_quantities import HEADLINES, attacked_names, first_columns
-from moecore.report.measures import SHOWN, linear_experts, sizes, transfer
-from moecore.report.measures.result_display import Shown
+from moecore.report.measures import linear_experts, sizes, transfer
+from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.results import read_card_and_task, read_model
 from moecore.report.tables.comparison import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
@@ -86,7 +86,7 @@ def headline_numbers(
             card, task = read_card_and_task(study, name)
         except UserError:
             continue  # not there, or of other code: the run of `prepare` says so
-        wanted = [shown for shown in SHOWN if shown.applies(task)]
+        wanted = [shown for shown in list_displays() if shown.applies(task)]
         models = {
             one: {seed: read_current_results(study, name, f"{one}/{seed}", wanted, current)}
             for one, current in items.items()
@@ -127,7 +127,7 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         yield "samples", draw_contact_sheet(Prepared.open(folder))
         return
     wanted = "" if stage in TRAININGS else stage
-    kinds = [(one.result, one.figures) for one in SHOWN if one.stage == wanted]
+    kinds = [(one.result, one.figures) for one in list_displays() if one.stage == wanted]
     if stage in ALONE:
         kinds = [(ALONE[stage].Result, ALONE[stage].figures)]
     path = study / "artifacts/measured" / f"{item}.json"

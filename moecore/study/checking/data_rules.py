@@ -41,7 +41,7 @@ def load_previews(study: Study) -> dict[str, PlannedData]:
     previews: dict[str, PlannedData] = {}
     for phase, source in study.data.items():
         preview = _read_card(PREPARED_DATA / phase / "card.json", source)
-        if preview is None and hasattr(source, "preview"):
+        if preview is None:
             preview = source.preview()
         if preview is not None:
             previews[phase] = preview

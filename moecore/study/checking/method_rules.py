@@ -1,11 +1,10 @@
 """The methods against each other's parts, the model and the teacher."""
 
-from typing import get_args
-
 from moecore.core.files import UserError
+from moecore.core.part_families import list_own_names
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
-from moecore.training.teachers import Teacher
+from moecore.training.teachers.base import Teacher
 
 NO_TEACHER = "no_teacher"
 NEEDED_WORDS = {
@@ -88,7 +87,5 @@ def _has_no_teacher(study: Study) -> bool:
 
 
 def _no_teacher_words() -> str:
-    union, *_ = get_args(Teacher)
-    kinds = [member.model_fields["kind"].default for member in get_args(union)]
-    allowed = ", ".join(kind for kind in kinds if kind != NO_TEACHER)
+    allowed = ", ".join(kind for kind in list_own_names(Teacher) if kind != NO_TEACHER)
     return f"teacher.kind is {NO_TEACHER}; allowed: {allowed}"

@@ -141,7 +141,7 @@ def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
     """Yield why the teacher cannot be built for the images of pretraining."""
     yield from _refusal_problems(_build_teacher(study, image)[1], "pretrain")
     teacher = study.teacher
-    if teacher is not None and teacher.kind == "timm" and len(image.shape) == 2:
+    if teacher is not None and len(image.shape) == 2:
         try:
             teacher.check_name(image)
         except UserError as error:

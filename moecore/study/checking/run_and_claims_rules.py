@@ -4,8 +4,12 @@ On the raw data, so that these problems show beside all others, also where a sec
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any, get_args
 
+from moecore.core.outside_packages import DOTTED_NAME
+from moecore.core.part_families import find_class
+from moecore.measure.base import Measurement
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.run_section import Phase
 from moecore.study.reading.study import MEASURED_SECTIONS, Misfits
@@ -21,7 +25,10 @@ def selection_misfits(data: Any) -> Misfits:
     for key, known in (("methods", methods), ("measurements", MEASURED_SECTIONS)):
         allowed = ", ".join(map(str, known)) or f"nothing, {key} is empty"
         for index, name in enumerate(_as_list(run.get(key))):
-            if isinstance(name, str) and name not in known:
+            if key == "measurements" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
+                for text in _outside_measurement_problems(whole, name):
+                    yield ("run", key, index), text
+            elif isinstance(name, str) and name not in known:
                 text = f"found {name!r}{did_you_mean(name, known)}; allowed: {allowed}"
                 yield ("run", key, index), text
     yield from _repeated_entries(run)
@@ -31,6 +38,20 @@ def selection_misfits(data: Any) -> Misfits:
             allowed = "up to 100 small letters, digits and _, a letter first (it becomes a folder)"
             yield ("methods", name), f"found the name {name!r}; allowed: {allowed}"
     yield from _phases(whole, run)
+
+
+def _outside_measurement_problems(whole: dict, name: str) -> Iterator[str]:
+    """Yield why a measurement from outside cannot be run."""
+    package, _, module = name.partition(".")
+    if "." in module:
+        yield f"found {name!r}; allowed: package.module"
+    elif module not in _as_mapping(whole.get(package)):
+        yield f"{name} has no settings; write {package}: {{{module}: {{}}}} (all as by default)"
+    else:
+        try:
+            find_class(Measurement, name)
+        except ValueError as error:
+            yield str(error)
 
 
 def _repeated_entries(run: dict) -> Misfits:

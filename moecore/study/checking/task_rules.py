@@ -139,7 +139,7 @@ def _measurements(study: Study, kinds: dict[str, str], numbers: set[str]) -> Mis
         if source is None or not any(study.run.covers(what, phase) for what in asked):
             continue
         where = ("run", "phases", index) if study.run.thorough is None else ("run", "thorough")
-        if flat and (phase in numbers or getattr(source, "volumes", False)):
+        if flat and (phase in numbers or source.volumes):
             text = f"measure flat images with classes, which data.{phase} has not"
             yield where, f"{', '.join(flat)} {text}; allowed: phases without {phase}"
         for what, (kind, reason, sources) in MEASURED_KINDS.items():
@@ -171,7 +171,7 @@ def _models_of_text(study: Study) -> Misfits:
 
 def _captions(study: Study, kinds: dict[str, str]) -> Misfits:
     """Captions need two towers, and views that leave left and right as they are."""
-    sided: set[str] = {phase for phase, source in study.data.items() if hasattr(source, "sided")}
+    sided: set[str] = {phase for phase, source in study.data.items() if source.sided}
     for keys, phase, training in list_training_settings(study):
         if phase in sided and training.views.flip:
             text = f"found true, but captions of data.{phase} say left and right"

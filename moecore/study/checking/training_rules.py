@@ -15,7 +15,7 @@ def unused_teacher_note(study: Study) -> str | None:
     asked = [study.methods[name] for name in study.run.methods]
     needed = any(method.guided or method.upcycle for method in asked)
     number = len(study.run.seeds)
-    if needed or number == 1 or getattr(study.teacher, "training", None) is None:
+    if needed or number == 1 or study.teacher is None or study.teacher.training is None:
         return None
     return (
         f"teacher: {number} are trained, one per seed, but no method of run.methods needs one; "

@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import FAMILIES
+from moecore.core.outside_packages import DOTTED_NAME
+from moecore.core.part_families import KIND, Part, list_classes
+from moecore.measure.base import Measurement
 from moecore.study.checking.method_rules import method_misfits
 from moecore.study.checking.run_and_claims_rules import selection_misfits
 from moecore.study.checking.task_rules import label_misfits
@@ -17,14 +19,15 @@ from moecore.study.checking.volume_rules import volume_misfits
 from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import cap_line_count
 from moecore.study.reading.setting_errors import describe_field, format_error_line
-from moecore.study.reading.stage_params import validate_whole
 from moecore.study.reading.study import (
     OPTIONAL_SECTIONS,
     SECTIONS,
     TRAINING_PHASES,
     Misfits,
     Study,
+    read_study,
     stages_by_section,
+    study_model,
 )
 
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
@@ -46,7 +49,7 @@ def collect_problems(document: Document, stages: Sequence[str]) -> tuple[Study |
     """
     study, problems = None, []
     try:
-        study = validate_whole(Study, document)
+        study = read_study(document)
     except UserError as error:
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
@@ -64,9 +67,11 @@ def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> 
 
 
 def params_schema() -> dict[str, Any]:
-    """Return the JSON schema of every params.yaml, for editors."""
+    """Return the JSON schema of a params.yaml, for editors, with the parts of allowed packages."""
+    every = list_classes(Measurement)
+    outside = {name: part for name, part in every.items() if DOTTED_NAME.fullmatch(name)}
     draft = "https://json-schema.org/draft/2020-12/schema"
-    return {"$schema": draft} | Study.model_json_schema()
+    return {"$schema": draft} | study_model(outside).model_json_schema()
 
 
 def cross_misfits(data: Any, study: Study | None) -> Misfits:
@@ -130,9 +135,7 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
     """Parts whose ``kind`` does not stand in the file: hashes of code go by what is written."""
     for keys, settings, written in _settings(study, data):
-        family = "/".join(type(settings).__module__.split(".")[1:-1])
-        is_part = family in FAMILIES and "kind" in type(settings).model_fields
-        if is_part and "kind" not in written:
+        if isinstance(settings, Part) and KIND not in written:
             text = f"add `kind: {settings.kind}`: a default is not tracked, so DVC would miss "
             yield keys, f"{text}changes of that part"
 

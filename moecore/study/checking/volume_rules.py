@@ -14,9 +14,7 @@ FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
 
 def volume_misfits(study: Study) -> Misfits:
     """Yield what does not fit; sources say ``volumes`` where images are volumes."""
-    volumes: set[str] = {
-        phase for phase, source in study.data.items() if getattr(source, "volumes", False)
-    }
+    volumes: set[str] = {phase for phase, source in study.data.items() if source.volumes}
     if volumes:
         yield from _views(study, volumes)
         yield from _regions(study)
@@ -73,8 +71,7 @@ def _models(study: Study, volumes: bool) -> Misfits:
         text = "found timm, whose models are of flat images"
         yield ("teacher", "kind"), f"{text}; allowed for volumes: dense, no_teacher"
     models: dict[tuple[str, ...], Any] = {("model", "kind"): study.model}
-    if teacher is not None and teacher.kind == "dense":
-        models["teacher", "model", "kind"] = teacher.model
+    models["teacher", "model", "kind"] = getattr(teacher, "model", None)
     for keys, model in models.items():
         if model is not None and (model.kind == "vit3d") != volumes:
             what, allowed = ("volumes", "vit3d") if volumes else ("flat images", "vit")

@@ -36,6 +36,18 @@ class Document:
     node: Any = None  # ruamel's mapping, list or value, which knows the places
     start: Mark = (0, 0)  # of a document that is a part of its file
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folder of its file."""
+        return (Path(self.path).parent,)
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Return the packages that a params.yaml lists, as far as they are words."""
+        listed = self.data.get("packages") if isinstance(self.data, dict) else None
+        names = listed if isinstance(listed, list) else ()
+        return tuple(name for name in names if isinstance(name, str))
+
     def place(self, keys: Sequence[str | int]) -> str:
         """``path:line:column`` of the deepest key along ``keys`` that exists (1:1: none does)."""
         node = self.node

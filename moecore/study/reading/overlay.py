@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import list_dvc_files
-from moecore.measure import MEASUREMENTS
+from moecore.measure.base import own_measurements
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.message_format import did_you_mean, show_value
 from moecore.study.reading.setting_errors import format_error_line
@@ -36,6 +36,11 @@ class LayeredFiles(Document):
     """Several files laid over each other; a key stands in the last file that has it."""
 
     layers: tuple[Document, ...] = ()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folders of all its files."""
+        return tuple(dict.fromkeys(Path(layer.path).parent for layer in self.layers))
 
     def place(self, keys: Sequence[str | int]) -> str:
         """``path:line:column`` in the file that decides the value at ``keys``."""
@@ -58,7 +63,8 @@ def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Re
     Raises UserError where a file cannot be read, or names a section, stage or preset that is none.
     """
     base = load_yaml(root / "params.yaml")
-    overlay = _check_sections(load_yaml(folder / OVERLAY), (*_section_names(), *DIRECTIVES))
+    sections = (*_section_names(), *base.packages)
+    overlay = _check_sections(load_yaml(folder / OVERLAY), (*sections, *DIRECTIVES))
     stages = _read_list(overlay, "stages", tuple(SECTIONS))
     whole = _read_list(overlay, "whole", _section_names()) or ()
     values = _overlay_sections(base.data, overlay.data, whole)
@@ -167,7 +173,7 @@ def stages_reading_params(folder: Path) -> tuple[str, ...]:
 
 def _section_names() -> tuple[str, ...]:
     """The sections that a params.yaml may have; those of measurements last."""
-    return tuple(sorted(Study.model_fields, key=lambda name: name in MEASUREMENTS))
+    return tuple(sorted(Study.model_fields, key=lambda name: name in own_measurements()))
 
 
 def _load_preset(folder: Path, name: str) -> Document:
@@ -187,7 +193,7 @@ def _check_sections(document: Document, allowed: Sequence[str]) -> Document:
         listed = f"allowed: sections of params.yaml ({', '.join(allowed)})"
         raise UserError(f"{document.place([])}: found no mapping; {listed}")
     for key in document.data:
-        if key not in allowed:
+        if key not in (*allowed, *document.packages):
             hint = did_you_mean(key, allowed)
             text = f"unknown section{hint}; allowed: {', '.join(allowed)}"
             raise UserError(format_error_line(document, [key], text))

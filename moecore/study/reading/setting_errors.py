@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from moecore.core.part_families import KIND as TAG
+from moecore.core.part_families import UNKNOWN_KIND, is_family, list_classes
 from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import (
     SHOWN_LETTERS,
@@ -20,7 +22,6 @@ from moecore.study.reading.message_format import (
 
 Keys = tuple[str | int, ...]
 
-TAG = "kind"  # the key that chooses among the models of a union
 # for pydantic's words of JSON
 PLAIN_WORDS = {"an object": "keys with values", "a valid array": "a list"}
 
@@ -115,6 +116,11 @@ def _found_and_allowed(item: Any, keys: Keys, model: type[BaseModel]) -> tuple[s
         known = re.findall(r"'([^']*)'", item["ctx"]["expected_tags"])
         shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{did_you_mean(tag, known)}"
         return shown, ", ".join(known)
+    if kind == UNKNOWN_KIND:
+        tag, kinds = item["ctx"]["tag"], item["ctx"]["kinds"]
+        hint = did_you_mean(tag, kinds.split(", "))
+        shown = f"found {TAG}: {shorten_to_one_line(tag, SHOWN_LETTERS)}{hint}"
+        return shown, f"{kinds}, or package.module where `packages` lists that package"
     if kind in ("model_type", "dict_type") and (models := _models_at(model, item["loc"])):
         return f"found {show_value(value)}", _describe_models(models)
     allowed = item["msg"].removeprefix("Input should be ")
@@ -156,7 +162,9 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models anywhere inside an annotation."""
+    """Return the models anywhere inside an annotation; of a family its parts."""
+    if isinstance(annotation, type) and is_family(annotation):
+        return list(list_classes(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

@@ -1,7 +1,7 @@
 """params.yaml into typed settings; a stage reads exactly the keys that it declares.
 
 A stage's model is a ``Config`` whose fields are keys of params.yaml; one that sits elsewhere says
-where::
+where. From then on the process may import parts of the packages that the file lists::
 
     class Params(Config):
         pretrain: Training
@@ -19,6 +19,7 @@ from pydantic import ValidationError, create_model
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.outside_packages import allow_packages
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.setting_errors import Keys, list_errors
 
@@ -98,6 +99,7 @@ def _validate(
     document: Document,
     problems: list[str],
 ) -> AnySettings:
+    allow_packages(document.packages, document.folders)
     try:
         # As JSON and strict: a list may fill a tuple, but "3" is no integer and 1 no truth value.
         settings = model.model_validate_json(json.dumps(values), strict=True)

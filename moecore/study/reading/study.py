@@ -1,26 +1,32 @@
 """The whole of params.yaml as one typed object, and which of its sections the stages read."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from moecore.brain.out_of_fold import OutOfFold
 from moecore.core.config import Config
-from moecore.data.sources import Source
-from moecore.measure import MEASUREMENTS
+from moecore.core.files import UserError
+from moecore.core.outside_packages import allow_packages, check_package_name
+from moecore.core.part_families import find_class
+from moecore.data.sources.base import Source
+from moecore.measure.base import Measurement, own_measurements
 from moecore.measure.calibration import Calibrate
 from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
-from moecore.nn.backbones import Backbone
+from moecore.nn.backbones.base_model import Backbone
 from moecore.study.reading.claims_section import Claim, Question
+from moecore.study.reading.document import Document
 from moecore.study.reading.run_section import Phase, Selection
+from moecore.study.reading.setting_errors import format_error_line
+from moecore.study.reading.stage_params import validate_whole
 from moecore.training.method import Method
 from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
-from moecore.training.teachers import Teacher
+from moecore.training.teachers.base import Teacher
 
 Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
 
@@ -43,14 +49,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "compare": ("run", "claims", "questions"),
 }
 # by the stage `measure`
-MEASURED_SECTIONS = tuple(name for name in MEASUREMENTS if name not in SECTIONS)
-OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer")  # their defaults say all
+MEASURED_SECTIONS = tuple(name for name in own_measurements() if name not in SECTIONS)
+# their defaults say all
+OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer", "packages")
 TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
 
 
 def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
     """Return section → a stage that reads it; run: the section ``run`` of the file."""
-    readers = {"run": "compare"}
+    readers = {"run": "compare", "packages": "code"}
     for stage in stages:
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
@@ -58,14 +65,23 @@ def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str
             listed = run.get("measurements")
             named = listed if isinstance(listed, list) else []
             readers |= {name: stage for name in named if name in MEASURED_SECTIONS}
+            outside = [name for name in named if isinstance(name, str) and "." in name]
+            readers |= {name.partition(".")[0]: stage for name in outside}
     return readers
 
 
 # A section for each measurement of the table, so that a new one costs no line here.
 MEASUREMENT_FIELDS: dict[str, Any] = {
-    name: (measurement.settings | None, None) for name, measurement in MEASUREMENTS.items()
+    name: (measurement | None, None) for name, measurement in own_measurements().items()
 }
 Measured = create_model("Measured", __base__=Config, **MEASUREMENT_FIELDS)
+
+
+def _check_package(name: str) -> str:
+    """Return the name of a package, which no section has: its measurements have one of its name."""
+    if name in Study.model_fields:
+        raise ValueError(f"found {name}, the name of a section; allowed: packages of other names")
+    return check_package_name(name)
 
 
 class Study(Measured):
@@ -74,6 +90,9 @@ class Study(Measured):
     Sections that are None are not in the file; a study needs those that its stages read.
     """
 
+    packages: tuple[Annotated[str, AfterValidator(_check_package)], ...] = Field(
+        (), description="Of parts from outside, kind: package.module; other packages are refused."
+    )
     run: Selection
     data: dict[Phase, Source] = {}
     model: Backbone | None = None
@@ -96,3 +115,35 @@ class Study(Measured):
     questions: tuple[Question, ...] = Field(
         (), description="What no paper says of two methods, asked of these runs."
     )
+
+
+def read_study(document: Document) -> Study:
+    """Return the whole of a params.yaml, validated; UserError with one line per problem.
+
+    Measurements from outside have their settings under the name of their package: ``my_lab:
+    {brightness: {images: 8}}``. From then on the process may import parts of the listed packages.
+    """
+    allow_packages(document.packages, document.folders)
+    measurements = {}
+    for package in document.packages:
+        section = document.data.get(package)
+        for name in section if isinstance(section, dict) else ():
+            try:
+                measurements[f"{package}.{name}"] = find_class(Measurement, f"{package}.{name}")
+            except ValueError as error:
+                line = format_error_line(document, (package, name), str(error))
+                raise UserError(line) from None
+    return validate_whole(study_model(measurements), document)
+
+
+def study_model(measurements: Mapping[str, type[Measurement]]) -> type[Study]:
+    """Return ``Study`` with sections of packages; measurements: from outside, by dotted name."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, measurement in measurements.items():
+        package, _, module = name.partition(".")
+        sections.setdefault(package, {})[module] = (measurement | None, None)
+    fields: dict[str, Any] = {
+        package: (create_model(package, __base__=Config, **modules) | None, None)
+        for package, modules in sections.items()
+    }
+    return create_model("Study", __base__=Study, __doc__=Study.__doc__, **fields)

@@ -1,20 +1,18 @@
 """Entropy of routing: a positive weight makes routers sure, a negative one undecided."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
-class Entropy(Config):
+class Entropy(Regularizer):
     """Mean entropy of a token's probs, summed over MoE layers."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["entropy"] = "entropy"
     weight: float = Field(

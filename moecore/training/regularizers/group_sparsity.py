@@ -1,16 +1,16 @@
 """Group sparsity: a token's probs gather in one neighbourhood of a map (MoGE, §2.3)."""
 
 import math
-from typing import ClassVar, Literal, Self, cast
+from typing import Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.experts.base import map_shape
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 Reduction = Literal["mean", "authors"]
@@ -19,13 +19,11 @@ Padding = Literal["valid", "circular"]
 EPSILON = {"mean": 1e-12, "authors": 1e-8}
 
 
-class GroupSparsity(Config):
+class GroupSparsity(Regularizer):
     """The group sparse regularization, summed over MoE layers.
 
     Its Gaussian narrows during training; equal sigmas keep it constant.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["group_sparsity"] = "group_sparsity"
     weight: float = Field(4e-3, ge=0, description="factor in the objective")

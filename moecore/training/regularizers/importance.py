@@ -1,21 +1,19 @@
 """No expert collects more probability than others (Shazeer et al. 2017; V-MoE)."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.statistics.intervals import squared_cv
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
-class Importance(Config):
+class Importance(Regularizer):
     """The importance loss, summed over MoE layers. TGR-MoE calls it the load loss."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["importance"] = "importance"
     weight: float = Field(0.005, ge=0, description="factor in the objective")

@@ -6,13 +6,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import probs_of_paired_tokens
 
 
-class JensenShannon(Config):
+class JensenShannon(Regularizer):
     """Jensen–Shannon divergence between both sides of each pair, summed over MoE layers.
 
     It balances nothing: add importance and load.

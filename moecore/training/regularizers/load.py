@@ -5,14 +5,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.statistics.intervals import squared_cv
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
-class Load(Config):
+class Load(Regularizer):
     """The load loss, summed over MoE layers, of routers that give the chance of being chosen."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})

@@ -6,14 +6,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_shards
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.sharded_state import local_shard
 
 
-class Orthogonality(Config):
+class Orthogonality(Regularizer):
     """The orthogonality penalty, summed over every parameter that is called ``basis``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})

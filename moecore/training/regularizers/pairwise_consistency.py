@@ -6,17 +6,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import probs_of_paired_tokens
 
 
-class PairwiseConsistency(Config):
+class PairwiseConsistency(Regularizer):
     """The PRC loss, summed over MoE layers. It replaces the balance losses; train without mixup."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "two_views"})
-    weight: ClassVar[float] = 1.0  # in the objective: its two factors say how much it counts
 
     kind: Literal["pairwise_consistency"] = "pairwise_consistency"
     diagonal: float = Field(

@@ -1,6 +1,6 @@
 """The warm start of region experts: a tissue's tokens find its expert by their scores."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -9,6 +9,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
@@ -41,7 +42,7 @@ class Regions(Config):
         return self
 
 
-class RegionRouting(Config):
+class RegionRouting(Regularizer):
     """Cross-entropy of the scores with the expert that each token of an isolated tissue belongs to,
     averaged over MoE layers; 0 where no volume is isolated.
 
@@ -50,9 +51,6 @@ class RegionRouting(Config):
     the label of its tokens. Tokens sent to an expert by force would tell the next layer by what
     came out of it, which nothing does when the model is used.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
-    weight: ClassVar[float] = 1.0  # in the objective
 
     kind: Literal["region_routing"] = "region_routing"
 

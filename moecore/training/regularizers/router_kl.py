@@ -7,13 +7,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import kl_div
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.correspondence import align_teacher_probs
+from moecore.training.regularizers.base import Regularizer
 
 
-class RouterKl(Config):
+class RouterKl(Regularizer):
     """KL from the teacher's routing to the student's, mean over MoE layers, up to ``until``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "guidance"})

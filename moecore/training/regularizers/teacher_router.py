@@ -5,18 +5,17 @@ from typing import ClassVar, Literal, cast
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.entropy import entropy
 from moecore.training.regularizers.importance import importance
 
 
-class TeacherRouter(Config):
+class TeacherRouter(Regularizer):
     """The teacher router's loss, summed over its layers; only that router learns from it."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
-    weight: ClassVar[float] = 1.0  # in the objective: its two factors say how much it counts
 
     kind: Literal["teacher_router"] = "teacher_router"
     balance: float = Field(

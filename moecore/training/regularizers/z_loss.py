@@ -1,19 +1,17 @@
 """Router z-loss: keeps router logits small (ST-MoE, Zoph et al. 2022, eq. 5)."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor, logsumexp
 
-from moecore.core.config import Config
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
 
 
-class ZLoss(Config):
+class ZLoss(Regularizer):
     """The router z-loss, summed over MoE layers."""
-
-    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     kind: Literal["z_loss"] = "z_loss"
     weight: float = Field(1e-3, ge=0, description="factor in the objective")

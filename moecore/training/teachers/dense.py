@@ -2,14 +2,13 @@
 
 from typing import Literal
 
-from moecore.core.config import Config
-from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.base_model import Backbone, BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.training.settings import Training
+from moecore.training.teachers.base import Teacher
 
 
-class Dense(Config):
+class Dense(Teacher):
     """A dense teacher of any depth and width, with the student's patches; one for each seed."""
 
     kind: Literal["dense"] = "dense"

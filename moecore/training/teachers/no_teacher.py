@@ -1,11 +1,18 @@
 """No teacher: for studies whose methods need none."""
 
-from typing import Literal
+from typing import Literal, NoReturn
 
-from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.training.teachers.base import Teacher
 
 
-class NoTeacher(Config):
+class NoTeacher(Teacher):
     """No teacher is trained, and methods that need one are refused."""
 
     kind: Literal["no_teacher"] = "no_teacher"
+    training: None = None
+
+    def build(self, image: ImageSpec) -> NoReturn:
+        """Raise UserError: there is no model."""
+        raise UserError("teacher.kind: found no_teacher, of which there is no model")

@@ -11,7 +11,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import find_teacher_checkpoint
 from moecore.core.safetensors_files import read_tensors
@@ -21,6 +20,7 @@ from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.image_text import ImageText
+from moecore.training.teachers.base import Teacher
 
 HEAD = 64
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -49,7 +49,7 @@ WITHIN = (  # of a block
 )
 
 
-class OpenClip(Config):
+class OpenClip(Teacher):
     """A CLIP of a checkpoint file: what a two-tower model starts from (``upcycle``)."""
 
     kind: Literal["open_clip"] = "open_clip"
@@ -57,7 +57,7 @@ class OpenClip(Config):
     activation: Literal["gelu", "quick_gelu"] = Field(
         "gelu", description="quick_gelu: OpenAI's weights, which a file does not say"
     )
-    training: None = None  # it comes trained, the same for every seed
+    training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
         """The pretrained towers at the resolution of ``image``, normalised as CLIP is.

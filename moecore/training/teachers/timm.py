@@ -8,7 +8,6 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import find_teacher_checkpoint
 from moecore.nn.backbones.base_model import BackboneModel
@@ -17,6 +16,7 @@ from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
+from moecore.training.teachers.base import Teacher
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 # buffers of Swin, which are no weights
@@ -30,7 +30,7 @@ POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
 )
 
 
-class Timm(Config):
+class Timm(Teacher):
     """A timm model by name, with timm's weights (downloaded) or those of a file."""
 
     kind: Literal["timm"] = "timm"
@@ -40,7 +40,7 @@ class Timm(Config):
     checkpoint: str | None = Field(
         None, description="a .safetensors file with timm's names; null: downloaded"
     )
-    training: None = None  # it comes trained, the same for every seed
+    training: None = None
 
     def build(self, image: ImageSpec) -> BackboneModel:
         """The pretrained model for such images, normalised as timm's config says.
@@ -53,7 +53,7 @@ class Timm(Config):
         return model.eval()
 
     def check_name(self, image: ImageSpec) -> None:
-        """Raise UserError where ``build`` would for the name alone; nothing is downloaded."""
+        """Raise UserError for a name that timm does not know, or whose models ours are not."""
         timm = self._import_timm()
         source = timm.create_model(self.name, pretrained=False, **self._image_arguments(image))
         self._convert_model(source, image)

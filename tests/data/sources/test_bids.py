@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources import Source, bids
+from moecore.data.sources import bids
+from moecore.data.sources.base import Source
 from moecore.data.sources.bids import Bids, Dseg
 from moecore.data.sources.phantom import Phantom
 from tests.data.making import AFFINE, SMALL, cohort, head, participants, save, visit, write_phantom

@@ -14,8 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones import Backbone
-from moecore.nn.backbones.base_model import EncodeOptions
+from moecore.nn.backbones.base_model import Backbone, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from moecore.core.files import UserError
-from moecore.nn.experts import Mlp as Mlps
+from moecore.nn.experts.mlp import Mlp as Mlps
 from moecore.nn.layers.block import (
     Attention,
     Block,
@@ -22,7 +22,7 @@ from moecore.nn.layers.block import (
 from moecore.nn.layers.layer_lipschitz_bound import soften_model
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
-from moecore.nn.routers import NoisyTopK
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
 

@@ -1,0 +1,21 @@
+"""What every teacher says of itself."""
+
+from abc import ABC, abstractmethod
+
+from moecore.core.part_families import Part
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.training.settings import Training
+
+
+class Teacher(Part, ABC):
+    """A teacher, a family of parts."""
+
+    training: Training | None = None  # by its stage; None: it comes trained, alike for every seed
+
+    @abstractmethod
+    def build(self, image: ImageSpec) -> BackboneModel:
+        """Return its model for such images; UserError where there is none."""
+
+    def check_name(self, image: ImageSpec) -> None:
+        """Raise UserError where ``build`` would for settings alone; nothing is downloaded."""
