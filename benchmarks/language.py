@@ -23,7 +23,7 @@ from moecore.core.routing_records import RoutingContext
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.experts.mlp import Mlp, MlpExperts
-from moecore.nn.layers.moe import MoELayer, MoESettings
+from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.next_token import NextToken
@@ -41,7 +41,7 @@ class MaskedExperts(nn.Module):
     ours.
     """
 
-    def __init__(self, layer: MoELayer) -> None:
+    def __init__(self, layer: MoEFeedForward) -> None:
         super().__init__()
         self.router, self.experts = layer.router, layer.experts
         self.wants = layer.wants

@@ -16,7 +16,7 @@ from moecore.nn.dispatch import Rows
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import DenseMlp
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
 
@@ -87,7 +87,7 @@ def ours(size: Size) -> nn.Module:
     experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(
         size.width
     )
-    return MoELayer(NoisyTopK(k=size.k).build(size.width, size.experts), experts)
+    return MoEFeedForward(NoisyTopK(k=size.k).build(size.width, size.experts), experts)
 
 
 def ours_swiglu(size: Size) -> nn.Module:
@@ -95,12 +95,12 @@ def ours_swiglu(size: Size) -> nn.Module:
 
     Chosen gates sum to 1, as there.
     """
-    return MoELayer(_renormalised(size), GatedExperts(size, silu))
+    return MoEFeedForward(_renormalised(size), GatedExperts(size, silu))
 
 
 def ours_geglu(size: Size) -> nn.Module:
     """The same router with GEGLU experts and biases, as wide as those of st-moe-pytorch."""
-    return MoELayer(
+    return MoEFeedForward(
         _renormalised(size), GatedExperts(size, gelu, int(size.hidden * 2 / 3), biased=True)
     )
 
@@ -110,7 +110,7 @@ def ours_soft(size: Size) -> nn.Module:
     experts = MlpExperts(number=size.experts, hidden_ratio=size.hidden / size.width).build(
         size.width
     )
-    return MoELayer(SoftSlots(slots=size.slots).build(size.width, size.experts), experts)
+    return MoEFeedForward(SoftSlots(slots=size.slots).build(size.width, size.experts), experts)
 
 
 def dense(size: Size) -> nn.Module:

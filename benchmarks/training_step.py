@@ -162,7 +162,7 @@ def bench(
 
 
 def masked_experts(
-    self: moe.MoELayer, tokens: Tensor, context: RoutingContext = RoutingContext()
+    self: moe.MoEFeedForward, tokens: Tensor, context: RoutingContext = RoutingContext()
 ) -> tuple:
     """The MoE layer as a loop over boolean masks, with ``w[e]``."""
     _, record = self.router(tokens)
@@ -183,7 +183,7 @@ def go_stock() -> None:
     There is no way back: only for a process of its own.
     """
     block.softmax_attention = scaled_dot_product_attention
-    moe.MoELayer.forward = masked_experts
+    moe.MoEFeedForward.forward = masked_experts
     patch_embed.PatchEmbed.forward = lambda self, images: (
         conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch)
         .flatten(2)

@@ -1,1 +1,55 @@
-"""moecore: sparse mixture-of-experts models, their training, and what the papers measure."""
+"""Sparse mixture-of-experts models, their training, and what the papers measure.
+
+What ``__all__`` lists is public (docs/api.md); everything else may change. None of it is imported
+before it is used: ``import moecore`` loads no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = [
+    "ModelOutput",
+    "MoELayer",
+    "Prepared",
+    "RoutingRecord",
+    "Target",
+    "UserError",
+    "__version__",
+    "attacks",
+    "backbones",
+    "expert_agreement",
+    "expert_counts",
+    "experts",
+    "load_cv2",
+    "load_model",
+    "measure",
+    "model_folder",
+    "predict_in_batches",
+    "regularizers",
+    "routers",
+    "routing_loss",
+    "testing",
+    "trace",
+    "upcycle",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if TYPE_CHECKING:
+    from moecore.face import *
+
+    __version__: str
+else:  # where a type checker does not see it, it names what is not public
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'moecore' has no attribute {name!r}")
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("moecore")
+        from moecore import face
+
+        return getattr(face, name)

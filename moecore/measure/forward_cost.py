@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moecore.measure.clock import Clock, time_calls
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import register_flop_formulas
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, model_device
 from moecore.training.guide import Guide
 from moecore.training.live_bytes import measure_peak, peak_counting_method
@@ -129,7 +129,7 @@ def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[For
         for module in model.modules():
             if isinstance(module, Guide):
                 _record_module(stack, module, "teacher", mark, spans, {})
-            if isinstance(module, MoELayer):
+            if isinstance(module, MoEFeedForward):
                 seen: dict[str, float] = {}
                 stack.callback(
                     module.router.register_forward_hook(

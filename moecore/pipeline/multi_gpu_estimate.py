@@ -18,7 +18,7 @@ import torch
 from moecore.core.files import UserError
 from moecore.measure.forward_cost import flops_per_image
 from moecore.nn.backbones.base_model import BackboneModel, parameter_counts
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.meta_device import on_meta_device
 from moecore.report.tables.number_format import NumberFormat
 from moecore.study.checking.data_rules import load_previews
@@ -68,13 +68,15 @@ def count_model(model: BackboneModel, views: int = 1) -> ModelCost:
     kept = _kept_bytes(model, two) - _kept_bytes(model, one)
     flops = flops_per_image(model, one).whole
     size = counts["parameters"], counts["active_parameters"]
-    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, MoEFeedForward)]
     experts = sum(one.numel() for layer in layers for one in layer.experts.parameters())
     sent = _routed_numbers(model, layers, one)
     return ModelCost(*size, views * flops, views * kept, experts, views * sent)
 
 
-def _routed_numbers(model: BackboneModel, layers: Sequence[MoELayer], image: torch.Tensor) -> int:
+def _routed_numbers(
+    model: BackboneModel, layers: Sequence[MoEFeedForward], image: torch.Tensor
+) -> int:
     """Numbers in the rows that the experts of all layers get of an image."""
     sizes = []
     hooks = [

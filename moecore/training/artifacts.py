@@ -74,8 +74,7 @@ def load_card(folder: str | Path) -> ModelCard:
     if str(folder).startswith("models:"):
         raise UserError(
             f"{folder}: an address in MLflow's registry; call "
-            f"load_model(model_folder({str(folder)!r})) with "
-            "model_folder from moecore.tracking.model"
+            f"moecore.load_model(moecore.model_folder({str(folder)!r}))"
         )
     return read_settings(Path(folder) / "model.json", ModelCard, "the settings of a model")
 

@@ -19,7 +19,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks
 from moecore.core.torch_internals import compile_error_class
 from moecore.nn.layers.block import Block
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 
 COMPILE = "MOECORE_COMPILE"
 TRACE = "MOECORE_TRACE"  # names the folder of the trace
@@ -117,7 +117,7 @@ class CompiledBlocks:
 
 def is_unsharded(block: Block) -> bool:
     """Return whether all that the block computes with is on this rank."""
-    return not isinstance(block.mlp, MoELayer) or block.mlp.sharded_experts is None
+    return not isinstance(block.mlp, MoEFeedForward) or block.mlp.sharded_experts is None
 
 
 def trace_file(title: str) -> Path | None:

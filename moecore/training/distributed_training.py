@@ -20,7 +20,7 @@ from moecore.core.ranks import current_ranks
 from moecore.nn.kernels.expert_parallel import ShardedExperts
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.language_block import LanguageBlock
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.training.job import TrainingJob
 from moecore.training.settings import Training
 from moecore.training.sharded_state import optimizer_parameters, shard_like, to_full_tensor
@@ -102,7 +102,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Spread the experts of all layers over ``mesh``, whole experts on a rank; their parameters."""
     sharded = set()
     for layer in model.modules():
-        if not isinstance(layer, MoELayer):
+        if not isinstance(layer, MoEFeedForward):
             continue
         experts = layer.experts
         for name, parameter in list(experts.named_parameters(recurse=False)):
@@ -122,7 +122,7 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
         problem = f"expert_parallel is {number}, and shard is {settings.shard}"
         raise UserError(f"{problem}; allowed: 1, or both the same")
     for layer in model.modules():
-        experts = len(next(layer.experts.parameters())) if isinstance(layer, MoELayer) else 0
+        experts = len(next(layer.experts.parameters())) if isinstance(layer, MoEFeedForward) else 0
         if experts % number:
             problem = f"expert_parallel is {number}, and a layer has {experts} experts"
             raise UserError(f"{problem}; allowed: 1, or a divisor of these")

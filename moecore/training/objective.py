@@ -9,8 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
 from moecore.core.ranks import has_process_group, total_over_ranks
-from moecore.core.routing_records import ObjectiveInputs
+from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.training.regularizers.base import Regularizer
+
+RECORDED = frozenset({"routing", "load"})  # of a regularizer's needs, what records hold
 
 
 class Objective(NamedTuple):
@@ -67,6 +69,34 @@ class Objective(NamedTuple):
         return task + sum(
             regularizer.weight * terms[regularizer.kind] for regularizer in self.regularizers
         )
+
+
+def routing_loss(
+    records: Sequence[RoutingRecord], regularizers: Sequence[Regularizer], progress: float = 0.0
+) -> Tensor:
+    """The weighted sum of regularizers of routing alone, a scalar to add to one's own loss.
+
+    records: of one forward pass, as ``trace`` collects them.  progress: share of the training that
+    is done, for regularizers that look at it.  Raises UserError for one that needs more than the
+    records, or the chance of being chosen where the router gives none.
+    """
+    for regularizer in regularizers:
+        check_records_suffice(regularizer, records)
+    blank = torch.zeros(())
+    output = ModelOutput(blank, tuple(records))
+    step = ObjectiveInputs(Batch(blank, blank, blank), output, None, progress=progress)
+    return torch.stack([one.weight * one(step) for one in regularizers]).sum()
+
+
+def check_records_suffice(regularizer: Regularizer, records: Sequence[RoutingRecord]) -> None:
+    """Raise UserError where a regularizer needs what these records do not hold."""
+    if lacking := sorted(regularizer.needs - RECORDED):
+        problem = f"found {regularizer.kind}, which needs {', '.join(lacking)}"
+        raise UserError(f"regularizers: {problem}; allowed: what needs the records alone")
+    hard = any(one.probs.requires_grad and not one.load.requires_grad for one in records)
+    if "load" in regularizer.needs and hard:
+        problem = f"found {regularizer.kind}, but the router gives no chance of being chosen"
+        raise UserError(f"regularizers: {problem}; allowed: importance")
 
 
 def hard_distillation(step: ObjectiveInputs) -> Tensor:

@@ -14,7 +14,7 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.experts.mlp import MlpExperts
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 
 Settings = TypeVar("Settings")
 
@@ -58,9 +58,9 @@ def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
     weights |= model.renormalise_weights(weights, dense.image)
     replaced = dict(dense.named_modules())
     for name, layer in model.named_modules():
-        if isinstance(layer, MoELayer):
+        if isinstance(layer, MoEFeedForward):
             _check_activation(layer.experts, replaced.get(name), name)
-            _fill_experts(layer.experts, weights, f"{name}.")
+            fill_experts(layer.experts, weights, f"{name}.")
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"
@@ -92,8 +92,11 @@ def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) 
         raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
 
 
-def _fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str) -> None:
-    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert."""
+def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str) -> None:
+    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert.
+
+    Raises UserError for experts of another kind or size.
+    """
     if not isinstance(experts, MlpExperts):
         mend = "set experts.kind: mlp, or upcycle: false"
         raise UserError(f"upcycle: a dense MLP can be copied into experts of kind mlp only; {mend}")

@@ -109,7 +109,7 @@ def test_our_layer_equals_mixture_of_experts():
     if peer.missing:
         pytest.skip("mixture-of-experts is not installed")
     theirs = peer.build(SMALL)
-    ours = layers.MoELayer(layers._renormalised(SMALL), layers.ours(SMALL).experts).eval()
+    ours = layers.MoEFeedForward(layers._renormalised(SMALL), layers.ours(SMALL).experts).eval()
     with torch.no_grad():
         ours.router.weight.copy_(theirs.gate.w_gating.t())
         ours.experts.up.copy_(theirs.experts.w1)

@@ -24,7 +24,7 @@ from moecore.measure.forward_cost import (
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.layers.moe import MoELayer, MoESettings
+from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.tasks.classification import Classification
 from moecore.training.live_bytes import LiveBytes
 from tests.measure.subjects import built, compute_without_cache, digits, top_k_mlps
@@ -37,7 +37,7 @@ IMAGE = ImageSpec(
 )
 
 
-def layer(router: dict = TOP2, experts: dict = MLP) -> MoELayer:
+def layer(router: dict = TOP2, experts: dict = MLP) -> MoEFeedForward:
     torch.manual_seed(0)
     return MoESettings(router=router, experts=experts, blocks=[0]).build(16)
 

@@ -123,7 +123,7 @@ def test_a_registered_model_loads_by_its_name(study):
     numpy.testing.assert_allclose(by_mlflow, scores[1].numpy(), rtol=1e-5, atol=1e-6)
     with pytest.raises(UserError, match="^models:/none/1: .*allowed: "):
         model_folder("models:/none/1")
-    with pytest.raises(UserError, match="load_model\\(model_folder\\("):
+    with pytest.raises(UserError, match="load_model\\(moecore.model_folder\\("):
         load_model(f"models:/{name}@current")
 
 

@@ -24,7 +24,7 @@ from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.kernels import grouped
 from moecore.nn.layers.block import Block
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
 from moecore.training import loop
 from moecore.training.compilation_and_tracing import (
@@ -134,7 +134,7 @@ def test_only_a_step_is_compiled_and_names_stay():
 
 def test_blocks_whose_experts_lie_on_several_ranks_stay_as_they_are():
     job = made(VMOE)
-    sparse = [block for block in job.model.blocks if isinstance(block.mlp, MoELayer)]
+    sparse = [block for block in job.model.blocks if isinstance(block.mlp, MoEFeedForward)]
     sparse[0].mlp.sharded_experts = torch.nn.Identity()
     blocks = CompiledBlocks([job.model, None], "required", 9, "eager").blocks
     assert blocks == [block for block in job.model.blocks if block is not sparse[0]]

@@ -11,7 +11,7 @@ from moecore.core.config import Config
 from moecore.core.streams import derived_seed
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
 from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms, lemma_1, why_lemma_fails
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches
 
 
@@ -67,7 +67,7 @@ def lemma_terms_by_layer(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
 ) -> list[LemmaTerms]:
     """The lemma's terms at the tokens of each MoE layer, on the CPU."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     given = layer_tokens(model, images, tokens, batch, seed, device)
     return [
         LemmaTerms(*(term.cpu() for term in lemma_1(layer, own)))

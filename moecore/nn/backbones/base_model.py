@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from moecore.core.files import UserError
 from moecore.core.part_families import Part
 from moecore.core.routing_records import (
     Feature,
@@ -236,7 +237,10 @@ class BackboneModel(Model):
         return average_head_predictions(self.heads(tokens))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Images in [0, 1] to the scale that the model was trained at."""
+        """Images in [0, 1] to the scale that the model was trained at; UserError for integers."""
+        if not images.is_floating_point():
+            allowed = "floating point in [0, 1]; divide bytes by 255"
+            raise UserError(f"images: found {images.dtype}; allowed: {allowed}")
         return (images - self.pixel_mean) / self.pixel_std
 
 

@@ -18,8 +18,8 @@ from moecore.nn.experts.base import ExpertsModule
 
 
 class ShardedExperts:
-    """What an ``MoELayer`` calls in place of its experts, whose parameters (E, …) are sharded by
-    expert over the last dimension of ``mesh`` (replicate, shard).
+    """What an ``MoEFeedForward`` calls in place of its experts, whose parameters (E, …) are sharded
+    by expert over the last dimension of ``mesh`` (replicate, shard).
 
     The gradient of a parameter is the mean over all ranks of what each one's tokens give, as it
     would be without any of this; so nobody averages it again.

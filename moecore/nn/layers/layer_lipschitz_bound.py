@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.soft_slots import SlotsPlan
 from moecore.nn.routers.token_choice import router_logits
 
@@ -68,12 +68,12 @@ def why_lemma_fails(router: str) -> str | None:
     return f"router {router}: {reason}"
 
 
-def lemma_1(layer: MoELayer, tokens: Tensor) -> LemmaTerms:
+def lemma_1(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
     """Both sides of Lemma 1 for the smooth form of an MoE layer, at its input tokens (n, d); fp64,
     on the tokens' device.
 
-    layer: an ``MoELayer`` whose router has a ``weight`` (E, d) and perhaps a ``bias`` (E,), as
-    those of DEFINED; it is copied and left alone.
+    layer: an ``MoEFeedForward`` whose router has a ``weight`` (E, d) and perhaps a ``bias`` (E,),
+    as those of DEFINED; it is copied and left alone.
     """
     router = frozen_double_copy(layer.router).to(tokens.device)
     experts = frozen_double_copy(layer.experts).to(tokens.device)
@@ -152,7 +152,7 @@ def soften_model(model: nn.Module) -> nn.Module:
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
-    for layer in [module for module in copy.modules() if isinstance(module, MoELayer)]:
+    for layer in [module for module in copy.modules() if isinstance(module, MoEFeedForward)]:
         layer.router = AllExpertsRouter(layer.router)
     return copy
 

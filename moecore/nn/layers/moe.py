@@ -34,19 +34,9 @@ class MoESettings(Config):
         """Share of the experts that one token uses."""
         return self.router.active(self.experts.number) / self.experts.number
 
-    def build(self, width: int) -> "MoELayer":
-        """One layer over ``width``-wide tokens; UserError where router and experts do not fit."""
-        dropout = getattr(self.experts, "dropout", 0)
-        if dropout and not self.router.chooses_per_token:
-            whole = f"the router {self.router.kind} gives experts no single choices of tokens"
-            raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
-        experts = self.experts.build(width)
-        return MoELayer(
-            self.router.build(width, self.experts.number, experts.lent_basis()),
-            experts,
-            self.router.wants,
-            lends=self.experts.provides,
-        )
+    def build(self, width: int) -> "MoEFeedForward":
+        """Return ``build_moe_feed_forward`` of its router and experts."""
+        return build_moe_feed_forward(self.router, self.experts, width)
 
     def check_text(self, key: str = "router", causal: bool = True) -> None:
         """Raise UserError for a router that reads what no text has or, if causal, looks ahead."""
@@ -57,34 +47,41 @@ class MoESettings(Config):
             self.router.check_causal(key)
 
     def indices(self, depth: int) -> tuple[int, ...]:
-        """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
-
-        all: every one.  every_2: the odd ones (the papers' even blocks, which count from 1).
-        last_2: the last two odd ones.
-        Raises UserError where ``depth`` has no such blocks.
-        """
-        if self.blocks == "all":
-            return tuple(range(depth))
-        odd = tuple(range(1, depth, 2))
-        if self.blocks == "every_2" and odd:
-            return odd
-        if self.blocks == "last_2" and len(odd) >= 2:
-            return odd[-2:]
-        if isinstance(self.blocks, str):
-            raise UserError(
-                f"blocks: {self.blocks}, but a model of {depth} blocks has only {len(odd)} with "
-                "an odd index; list the blocks instead"
-            )
-        chosen = tuple(sorted(set(self.blocks)))
-        if not chosen or len(chosen) != len(self.blocks) or chosen[0] < 0 or chosen[-1] >= depth:
-            raise UserError(
-                f"blocks: {list(self.blocks)}; give at least one index, each once, from 0 to "
-                f"{depth - 1} (a model of {depth} blocks)"
-            )
-        return chosen
+        """Return ``sparse_block_indices`` of its blocks."""
+        return sparse_block_indices(self.blocks, depth)
 
 
-class MoELayer(FeedForward):
+def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
+    """The blocks (from 0, ascending) of a model of ``depth`` blocks that hold experts.
+
+    all: every one.  every_2: the odd ones (the papers' even blocks, which count from 1).
+    last_2: the last two odd ones.
+    Raises UserError where ``depth`` has no such blocks.
+    """
+    if blocks == "all":
+        return tuple(range(depth))
+    odd = tuple(range(1, depth, 2))
+    if blocks == "every_2" and odd:
+        return odd
+    if blocks == "last_2" and len(odd) >= 2:
+        return odd[-2:]
+    if isinstance(blocks, str) and blocks not in ("every_2", "last_2"):
+        raise UserError(f"blocks: found {blocks}; allowed: every_2, last_2, all, or indices from 0")
+    if isinstance(blocks, str):
+        raise UserError(
+            f"blocks: {blocks}, but a model of {depth} blocks has only {len(odd)} with "
+            "an odd index; list the blocks instead"
+        )
+    chosen = tuple(sorted(set(blocks)))
+    if not chosen or len(chosen) != len(blocks) or chosen[0] < 0 or chosen[-1] >= depth:
+        raise UserError(
+            f"blocks: {list(blocks)}; give at least one index, each once, from 0 to "
+            f"{depth - 1} (a model of {depth} blocks)"
+        )
+    return chosen
+
+
+class MoEFeedForward(FeedForward):
     """``layer(tokens, context)`` with tokens (B, T, d) returns (tokens, (RoutingRecord,))."""
 
     def __init__(
@@ -111,6 +108,17 @@ class MoELayer(FeedForward):
             context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
         return plan.combine(experts(plan.dispatch(tokens))), (record,)
+
+
+def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:
+    """One layer over ``width``-wide tokens; UserError where router and experts do not fit."""
+    dropout = getattr(experts, "dropout", 0)
+    if dropout and not router.chooses_per_token:
+        whole = f"the router {router.kind} gives experts no single choices of tokens"
+        raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
+    module = experts.build(width)
+    routing = router.build(width, experts.number, module.lent_basis())
+    return MoEFeedForward(routing, module, router.wants, lends=experts.provides)
 
 
 def build_feed_forwards(

@@ -9,13 +9,13 @@ from torch.nn.functional import gelu
 
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 
 
 def layer_of(router, width=8, experts=4, seed=0):
     """A layer of a router's settings and Mlp experts, all parameters drawn with std 0.5."""
     torch.manual_seed(seed)
-    layer = MoELayer(
+    layer = MoEFeedForward(
         router.build(width, experts),
         Mlp(number=experts, hidden_ratio=1.5).build(width),
         router.wants,

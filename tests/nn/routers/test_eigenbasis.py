@@ -14,7 +14,7 @@ from moecore.core.routing_records import RoutingContext
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.eigenbasis import (
     Eigenbasis,
     ProjectionDispatchPlan,
@@ -36,7 +36,7 @@ def layer_of(width=8, number=4, rank=5, seed=0, own=False, factored=False, **rou
     settings = Eigenbasis(rank=rank if own else None, **router)
     lends = experts.provides
     experts = experts.build(width)
-    layer = MoELayer(
+    layer = MoEFeedForward(
         settings.build(width, number, None if own else experts.basis),
         experts,
         settings.wants,
@@ -327,7 +327,7 @@ def test_projections_are_linear_in_the_context_and_the_cheaper_product_is_taken(
 def test_full_rank_cannot_route():
     # A square orthonormal Bᵀ is a rotation: every expert scores cos(x, c). Hence the default of two
     # thirds.
-    layer = MoELayer(
+    layer = MoEFeedForward(
         Eigenbasis().build(8, 4, (experts := Eigen(number=4, rank=8).build(8)).basis),
         experts,
         Eigenbasis().wants,

@@ -14,7 +14,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.nn.experts.base import map_shape
 from moecore.nn.experts.eigen import Eigen
-from moecore.nn.layers.moe import MoELayer
+from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.training.regularizers.group_sparsity import (
     GroupSparsity,
@@ -246,7 +246,7 @@ def test_autocast_does_not_round_it():
 
 def test_layers_are_summed_whoever_owns_the_basis():
     experts = Eigen(number=3, rank=2).build(4)
-    shared = MoELayer(
+    shared = MoEFeedForward(
         Eigenbasis().build(4, 3, experts.basis), experts, Eigenbasis().wants, Eigen.provides
     )
     own = Eigenbasis(rank=2).build(4, 3)

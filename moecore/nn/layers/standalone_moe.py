@@ -1,0 +1,73 @@
+"""A mixture-of-experts layer in anybody's torch module, and the records of a foreign model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingRecord
+from moecore.nn.experts.base import Experts
+from moecore.nn.layers.moe import build_moe_feed_forward
+from moecore.nn.routers.base import Router
+
+TOKENS_ALONE = "noisy_top_k, top_k_softmax, expert_choice, soft_slots, or hash with by: position"
+
+
+class MoELayer(nn.Module):
+    """A layer by itself: ``layer(tokens)`` returns tokens of the shape that it was given.
+
+    tokens: (N, d), (B, T, d) or (B, H, W, d), floating point; ``trace`` gives its record, of fields
+    (B, T, E), with T = H·W for a grid and B = 1 for (N, d).
+    """
+
+    def __init__(self, width: int, router: Router, experts: Experts) -> None:
+        """``width`` is d. Raises UserError for a router that reads more than tokens."""
+        super().__init__()
+        check_reads_tokens_alone(router, experts)
+        self.width = width
+        self.feed_forward = build_moe_feed_forward(router, experts, width)
+        self.records: list[RoutingRecord] | None = None  # a list inside ``trace`` only
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.ndim < 2 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
+            problem = f"found {tokens.dtype} of shape {tuple(tokens.shape)}"
+            allowed = f"(N, {self.width}), (B, T, {self.width}) or (B, H, W, {self.width})"
+            raise UserError(f"tokens: {problem}; allowed: floating point of shape {allowed}")
+        batch = 1 if tokens.ndim == 2 else len(tokens)
+        output, (record,) = self.feed_forward(tokens.reshape(batch, -1, self.width))
+        if self.records is not None:
+            self.records.append(record)
+        return output.view(tokens.shape)
+
+
+def check_reads_tokens_alone(router: Router, experts: Experts) -> None:
+    """Raise UserError for a router that reads what only a whole model or a training knows."""
+    lacking = sorted(router.wants - experts.provides)
+    if router.phase(0.0) != router.phase(1.0):
+        lacking.append("the training's progress")
+    if lacking:
+        problem = f"found {router.kind}, which reads {', '.join(lacking)}"
+        raise UserError(f"router: {problem}; a layer by itself has none; allowed: {TOKENS_ALONE}")
+
+
+@contextmanager
+def trace_routing(model: nn.Module) -> Iterator[list[RoutingRecord]]:
+    """Collect the routing of a model's MoELayers inside the ``with``: a record a layer and call.
+
+    Records come in the order of the calls and carry gradients; torch.compile keeps them. Raises
+    UserError for a model without such layers (moecore's own models return their records).
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if not layers:
+        mend = "call moecore.upcycle first, or read model(images).routing of a model of moecore"
+        raise UserError(f"trace: the model has no MoELayer; {mend}")
+    records: list[RoutingRecord] = []
+    outer = [layer.records for layer in layers]
+    try:
+        for layer in layers:
+            layer.records = records
+        yield records
+    finally:
+        for layer, before in zip(layers, outer, strict=True):
+            layer.records = before
