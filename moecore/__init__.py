@@ -7,8 +7,8 @@ before it is used: ``import moecore`` loads no torch.
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "ModelOutput",
     "MoELayer",
+    "ModelOutput",
     "Prepared",
     "RoutingRecord",
     "Target",

@@ -1,1 +1,10 @@
-"""Contracts of parts."""
+"""What every part promises, as functions that a test calls in one line: `check_router(Cosine)`.
+
+Each raises AssertionError with the part's name and the promise that it breaks.
+"""
+
+from moecore.testing.attack_checks import check_attack as check_attack
+from moecore.testing.experts_checks import check_experts as check_experts
+from moecore.testing.measurement_checks import check_measurement as check_measurement
+from moecore.testing.regularizer_checks import check_regularizer as check_regularizer
+from moecore.testing.router_checks import check_router as check_router

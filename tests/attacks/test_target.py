@@ -31,17 +31,6 @@ def target(batch: int = 5, images: int = 13, **changes) -> Target:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=named)
-def test_the_batch_plays_no_part(attack):
-    found = target(5).attacked(attack, 0.1)
-    assert (
-        found.shape == (13, 1, 4, 4)
-        and (found != target().clean_images()).flatten(1).any(dim=1).all()
-    )
-    for batch in (1, 13, 100):
-        assert torch.allclose(found, target(batch).attacked(attack, 0.1), atol=1e-6)
-
-
-@pytest.mark.parametrize("attack", ATTACKS, ids=named)
 def test_some_images_are_attacked_as_among_all(attack):
     only = torch.tensor(
         [1, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1]

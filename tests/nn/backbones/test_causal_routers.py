@@ -66,22 +66,6 @@ def test_a_later_word_never_moves_an_earlier_logit(name):
         assert_causal(moe)
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        LIMITED,
-        LIMITED | {"capacity_factor": None, "eval_capacity_factor": 0.5},
-        {"kind": "frozen_copy", "router": LIMITED, "until": 0.5},
-        {"kind": "top_k_softmax", "k": 2, "noise_std": 1.0},
-        {"kind": "hash", "k": 2, "by": "position"},
-        {"kind": "eigenbasis", "k": 2, "context": "attention_output"},
-        {"kind": "eigenbasis", "k": 2, "context": "learned"},
-    ],
-)
-def test_nor_under_other_settings_that_are_taken(router):
-    assert_causal(moe_of(router))
-
-
 LOOKAHEADS = [
     ("kind", {"kind": "expert_choice", "k": 1}),
     ("kind", {"kind": "soft_slots"}),

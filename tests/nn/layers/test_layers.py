@@ -234,12 +234,6 @@ def test_an_expert_that_nobody_chooses_gets_a_gradient_of_zeros():
         assert torch.equal(parameter.grad[2], torch.zeros_like(parameter[2]))
 
 
-def test_a_dropless_prediction_does_not_depend_on_its_batch():
-    layer = layer_of(k=2, capacity_factor=0.25).eval()
-    tokens = torch.randn(4, 9, 8)
-    torch.testing.assert_close(layer(tokens[:1])[0], layer(tokens)[0][:1])
-
-
 def test_a_token_without_any_seat_comes_back_as_zero():
     layer = layer_of(k=1, capacity_factor=0.1, noise_std=0.0)
     outputs, (record,) = layer(torch.randn(2, 20, 8))

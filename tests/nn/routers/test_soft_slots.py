@@ -95,7 +95,6 @@ def test_the_record_sums_over_an_experts_slots():
     torch.testing.assert_close(record.probs, plan.weights.sum(-1))
     torch.testing.assert_close(record.combine, record.probs)
     torch.testing.assert_close(plan.mixing.sum(1), torch.ones(2, 4, 3))
-    reference.assert_well_formed(record, tokens, 4)
 
 
 def test_invariances():
@@ -103,8 +102,6 @@ def test_invariances():
     tokens = torch.randn(3, 9, 8)
     reference.assert_relabelling_changes_nothing(layer, tokens, {"slots": 1})
     reference.assert_permuted_tokens_give_permuted_outputs(layer, tokens)
-    reference.assert_one_image_alone_is_predicted_alike(layer, tokens)
-    reference.assert_autocast_keeps_the_record(layer, tokens)
 
 
 def test_neither_the_length_of_a_token_nor_that_of_a_slot_matters_but_the_scale_does():
@@ -238,23 +235,6 @@ def test_adamw_with_weight_decay_leaves_a_frozen_router_alone():
     assert not torch.equal(router[0], router[1])
     assert torch.equal(router[1], router[2]) and torch.equal(router[2], router[3])
     assert not torch.equal(expert[2], expert[3])
-
-
-def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token():
-    layer = reference.layer_of(FrozenCopy(router=NoisyTopK(k=2))).train()
-    tokens = torch.randn(3, 7, 8, requires_grad=True)
-    for context in (EARLY, LATE):
-        reference.assert_like(
-            layer,
-            tokens,
-            lambda x, at=context: reference.weighted_sum(layer, x, layer.router(x, at)[1].combine),
-            context,
-        )
-
-
-def test_padding_takes_no_part():
-    layer = reference.layer_of(FrozenCopy(router=NoisyTopK(k=2))).train()
-    reference.assert_padding_takes_no_part(layer, torch.randn(3, 61, 8, requires_grad=True), LATE)
 
 
 def test_it_stays_frozen_while_its_model_is_fine_tuned():

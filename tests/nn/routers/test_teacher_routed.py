@@ -61,7 +61,6 @@ def test_training_adds_noise_to_the_teachers_log_probs():
     expected = torch.zeros_like(teacher).scatter(-1, order[..., :2], gates[..., :2])
     torch.testing.assert_close(record.combine, expected)
     torch.testing.assert_close(record.probs, (tokens @ layer.router.weight.t()).softmax(-1))
-    reference.assert_well_formed(record, tokens, 4)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -148,13 +147,6 @@ def test_probs_that_were_rounded_to_0_stay_finite():
     assert gradient.isfinite().all() and all(field.isfinite().all() for field in record)
 
 
-def test_padding_takes_no_part():
-    layer = reference.layer_of(TeacherRouted(k=2)).train()
-    reference.assert_padding_takes_no_part(
-        layer, torch.randn(3, 61, 8, requires_grad=True), RoutingContext(teacher=teacher_of(3, 61))
-    )
-
-
 def test_invariances():
     teacher = teacher_of(3)
     order = torch.randperm(9)
@@ -168,8 +160,6 @@ def test_invariances():
     reference.assert_permuted_tokens_give_permuted_outputs(
         layer, tokens, context, RoutingContext(teacher=teacher[:, order]), order
     )
-    reference.assert_one_image_alone_is_predicted_alike(layer, tokens, context)
-    reference.assert_autocast_keeps_the_record(layer, tokens, context)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,274 @@
+"""What every router promises, as a function that a test calls in one line.
+
+B images, T tokens per image, E experts, d width.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import Rows
+from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import NOT_IN_TEXTS, MoEFeedForward, build_moe_feed_forward
+from moecore.nn.predict import coupled_image_count
+from moecore.testing.requirements import (
+    assert_that,
+    draw_weights,
+    is_close,
+    seeded_randn,
+    settings_of,
+)
+
+WIDTH = 8
+TOKENS = 29  # so many that rows of experts are padded on a CPU
+EXPERTS = Mlp(number=4, hidden_ratio=1.5)
+
+
+def check_router(router: Any, experts: Any = EXPERTS) -> None:
+    """Raise AssertionError, in one line, where a router breaks a promise of routers.
+
+    router: settings, or their class, whose defaults are then checked; experts: settings.
+    The record has its shapes, dtypes and sums, also under autocast. The layer is the sum of the
+    experts weighted by ``combine``, in outputs and gradients, with all experts too. A gradient
+    reaches the router. Evaluation draws nothing and does not depend on the batch. A training that
+    is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead.
+    """
+    router = settings_of(router)
+    layer = build_drawn_layer(router, experts)
+    _check_record(router, layer)
+    _check_weighted_sum(router, layer)
+    if hasattr(router, "k"):
+        full = router.with_k(experts.number)
+        _check_weighted_sum(full, build_drawn_layer(full, experts))
+    _check_gradient(router, layer)
+    _check_evaluation(router, layer)
+    _check_autocast(router, layer)
+    _check_resuming(router, experts)
+    if is_causal(router):
+        _check_causality(router, layer)
+
+
+def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
+    """Return a layer of this router and these experts with large random weights."""
+    layer = build_moe_feed_forward(router, experts, WIDTH)
+    draw_weights(layer)
+    return layer
+
+
+def make_inputs(router: Any, layer: MoEFeedForward, seed: int = 1) -> tuple[Tensor, RoutingContext]:
+    """Return tokens (B, T, d), three groups of those that may share a capacity, and a context.
+
+    The context has what the router wants; its attention looks back only.
+    """
+    batch = 3 * coupled_image_count(layer)
+    tokens = seeded_randn(batch, TOKENS, WIDTH, seed=seed)
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    scores = seeded_randn(batch, TOKENS, TOKENS, seed=seed + 1).masked_fill(later, -torch.inf)
+    experts = len(next(layer.experts.parameters()))
+    fields = {
+        "attention": scores.softmax(dim=-1),
+        "attended": seeded_randn(batch, TOKENS, WIDTH, seed=seed + 2),
+        "patches": seeded_randn(batch, TOKENS, 12, seed=seed + 3).sigmoid(),
+        "teacher": (2 * seeded_randn(batch, TOKENS, experts, seed=seed + 4)).softmax(dim=-1),
+    }
+    wanted = {name: value for name, value in fields.items() if name in router.wants}
+    return tokens, RoutingContext(**wanted, progress=0.0)
+
+
+def map_fields(context: RoutingContext, change: Callable[[Tensor], Tensor]) -> RoutingContext:
+    """Return the context with each of its tensors changed."""
+    changed: dict[str, Any] = {
+        name: change(field)
+        for name, field in context._asdict().items()
+        if isinstance(field, Tensor)
+    }
+    return context._replace(**changed)
+
+
+def is_causal(router: Any) -> bool:
+    """Return whether the router says that it may route a text whose later words are unknown."""
+    try:
+        router.check_causal()
+    except UserError:
+        return False
+    return not router.wants & NOT_IN_TEXTS
+
+
+def _check_record(router: Any, layer: MoEFeedForward) -> None:
+    tokens, context = make_inputs(router, layer)
+    for training in (True, False):
+        output, (record,) = layer.train(training)(tokens, context)
+        shape = (*tokens.shape[:2], len(next(layer.experts.parameters())))
+        assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
+        for name, field in record._asdict().items():
+            assert_that(router, field.shape == shape, f"{name} has the shape (B, T, E)")
+            assert_that(router, field.isfinite().all(), f"{name} is finite")
+            dtype = torch.bool if name == "chosen" else torch.float32
+            assert_that(router, field.dtype == dtype, f"{name} is {dtype}")
+        sums = record.probs.sum(dim=-1)
+        assert_that(router, is_close(sums, torch.ones_like(sums)), "probs of a token sum to 1")
+        assert_that(router, (record.probs >= 0).all(), "probs are not negative")
+        inside = (record.load >= 0) & (record.load <= 1)
+        assert_that(router, inside.all(), "load lies between 0 and 1")
+        lost = record.combine[~record.chosen].any()
+        assert_that(router, not lost, "combine is 0 where an expert is not chosen")
+
+
+def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
+    """Where experts see whole tokens: the layer and every expert on every token agree."""
+    tokens, context = make_inputs(router, layer)
+    if not sees_whole_tokens(layer.eval(), tokens, context):
+        return
+
+    def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
+        combine = twin(values, context)[1][0].combine
+        return sum_all_experts(twin.experts, values, combine)
+
+    promise = "the layer is the sum of all experts, weighted by combine"
+    for training in (True, False):
+        twin = copy.deepcopy(layer.train(training))  # it keeps what a call may leave to the next
+        theirs = _outputs_and_gradients(twin, tokens, slow)
+        ours = _outputs_and_gradients(layer, tokens, lambda one, values: one(values, context)[0])
+        assert_that(router, is_close(ours[0], theirs[0]), promise)
+        agree = all(map(is_close, ours[1:], theirs[1:]))
+        assert_that(router, agree, f"{promise}, in gradients too")
+
+
+def sees_whole_tokens(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
+    """Return whether each row of the experts is a token, and no mixture of several."""
+    if layer.shares_basis:
+        return True
+    rows = layer.router(tokens, context)[0].dispatch(tokens).values
+    whole = (rows[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
+    return bool(whole.all())
+
+
+def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> Tensor:
+    """Every expert on every token (B, T, d), times ``combine`` (B, T, E), summed."""
+    values = tokens.flatten(0, 1)
+    number = combine.shape[-1]
+    total = torch.zeros_like(values)
+    for expert in range(number):
+        ends = torch.zeros(number, dtype=torch.int32)
+        ends[expert:] = len(values)
+        total = total + combine[..., expert].reshape(-1, 1) * experts(Rows(values, ends))
+    return total.view_as(tokens)
+
+
+def _outputs_and_gradients(
+    layer: MoEFeedForward, tokens: Tensor, forward: Callable[[MoEFeedForward, Tensor], Tensor]
+) -> list[Tensor]:
+    """The output, and the gradients of a projection of it to the tokens and all parameters."""
+    leaf = tokens.clone().requires_grad_()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)  # the same noise for all
+        output = forward(layer, leaf)
+    towards = seeded_randn(*output.shape, seed=9)
+    inputs = [leaf, *layer.parameters()]
+    gradients = torch.autograd.grad(output, inputs, towards, materialize_grads=True)
+    return [output, *gradients]
+
+
+def _check_gradient(router: Any, layer: MoEFeedForward) -> None:
+    parameters = list(layer.router.parameters())
+    if not parameters:
+        return
+    tokens, context = make_inputs(router, layer)
+    with torch.random.fork_rng(devices=[]):
+        output, (record,) = layer.train()(tokens, context)
+    loss = output.square().sum() + record.probs.square().sum() + record.load.square().sum()
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    finite = all(gradient.isfinite().all() for gradient in gradients)
+    assert_that(router, finite, "gradients of the router are finite")
+    reached = any(gradient.any() for gradient in gradients)
+    assert_that(router, reached, "a gradient of the output or the record reaches the router")
+
+
+def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
+    tokens, context = make_inputs(router, layer.eval())
+    before = torch.get_rng_state()
+    first, again = layer(tokens, context), layer(tokens, context)
+    assert_that(router, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
+    assert_that(router, _is_same(first, again), "evaluation gives the same twice")
+    group = coupled_image_count(layer)
+    alone = layer(tokens[:group], map_fields(context, lambda field: field[:group]))
+    promise = "in evaluation an image is routed alike in any batch"
+    assert_that(router, is_close(alone[0], first[0][:group]), promise)
+    assert_that(router, torch.equal(alone[1][0].chosen, first[1][0].chosen[:group]), promise)
+
+
+def _is_same(
+    one: tuple[Tensor, tuple[RoutingRecord]], other: tuple[Tensor, tuple[RoutingRecord]]
+) -> bool:
+    pairs = zip((one[0], *one[1][0]), (other[0], *other[1][0]), strict=True)
+    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
+    tokens, context = make_inputs(router, layer.eval())
+    _, (expected,) = layer(tokens, context)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, (record,) = layer(tokens, context)
+        _, (rounded,) = layer(tokens.bfloat16(), context)
+    promise = "under bf16 autocast the record is that of fp32 (nn.kernels.grouped.full_precision)"
+    pairs = zip(record, expected, strict=True)
+    assert_that(router, all(torch.equal(ours, theirs) for ours, theirs in pairs), promise)
+    types = all(field.dtype in (torch.float32, torch.bool) for field in rounded)
+    assert_that(router, types, "the record of bf16 tokens is fp32")
+
+
+def _check_resuming(router: Any, experts: Any) -> None:
+    whole = build_drawn_layer(router, experts)
+    _train_steps(router, whole, range(1))
+    resumed = build_drawn_layer(router, experts)
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    for layer in (whole, resumed):
+        _train_steps(router, layer, range(1, 3))
+    ours, theirs = whole.state_dict(), resumed.state_dict()
+    promise = "a training that goes on from its state_dict ends with the same bits"
+    assert_that(router, all(torch.equal(ours[name], theirs[name]) for name in ours), promise)
+
+
+def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
+    layer.train()
+    for step in steps:
+        tokens, context = make_inputs(router, layer, seed=100 + 10 * step)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(step)
+            output, (record,) = layer(tokens, context)
+        parameters = [one for one in layer.parameters() if one.requires_grad]
+        loss = output.square().mean() + record.probs.square().mean() + record.load.mean()
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.1 * gradient
+
+
+def _check_causality(router: Any, layer: MoEFeedForward) -> None:
+    layer = copy.deepcopy(layer).double()
+    tokens, context = make_inputs(router, layer)
+    tokens = tokens.double()
+    context = map_fields(context, Tensor.double)
+    promise = "it says that it is causal: a later token, or another text, never moves a token"
+    for training in (True, False):
+        layer.train(training)
+        expected = _seeded_call(layer, tokens, context)
+        for place in (1, TOKENS // 2, TOKENS - 1):
+            changed = tokens.clone()
+            changed[0, place:] = -changed[0, place:]
+            moved = (_seeded_call(layer, changed, context) - expected).abs() > 1e-9
+            assert_that(router, not moved[0, :place].any() and not moved[1:].any(), promise)
+
+
+def _seeded_call(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> Tensor:
+    """Return the output and the record as one tensor (B, T, d + 5E), of the same draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        output, (record,) = layer(tokens, context)
+    return torch.cat([output, *(field.to(output.dtype) for field in record)], dim=-1)

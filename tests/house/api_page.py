@@ -1,0 +1,87 @@
+"""docs/api.md from signatures and docstrings: ``python -m tests.house.api_page > docs/api.md``."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import moecore
+from moecore.core.config import Config
+
+HEADER = """\
+# The public names
+
+`import moecore` offers these names and loads none of them before it is used; everything else may
+change without notice. Settings of parts (routers, experts, …) are keyword arguments, and
+[methods.md](methods.md) has their equations. This page is written from signatures and docstrings:
+`python -m tests.house.api_page > docs/api.md`.
+"""
+
+
+def write_page() -> str:
+    """Return the text of docs/api.md."""
+    lines = [HEADER]
+    for name in moecore.__all__:
+        value = getattr(moecore, name)
+        lines.append(f"## `moecore.{name}`\n")
+        lines += describe_value(name, value)
+        for member, part in public_members(value).items():
+            lines.append(f"### `moecore.{name}.{member}`\n")
+            lines += describe_value(member, part)
+    return "\n".join(lines)
+
+
+def public_members(value: Any) -> dict[str, Any]:
+    """Return what a public module offers, by name: parts, measurements or checks."""
+    if not inspect.ismodule(value):
+        return {}
+    if value is moecore.measure:
+        return {name: getattr(value, name) for name in sorted(value.MEASUREMENTS)}
+    is_offered = inspect.isfunction if value is moecore.testing else is_part
+    return {name: one for name, one in sorted(vars(value).items()) if is_offered(one)}
+
+
+def is_part(value: Any) -> bool:
+    """Return whether this is the settings class of a part."""
+    return inspect.isclass(value) and issubclass(value, Config) and "kind" in value.model_fields
+
+
+def describe_value(name: str, value: Any) -> Iterator[str]:
+    """Yield the signature of a public name and its docstring."""
+    if isinstance(value, str):
+        yield "The installed version.\n"
+        return
+    if text := signature_text(value):
+        yield f"```python\n{name}{text}\n```\n"
+    yield f"{inspect.getdoc(value)}\n"
+
+
+def signature_text(value: Any) -> str:
+    """Return what stands behind the name in a call, as it is written; "" of what is not called."""
+    if inspect.ismodule(value) or value is moecore.UserError:
+        return ""
+    if is_part(value):
+        fields = value.model_fields.items()
+        return f"({', '.join(settings_field(*field) for field in fields if field[0] != 'kind')})"
+    node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value)))).body[0]
+    if isinstance(node, ast.FunctionDef):
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"({ast.unparse(node.args)}){returns}"
+    assert isinstance(node, ast.ClassDef)
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            return f"({ast.unparse(inner.args).removeprefix('self, ')})"
+    fields = [ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign)]
+    return f"({', '.join(fields)})"
+
+
+def settings_field(name: str, field: Any) -> str:
+    """Return a field of settings as an argument with its default."""
+    if field.is_required():
+        return name
+    return f"{name}={field.get_default(call_default_factory=True)!r}"
+
+
+if __name__ == "__main__":
+    print(write_page(), end="")

@@ -1,0 +1,175 @@
+"""A part that breaks a promise is named with that promise, in one line."""
+
+from types import SimpleNamespace
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+
+from moecore.attacks.fgsm import Fgsm
+from moecore.core.config import Config
+from moecore.core.routing_records import RoutingContext
+from moecore.nn.experts.mlp import Mlp, MlpExperts
+from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers.token_choice import router_logits
+from moecore.testing import (
+    check_attack,
+    check_experts,
+    check_measurement,
+    check_regularizer,
+    check_router,
+)
+from moecore.training.regularizers.load import Load
+
+
+class Sound(NoisyTopKRouter):
+    """Breaks nothing; others change what it scores."""
+
+    def forward(self, tokens, context=RoutingContext()):
+        with full_precision(tokens):
+            return self.decide(self.scores(tokens))
+
+    def scores(self, tokens):
+        return router_logits(tokens, self.weight)
+
+
+class Rounded(Sound):
+    def forward(self, tokens, context=RoutingContext()):
+        return self.decide(torch.nn.functional.linear(tokens, self.weight).float())
+
+
+class Coupled(Sound):
+    def scores(self, tokens):
+        return super().scores(tokens - tokens.mean(dim=(0, 1)))
+
+
+class LooksAhead(Sound):
+    def scores(self, tokens):
+        return super().scores(tokens.roll(-1, dims=1))
+
+
+class Noisy(Sound):
+    def scores(self, tokens):
+        return super().scores(tokens + torch.randn_like(tokens))
+
+
+class Unscaled(Sound):
+    def decide(self, logits):
+        plan, record = super().decide(logits)
+        return plan, record._replace(probs=2 * record.probs)
+
+
+class Doubled(Sound):
+    def decide(self, logits):
+        plan, record = super().decide(logits)
+        return plan._replace(weights=2 * plan.weights), record
+
+
+class Deaf(Sound):
+    def decide(self, logits):
+        return super().decide(logits.detach())
+
+
+class Forgetful(Sound):
+    seen = 0.0
+
+    def scores(self, tokens):
+        self.seen += self.training
+        return super().scores(tokens) * (1 + self.seen * self.training)
+
+
+@pytest.mark.parametrize(
+    ("module", "promise"),
+    [
+        (Rounded, "under bf16 autocast"),
+        (Coupled, "routed alike in any batch"),
+        (LooksAhead, "a later token"),
+        (Noisy, "evaluation draws no number"),
+        (Unscaled, "probs of a token sum to 1"),
+        (Doubled, "the sum of all experts, weighted by combine"),
+        (Deaf, "reaches the router"),
+        (Forgetful, "goes on from its state_dict"),
+    ],
+)
+def test_a_router(module, promise):
+    class Cosine(NoisyTopK):
+        def build(self, width, experts, basis=None):
+            return sound_or_broken(self, width, experts)
+
+    sound_or_broken = Sound
+    check_router(Cosine)
+    sound_or_broken = module
+    with pytest.raises(AssertionError, match=f"^Cosine: .*{promise}") as failure:
+        check_router(Cosine)
+    assert "\n" not in str(failure.value)
+
+
+class Mixed(MlpExperts):
+    def forward(self, rows):
+        return super().forward(rows._replace(values=rows.values - rows.values.mean(dim=0)))
+
+
+def test_experts():
+    class Blended(Mlp):
+        def build(self, width):
+            return Mixed(self, width)
+
+    with pytest.raises(AssertionError, match="^Blended: a row depends on no other row$"):
+        check_experts(Blended)
+
+
+class Quiet(Config):
+    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+    kind: Literal["quiet"] = "quiet"
+    weight: float = 0.1
+
+    def __call__(self, step):
+        return sum(record.logits.square().mean() for record in step.output.routing)
+
+
+class Weighted(Load):
+    def __call__(self, step):
+        return self.weight * super().__call__(step)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "promise"),
+    [(Quiet, "without routing it raises a UserError"), (Weighted, "not multiplied by weight")],
+)
+def test_a_regularizer(regularizer, promise):
+    with pytest.raises(AssertionError, match=f"^{regularizer.__name__}: .*{promise}"):
+        check_regularizer(regularizer)
+
+
+def test_an_attack():
+    class Strong(Fgsm):
+        def perturb_images(self, at, ball, generator):
+            return (ball.centre + 2 * ball.epsilon).clamp(0, 1)
+
+    with pytest.raises(AssertionError, match="^Strong: no pixel moves by more than ε$"):
+        check_attack(Strong)
+
+
+class Brightness(Config):
+    images: int = 4
+
+
+class Result(Config):
+    mean: float
+
+
+@pytest.mark.parametrize(
+    ("noise", "promise"), [(torch.rand, "draws no global number"), (None, "killed after any piece")]
+)
+def test_a_measurement(noise, promise):
+    calls = []
+
+    def measure(subject, settings, parts):
+        calls.append(noise(1) if noise else 0)
+        first = parts("first", lambda: float(subject.data.test.images.mean()))
+        return Result(mean=first + len(calls))
+
+    module = SimpleNamespace(Result=Result, applies=lambda subject: None, measure=measure)
+    with pytest.raises(AssertionError, match=f"^Brightness: .*{promise}"):
+        check_measurement(module, Brightness())
