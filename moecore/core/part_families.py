@@ -113,6 +113,23 @@ def list_constants(package: str, name: str) -> list[Any]:
     return [getattr(module, name) for module in (*own, *others)]
 
 
+def import_part_by_class(package: str, name: str) -> Any:
+    """Return the part of one of our families whose class has this name.
+
+    Raises AttributeError where the package of the family has none.
+    """
+    if name not in list_class_names(package):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    kind = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    return getattr(importlib.import_module(f"{package}.{kind}"), name)
+
+
+def list_class_names(package: str) -> list[str]:
+    """Return the names of the classes that are called as the files of a package."""
+    files = (ROOT / package.replace(".", "/")).glob("*.py")
+    return sorted(_class_name(file.stem) for file in files if _class_lines(file))
+
+
 @cache
 def _own_class(family: type[AnyConfig], name: str) -> type[AnyConfig] | None:
     file = _folder(family) / f"{name}.py"

@@ -1,5 +1,6 @@
 """Backbones, each the settings of a model, whose `build(image, moe)` gives it."""
 
+from moecore.nn.backbones.base_model import Backbone as Backbone
 from moecore.nn.backbones.language_model import LanguageModel as LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer as SingleLayer
 from moecore.nn.backbones.swin import Swin as Swin

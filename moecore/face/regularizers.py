@@ -1,5 +1,6 @@
 """Regularizers, losses beside the task. Calling one gives its unweighted term."""
 
+from moecore.training.regularizers.base import Regularizer as Regularizer
 from moecore.training.regularizers.entropy import Entropy as Entropy
 from moecore.training.regularizers.group_sparsity import GroupSparsity as GroupSparsity
 from moecore.training.regularizers.importance import Importance as Importance

@@ -1,5 +1,6 @@
 """Routers, each the settings of one: who sends which token to which expert."""
 
+from moecore.nn.routers.base import Router as Router
 from moecore.nn.routers.eigenbasis import Eigenbasis as Eigenbasis
 from moecore.nn.routers.expert_choice import ExpertChoice as ExpertChoice
 from moecore.nn.routers.frozen_copy import FrozenCopy as FrozenCopy

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
 from moecore.testing.requirements import assert_that, seeded_randn, settings_of
@@ -16,7 +17,7 @@ EPSILON = 0.1
 YEARS = Regression(target="age", unit="years")
 
 
-def check_attack(attack: Any) -> None:
+def check_attack(attack: Attack | type[Attack]) -> None:
     """Raise AssertionError, in one line, where an attack breaks a promise of attacks.
 
     attack: settings, or their class, whose defaults are then checked. Images stay in [0, 1] and
@@ -24,23 +25,27 @@ def check_attack(attack: Any) -> None:
     images whatever the batch; the model is left as it was. An attack that climbs the task's loss
     raises it.
     """
-    attack = settings_of(attack)
-    task = CLASSES if attack.refuses(CLASSES) is None else YEARS
-    assert_that(attack, attack.refuses(task) is None, "it attacks a classification or a regression")
+    settings = settings_of(attack)
+    task = CLASSES if settings.refuses(CLASSES) is None else YEARS
+    assert_that(
+        settings, settings.refuses(task) is None, "it attacks a classification or a regression"
+    )
     target = small_target(task)
     clean = target.clean_images()
     before = copy.deepcopy(target.model.state_dict())
-    attacked = target.attacked(attack, EPSILON)
-    _check_images(attack, clean, attacked)
-    assert_that(attack, torch.equal(target.attacked(attack, 0.0), clean), "ε = 0 changes no bit")
+    attacked = target.attacked(settings, EPSILON)
+    _check_images(settings, clean, attacked)
+    assert_that(
+        settings, torch.equal(target.attacked(settings, 0.0), clean), "ε = 0 changes no bit"
+    )
     promise = "the same seeds give the same images in batches of another size"
     for batch in (1, len(clean)):
-        again = target._replace(batch=batch).attacked(attack, EPSILON)
-        assert_that(attack, torch.allclose(again, attacked, atol=1e-5), promise)
-    _check_model_is_unchanged(attack, target.model, before)
-    if attack.climbs_task:
+        again = target._replace(batch=batch).attacked(settings, EPSILON)
+        assert_that(settings, torch.allclose(again, attacked, atol=1e-5), promise)
+    _check_model_is_unchanged(settings, target.model, before)
+    if settings.climbs_task:
         losses = [_task_loss(target, images) for images in (clean, attacked)]
-        assert_that(attack, losses[1] > losses[0], "it raises the mean loss of the task")
+        assert_that(settings, losses[1] > losses[0], "it raises the mean loss of the task")
 
 
 def small_target(task: Task) -> Target:

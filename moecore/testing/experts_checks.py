@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.nn.dispatch import Rows
-from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.testing.requirements import (
     assert_that,
     draw_weights,
@@ -23,7 +23,7 @@ WIDTH = 8
 ROWS = 5  # of each expert but the last, which has none
 
 
-def check_experts(experts: Any) -> None:
+def check_experts(experts: Experts | type[Experts]) -> None:
     """Raise AssertionError, in one line, where experts break a promise of experts.
 
     experts: settings, or their class, whose defaults are then checked. A row is the answer of its
@@ -31,19 +31,19 @@ def check_experts(experts: Any) -> None:
     without has zeros. Evaluation draws nothing, weights are all there is to save, and lent bases
     are (E, d, r).
     """
-    experts = settings_of(experts)
-    module = experts.build(WIDTH)
+    settings = settings_of(experts)
+    module = settings.build(WIDTH)
     draw_weights(module)
-    number = experts.number
+    number = settings.number
     values = seeded_randn((number - 1) * ROWS, WIDTH)
     ends = ROWS * torch.arange(1, number + 1, dtype=torch.int32).clamp(max=number - 1)
-    _check_rows(experts, module.eval(), values, ends)
-    _check_gradients(experts, module, Rows(values, ends))
-    resumed = experts.build(WIDTH).eval()
+    _check_rows(settings, module.eval(), values, ends)
+    _check_gradients(settings, module, Rows(values, ends))
+    resumed = settings.build(WIDTH).eval()
     resumed.load_state_dict(copy.deepcopy(module.state_dict()))
     same = torch.equal(resumed(Rows(values, ends)), module(Rows(values, ends)))
-    assert_that(experts, same, "a module with the same state_dict computes the same")
-    _check_lent_basis(experts, module)
+    assert_that(settings, same, "a module with the same state_dict computes the same")
+    _check_lent_basis(settings, module)
 
 
 def _check_rows(experts: Any, module: ExpertsModule, values: Tensor, ends: Tensor) -> None:

@@ -8,11 +8,12 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.testing.requirements import assert_that, settings_of
 from moecore.testing.small_models import small_step, small_vit
+from moecore.training.regularizers.base import Regularizer
 
 NEEDS = frozenset({"routing", "load", "basis", "guidance", "two_views"})
 
 
-def check_regularizer(regularizer: Any) -> None:
+def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     """Raise AssertionError, in one line, where a regularizer breaks a promise of regularizers.
 
     regularizer: settings, or their class, whose defaults are then checked. It gives a finite fp32
@@ -20,28 +21,28 @@ def check_regularizer(regularizer: Any) -> None:
     nothing; a gradient reaches the model or the teacher's routing. ``needs`` has known words only,
     and without what it needs it is a UserError in one line.
     """
-    regularizer = settings_of(regularizer)
+    settings = settings_of(regularizer)
     model = small_vit()
     step = small_step(model)
-    unknown = sorted(regularizer.needs - NEEDS)
-    assert_that(regularizer, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")
+    unknown = sorted(settings.needs - NEEDS)
+    assert_that(settings, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")
     before = torch.get_rng_state()
-    term = regularizer(step)
-    assert_that(regularizer, torch.equal(before, torch.get_rng_state()), "it draws no number")
+    term = settings(step)
+    assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no number")
     scalar = term.ndim == 0 and term.dtype == torch.float32 and bool(term.isfinite())
-    assert_that(regularizer, scalar, "it gives a finite fp32 scalar")
-    assert_that(regularizer, torch.equal(term, regularizer(step)), "it gives the same twice")
-    heavier = regularizer.model_copy(update={"weight": 3 * regularizer.weight + 1})
+    assert_that(settings, scalar, "it gives a finite fp32 scalar")
+    assert_that(settings, torch.equal(term, settings(step)), "it gives the same twice")
+    heavier = settings.model_copy(update={"weight": 3 * settings.weight + 1})
     promise = "its term is not multiplied by weight: the objective does that"
-    assert_that(regularizer, torch.equal(term, heavier(step)), promise)
+    assert_that(settings, torch.equal(term, heavier(step)), promise)
     assert step.guidance is not None
     leaves = [*model.parameters(), *step.guidance.probs]
     gradients = torch.autograd.grad(term, leaves, materialize_grads=True)
     finite = all(gradient.isfinite().all() for gradient in gradients)
-    assert_that(regularizer, finite, "its gradients are finite")
+    assert_that(settings, finite, "its gradients are finite")
     reached = any(gradient.any() for gradient in gradients)
-    assert_that(regularizer, reached, "a gradient reaches the model or the teacher's routing")
-    _check_refusals(regularizer, step)
+    assert_that(settings, reached, "a gradient reaches the model or the teacher's routing")
+    _check_refusals(settings, step)
 
 
 def _check_refusals(regularizer: Any, step: ObjectiveInputs) -> None:

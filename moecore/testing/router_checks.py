@@ -13,10 +13,11 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
-from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import NOT_IN_TEXTS, MoEFeedForward, build_moe_feed_forward
 from moecore.nn.predict import coupled_image_count
+from moecore.nn.routers.base import Router
 from moecore.testing.requirements import (
     assert_that,
     draw_weights,
@@ -30,7 +31,7 @@ TOKENS = 29  # so many that rows of experts are padded on a CPU
 EXPERTS = Mlp(number=4, hidden_ratio=1.5)
 
 
-def check_router(router: Any, experts: Any = EXPERTS) -> None:
+def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> None:
     """Raise AssertionError, in one line, where a router breaks a promise of routers.
 
     router: settings, or their class, whose defaults are then checked; experts: settings.
@@ -39,19 +40,19 @@ def check_router(router: Any, experts: Any = EXPERTS) -> None:
     reaches the router. Evaluation draws nothing and does not depend on the batch. A training that
     is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead.
     """
-    router = settings_of(router)
-    layer = build_drawn_layer(router, experts)
-    _check_record(router, layer)
-    _check_weighted_sum(router, layer)
-    if hasattr(router, "k"):
-        full = router.with_k(experts.number)
+    settings = settings_of(router)
+    layer = build_drawn_layer(settings, experts)
+    _check_record(settings, layer)
+    _check_weighted_sum(settings, layer)
+    if hasattr(settings, "k"):
+        full = settings.with_k(experts.number)
         _check_weighted_sum(full, build_drawn_layer(full, experts))
-    _check_gradient(router, layer)
-    _check_evaluation(router, layer)
-    _check_autocast(router, layer)
-    _check_resuming(router, experts)
-    if is_causal(router):
-        _check_causality(router, layer)
+    _check_gradient(settings, layer)
+    _check_evaluation(settings, layer)
+    _check_autocast(settings, layer)
+    _check_resuming(settings, experts)
+    if is_causal(settings):
+        _check_causality(settings, layer)
 
 
 def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:

@@ -39,7 +39,8 @@ def public_members(value: Any) -> dict[str, Any]:
     if value is moecore.measure:
         return {name: getattr(value, name) for name in sorted(value.MEASUREMENTS)}
     is_offered = inspect.isfunction if value is moecore.testing else is_part
-    return {name: one for name, one in sorted(vars(value).items()) if is_offered(one)}
+    members = {name: getattr(value, name) for name in dir(value)}
+    return {name: one for name, one in members.items() if is_offered(one)}
 
 
 def is_part(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """A part that breaks a promise is named with that promise, in one line."""
 
 from types import SimpleNamespace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from moecore.testing import (
     check_regularizer,
     check_router,
 )
+from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.load import Load
 
 
@@ -119,8 +120,7 @@ def test_experts():
         check_experts(Blended)
 
 
-class Quiet(Config):
-    needs: ClassVar[frozenset[str]] = frozenset({"routing"})
+class Quiet(Regularizer):
     kind: Literal["quiet"] = "quiet"
     weight: float = 0.1
 
