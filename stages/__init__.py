@@ -3,7 +3,10 @@ import sys
 
 from moecore.core.operating_system import set_parent_death_signal
 
-if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith("stages."):
+if __name__ == "stages":
+    raise ImportError("stages are modules of moecore: python -m moecore.stages.…")
+
+if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith(f"{__name__}."):
     # From its first moment on a stage ends with what started it, not only once torch is imported.
     set_parent_death_signal()
 

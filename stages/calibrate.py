@@ -1,4 +1,4 @@
-"""``python -m stages.calibrate PHASE METHOD SEED``: a calibrator, and what it changes on test."""
+"""``moecore.stages.calibrate PHASE METHOD SEED``: a calibrator, and what it changes on test."""
 
 from pathlib import Path
 

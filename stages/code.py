@@ -1,8 +1,8 @@
 """Stage ``code``: hashes of the source files that decide results.
 
-``python -m stages.code`` writes artifacts/code/, which the other stages depend on in the place of
-the source, so they rerun exactly when a file or a part that they use is edited. As the first stage
-it checks params.yaml, the data and the models too, before anything is computed.
+It always runs, as its sources lie wherever moecore is installed, and writes artifacts/code/, which
+the other stages depend on in the place of the source, so they rerun exactly when a file or a part
+that they use is edited. As the first stage it checks params.yaml, the data and the models too.
 """
 
 from pathlib import Path

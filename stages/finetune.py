@@ -1,6 +1,6 @@
 """Stages ``finetune`` and ``adversarial``: a pretrained model goes on with other data.
 
-``python -m stages.finetune finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. ``… adversarial …``
+``moecore.stages.finetune finetune vmoe 0`` writes artifacts/finetune/vmoe/0/. ``… adversarial …``
 starts from the same model and learns from attacked images (adversarial-moe, §4.2).
 """
 

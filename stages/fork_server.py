@@ -1,6 +1,6 @@
 """Not a stage: forks them, for ``moecore run`` (see moecore/pipeline/forked.py).
 
-``python -m stages.fork_server SOCKET``
+``python -m moecore.stages.fork_server SOCKET``
 """
 
 import sys
@@ -9,20 +9,20 @@ import scipy.stats  # noqa: F401 - the first interval of a process would import 
 import torch
 
 from moecore.pipeline.forked import serve_stages
-from stages.calibrate import calibrate
-from stages.code import code
-from stages.compare import compare
-from stages.finetune import finetune
-from stages.linear_experts import linear_experts
-from stages.measure import measure
-from stages.out_of_fold import out_of_fold
-from stages.prepare import prepare
-from stages.pretrain import pretrain
-from stages.robustness import robustness
-from stages.sizes import sizes
-from stages.teacher import teacher
-from stages.teacher_router import teacher_router
-from stages.transfer import transfer
+from moecore.stages.calibrate import calibrate
+from moecore.stages.code import code
+from moecore.stages.compare import compare
+from moecore.stages.finetune import finetune
+from moecore.stages.linear_experts import linear_experts
+from moecore.stages.measure import measure
+from moecore.stages.out_of_fold import out_of_fold
+from moecore.stages.prepare import prepare
+from moecore.stages.pretrain import pretrain
+from moecore.stages.robustness import robustness
+from moecore.stages.sizes import sizes
+from moecore.stages.teacher import teacher
+from moecore.stages.teacher_router import teacher_router
+from moecore.stages.transfer import transfer
 
 STAGES = (
     calibrate,

@@ -1,4 +1,4 @@
-"""``python -m stages.measure WHAT PHASE METHOD SEED``: measured, or why it does not apply."""
+"""``moecore.stages.measure WHAT PHASE METHOD SEED``: measured, or why it does not apply."""
 
 from pathlib import Path
 from typing import Annotated

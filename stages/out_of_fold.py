@@ -1,4 +1,4 @@
-"""``python -m stages.out_of_fold METHOD SEED``: volumes predicted without their participants."""
+"""``moecore.stages.out_of_fold METHOD SEED``: volumes predicted without their participants."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,6 +1,6 @@
 """Stage ``prepare``: raw data → checked, split, memory-mappable arrays with a card.
 
-``python -m stages.prepare pretrain`` reads ``data.pretrain``, writes artifacts/data/pretrain/.
+``moecore.stages.prepare pretrain`` reads ``data.pretrain``, writes artifacts/data/pretrain/.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Stage ``pretrain``: one method trained from scratch with one seed.
 
-``python -m stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. Killed, it goes on.
+``python -m moecore.stages.pretrain vmoe 0`` writes artifacts/pretrain/vmoe/0/. Killed, it goes on.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``python -m stages.robustness PHASE METHOD SEED``: scores under attacks, and an audit."""
+"""``python -m moecore.stages.robustness PHASE METHOD SEED``: scores under attacks, and an audit."""
 
 from collections.abc import Sequence
 from pathlib import Path

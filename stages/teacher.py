@@ -1,6 +1,6 @@
 """Stage ``teacher``: a dense model trained here, pretrained weights through timm, or none.
 
-``python -m stages.teacher 0`` writes artifacts/teacher/0/, that of the students of seed 0.
+``python -m moecore.stages.teacher 0`` writes artifacts/teacher/0/, that of the students of seed 0.
 """
 
 from pathlib import Path

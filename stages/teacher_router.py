@@ -1,4 +1,4 @@
-"""``python -m stages.teacher_router METHOD SEED``: routers on the frozen teacher (TGR, §3.2)."""
+"""``moecore.stages.teacher_router METHOD SEED``: routers on the frozen teacher (TGR, §3.2)."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""``python -m stages.transfer PHASE SEED``: each method on images attacked on every other."""
+"""``moecore.stages.transfer PHASE SEED``: each method on images attacked on every other."""
 
 import sys
 from pathlib import Path

@@ -31,7 +31,7 @@ class Stage:
         self.line = socket.socket(socket.AF_UNIX)
         self.line.connect(str(server().socket))
         socket.send_fds(self.line, [b"."], [stream.fileno() for stream in self.printed])
-        request = json.dumps([str(folder), [f"stages.{words[0]}", *words[1:]], env])
+        request = json.dumps([str(folder), [f"moecore.stages.{words[0]}", *words[1:]], env])
         self.line.sendall(f"{request}\n".encode())
         self.answer = self.line.makefile()
         self.pid = int(self.answer.readline())
@@ -61,5 +61,5 @@ class Stage:
 
 
 def run(folder: Path, words: Sequence[str], env: dict[str, str]) -> subprocess.CompletedProcess:
-    """``python -m stages.<words>`` in ``folder``."""
+    """``python -m moecore.stages.<words>`` in ``folder``."""
     return subprocess.CompletedProcess(words, *Stage(folder, words, env).wait())

@@ -1,6 +1,7 @@
 """A small copy of this project in which tests run the real stages, by hand or through DVC."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -131,7 +132,8 @@ class Project:
         for name in COPIED:
             source, target = ROOT / name, self.folder / name
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, target, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(source, target)
 
@@ -161,6 +163,10 @@ class Project:
             pipeline = query_pipeline_status()
             planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline, self.folder))
         return {item.stage: item.reasons for item in planned if item.stage != HASHING}
+
+    def changed_by_dvc(self) -> set[str]:
+        """The stages that DVC itself finds changed, without ``code``, which always runs."""
+        return set(json.loads(self.run(["dvc", "status", "--json"]).stdout)) - {HASHING}
 
     def write(self, params: str = PARAMS) -> None:
         (self.folder / "params.yaml").write_text(params, encoding="utf-8")
@@ -234,7 +240,7 @@ class Project:
         self.hash_code()
         if self.forked:
             return forked.run(self.folder, words, self.environment | (env or {}))
-        return self.attempt([sys.executable, "-m", f"stages.{words[0]}", *words[1:]], env)
+        return self.attempt([sys.executable, "-m", f"moecore.stages.{words[0]}", *words[1:]], env)
 
     def hash_code(self) -> None:
         """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage will

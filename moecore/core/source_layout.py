@@ -3,7 +3,11 @@
 import hashlib
 from pathlib import Path
 
+from moecore.core.files import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("moecore", "moecore/stages")  # the second is a link where stages/ lies apart
+STAGE_MODULES = "moecore.stages."  # before the name of a stage
 CODE = Path("artifacts/code")  # their hashes, which the stage `code` writes
 FAMILIES = (  # folders of parts; the `__init__` of each holds nothing but their union
     "nn/routers",
@@ -24,10 +28,23 @@ def list_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def package_source_hash() -> str:
-    """A hash of the files that this process imports from."""
+def package_source_hash(root: Path = ROOT) -> str:
+    """Return a hash of the package's files below ``root``: there this process imports from."""
     digest = hashlib.sha256()
-    for folder in ("moecore", "stages"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+    files = {file for name in SOURCES for file in (root / name).rglob("*.py")}
+    for file in sorted(files):
+        digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def refuse_other_checkout(folder: Path = Path()) -> None:
+    """Raise UserError where ``folder`` is a checkout of moecore, or a study in one, whose code is
+    not the code that this process runs.
+    """
+    here = folder.resolve()
+    checkout = here.parents[1] if here.parent.name == "pipelines" else here
+    if not (checkout / "moecore/core/source_layout.py").is_file() or checkout.samefile(ROOT):
+        return
+    if package_source_hash(checkout) != package_source_hash():
+        other = f"{checkout}: has other code of moecore than {ROOT}, which would run here"
+        raise UserError(f"{other}; activate this checkout's own environment (`make setup`)")

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from moecore.core.files import UserError, explain_full_disk, write_json
+from moecore.core.source_layout import refuse_other_checkout
 
 ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
 JobCount = Annotated[
@@ -43,6 +44,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            refuse_other_checkout()
             with explain_full_disk():
                 return super().invoke(ctx)
         except UserError as error:

@@ -114,7 +114,7 @@ def _room(file: Path) -> str:
     top, *others = file.parts
     if top not in OUR_PACKAGES:
         return OUTSIDE
-    return others[0] if top == "moecore" else top
+    return others[0]
 
 
 def _source_path(file: Path, root: Path) -> Path:
@@ -148,8 +148,7 @@ def _record_of_wheel(package: str) -> dict[Path, str]:
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     """Return a package's files that are no Python, also in subfolders that hold no module."""
     data_files: set[Path] = set()
-    home = _source_path(folder, root)
-    for path in home.iterdir() if folder.parts[0] != "stages" else ():
+    for path in _source_path(folder, root).iterdir():
         if path.name == "__pycache__" or path.name.startswith("."):
             continue
         if path.is_file() and path.suffix != ".py":

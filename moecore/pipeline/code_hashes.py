@@ -2,7 +2,7 @@
 
 One file for every script, measurement, method and section of params.yaml::
 
-    stages/pretrain.json        what importing stages/pretrain.py reaches
+    stages/pretrain.json        what importing moecore/stages/pretrain.py reaches
     measure/invariance.json     the same of that measurement's file, and the parts its section names
                                 (measure/my_lab.brightness.json of one from outside)
     methods/vmoe.json           the parts of methods.vmoe and of model: what such a model is made of
@@ -48,7 +48,7 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
 def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
     params = document.data
     tasks = _task_files(params.get("data"), root)
-    for script in sorted((root / "stages").glob("[a-z]*.py")):
+    for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
             for file in (script.relative_to(root), *_report_files(root)):

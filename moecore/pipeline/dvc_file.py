@@ -99,16 +99,7 @@ def stage_definitions(stages: Sequence[str] | None = None, root: Path = ROOT) ->
                 chosen[fed]["deps"].append(path)
     for stage in chosen.values():
         stage.get("do", stage)["deps"] = _without_unwritten(_paths(stage, "deps"), chosen.values())
-    return {CODE_STAGE: _code_stage(main[CODE_STAGE]), **chosen}
-
-
-def _code_stage(stage: Mapping[str, Any]) -> dict[str, Any]:
-    """The stage ``code`` of a study: it always runs.
-
-    The code lies outside of the study's DVC project, where nothing ignores its bytecode.
-    """
-    kept = {name: stage[name] for name in ("desc", "cmd", "outs")}
-    return {**kept, "always_changed": True}
+    return {CODE_STAGE: main[CODE_STAGE], **chosen}
 
 
 def _without_unwritten(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stages as forked processes: what ``python -m stages.x`` does, without 3 s of imports each time.
+"""Stages as forked processes: ``python -m moecore.stages.x`` without its 3 s of imports.
 
 A server imports all stages once and forks a process for each one that is started. DVC starts them
 through the command ``python`` of ``Server.commands``, first in its PATH; such a process prints,
@@ -27,6 +27,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from moecore.core.operating_system import available_cores
+from moecore.core.source_layout import STAGE_MODULES
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.stage_entry import end_with_parent, run_stage
 
@@ -61,7 +62,7 @@ def start_stage_server(wait: float = 60.0) -> StageServer:
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
     process = subprocess.Popen(
-        [sys.executable, "-m", "stages.fork_server", str(server.socket)],
+        [sys.executable, "-m", f"{STAGE_MODULES}fork_server", str(server.socket)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -77,7 +78,7 @@ def start_stage_server(wait: float = 60.0) -> StageServer:
 def serve_stages(path: str, stages: Stages) -> None:
     """Listen at ``path`` for ever.
 
-    A request is one line of JSON, [folder, ["stages.x", word, …], environment], with the
+    A request is one line of JSON, [folder, ["moecore.stages.x", word, …], environment], with the
     descriptors of stdout and stderr. Answered are the process id, and the exit code at the end.
     """
     end_with_parent()
@@ -140,7 +141,7 @@ def _run_forked(
     code: Any = 0
     with threadpool_limits(threads, user_api="blas"):
         try:
-            run_stage(stages[name.removeprefix("stages.")], rest)
+            run_stage(stages[name.removeprefix(STAGE_MODULES)], rest)
         except SystemExit as end:
             code = end.code
             if isinstance(code, str):  # as Python has it: a message, and failure

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
@@ -76,12 +77,17 @@ def list_gpus() -> list[str]:
 
 
 def start_server_for_jobs(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the environments with a server of stages, where they may be forked; see forked.py."""
+    """Return the environments with a server of stages, where they may be forked; see forked.py.
+
+    Where not, ``python`` is the one that runs this process, first in the PATH.
+    """
     import torch
 
-    elsewhere = CLUSTER in os.environ or SOCKET in os.environ
-    if sys.platform != "linux" or torch.cuda.device_count() or elsewhere:
+    if SOCKET in os.environ:
         return environments
+    if sys.platform != "linux" or torch.cuda.device_count() or CLUSTER in os.environ:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return [environment | {"PATH": path} for environment in environments]
     from moecore.pipeline.forked import start_stage_server
 
     forking = start_stage_server().environment()

@@ -25,7 +25,12 @@ from moecore.pipeline.job_resources import (
     merge_environments,
     start_server_for_jobs,
 )
-from moecore.pipeline.plan import plan_stages, query_pipeline_status, stages_changed_by_code
+from moecore.pipeline.plan import (
+    HASHING,
+    plan_stages,
+    query_pipeline_status,
+    stages_changed_by_code,
+)
 from moecore.pipeline.project_lock import dvc_command
 
 # DVC's words where two processes meet at a path
@@ -99,6 +104,8 @@ def list_pending_stages() -> dict[str, set[str]]:
     """Return the stages that have to run, each after its ancestors, and those right above it."""
     pipeline = query_pipeline_status()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
+    if stages == [HASHING]:  # it always would; no stage's code was edited
+        return {}
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
         for stage in stages

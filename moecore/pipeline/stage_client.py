@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 def run_on_server(python: str, words: list[str]) -> int:
     """The exit code of the stage; a signal's number is negative, as the shell has it 128 + n."""
-    stage = len(words) > 1 and words[0] == "-m" and words[1].startswith("stages.")
+    stage = len(words) > 1 and words[0] == "-m" and words[1].startswith("moecore.stages.")
     if SOCKET not in os.environ or not stage:
         os.execv(python, [python, *words])
     # If DVC is killed this process is too, and then the server ends the stage.

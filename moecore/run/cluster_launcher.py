@@ -14,7 +14,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import Field
@@ -22,6 +21,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.operating_system import set_parent_death_signal
+from moecore.core.source_layout import ROOT, STAGE_MODULES
 from moecore.run.local_ranks import LAUNCHED, rank_by_slurm, threads_by_slurm
 from moecore.run.stage_entry import MEETING, end_with_parent, has_failed_rank
 from moecore.study.reading.document import load_yaml
@@ -139,17 +139,16 @@ def _stage_problems(cluster: Cluster) -> Iterator[tuple[list[str], str]]:
 
 def list_stage_names() -> list[str]:
     """The stages' names: of their scripts, and of those that are a part of one."""
-    folders = getattr(find_spec("stages"), "submodule_search_locations", None) or []
-    scripts = {path.stem for folder in folders for path in Path(folder).glob("[a-z]*.py")}
+    scripts = {path.stem for path in (ROOT / "moecore/stages").glob("[a-z]*.py")}
     return sorted({*scripts, "adversarial", "routing"} - {"fork_server"})
 
 
 def stage_name(words: Sequence[str]) -> str:
     """The stage's name in dvc.yaml, of the words after ``python``."""
-    name = words[1].removeprefix("stages.")
+    name = words[1].removeprefix(STAGE_MODULES)
     if name == "finetune" and len(words) > 2:
         return words[2]  # finetune or adversarial
-    if words[1:3] == ["stages.measure", "routing"]:
+    if words[1:3] == [f"{STAGE_MODULES}measure", "routing"]:
         return "routing"
     return name
 
@@ -175,8 +174,8 @@ def hand_stage_to_launcher() -> None:
     words = sys.orig_argv[1:]
     if (
         words[:1] != ["-m"]
-        or not words[1].startswith("stages.")
-        or words[1] == "stages.fork_server"
+        or not words[1].startswith(STAGE_MODULES)
+        or words[1] == f"{STAGE_MODULES}fork_server"
     ):
         return
     if "RANK" in os.environ:  # whoever started this rank is the launcher
@@ -223,7 +222,7 @@ def run_with_launcher(cluster: Cluster, words: Sequence[str]) -> int:
             break
         again = f"it is started again, {left} more times at most" if left else "given up"
         reason = f"ended from outside (exit code {code}); {again}"
-        print(f"{' '.join(words[1:]).removeprefix('stages.')}: {reason}", file=sys.stderr)
+        print(f"{' '.join(words[1:]).removeprefix(STAGE_MODULES)}: {reason}", file=sys.stderr)
     return code
 
 

@@ -1,6 +1,6 @@
 """Start one training as several ranks of this machine, which meet in a file: no port is opened.
 
-``python -m moecore.run.local_ranks 2 -m stages.pretrain vmoe 0``
+``python -m moecore.run.local_ranks 2 -m moecore.stages.pretrain vmoe 0``
 """
 
 import os
@@ -96,7 +96,9 @@ def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3 or not sys.argv[1].isdigit() or int(sys.argv[1]) < 1:
-        print("usage: python -m moecore.run.local_ranks N -m stages.STAGE …", file=sys.stderr)
+        print(
+            "usage: python -m moecore.run.local_ranks N -m moecore.stages.STAGE …", file=sys.stderr
+        )
         sys.exit(2)
     end_with_parent()
     sys.exit(start_ranks(int(sys.argv[1]), sys.argv[2:]))

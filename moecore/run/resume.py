@@ -48,7 +48,9 @@ def stage_hash_files(item: str, params: Config, script: str | Path) -> list[Path
     """
     hashes = CODE / "stages" / f"{Path(script).stem}.json"
     if not hashes.is_file():
-        raise UserError(f"{hashes}: no such file; run `python -m stages.code`, which writes it")
+        raise UserError(
+            f"{hashes}: no such file; run `python -m moecore.stages.code`, which writes it"
+        )
     sections = [key.split(".")[0] for key in params_keys(type(params)).values()]
     names = dict.fromkeys([*item.split("/"), *sections])
     named = [CODE / kind / f"{name}.json" for name in names for kind in CODE_KINDS]

@@ -11,6 +11,7 @@ from typing import Any
 
 from moecore.core.files import UserError, explain_full_disk
 from moecore.core.operating_system import set_parent_death_signal
+from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.inputs import allow_params_packages
 
 ENDED_CODE = 143  # the exit code of what was ended from outside
@@ -31,9 +32,9 @@ def run_stage(
 ) -> None:
     """Call ``function`` with the words of the command line, converted by its annotations.
 
-    ``def pretrain(method: str, seed: int)`` runs as ``python -m stages.pretrain vmoe 0``. Exit
-    codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the parent
-    (dvc) is killed, the stage ends too. trains: several ranks may share it.
+    ``def pretrain(method: str, seed: int)`` runs as ``python -m moecore.stages.pretrain vmoe 0``.
+    Exit codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the
+    parent (dvc) is killed, the stage ends too. trains: several ranks may share it.
     """
     words = sys.argv[1:] if arguments is None else arguments
     values = _convert_words(function, words)
@@ -42,6 +43,7 @@ def run_stage(
     try:
         if not trains:
             refuse_several_ranks()
+        refuse_other_checkout()
         with explain_full_disk():
             allow_params_packages()
             function(**values)
@@ -134,7 +136,7 @@ def _convert_words(function: Callable[..., None], words: list[str]) -> dict[str,
     names = list(inspect.signature(function).parameters)
     types = typing.get_type_hints(function)
     main = function.__module__ == "__main__"
-    module = f"stages.{function.__name__}" if main else function.__module__
+    module = f"{STAGE_MODULES}{function.__name__}" if main else function.__module__
     usage = " ".join(["usage: python -m", module, *map(str.upper, names)])
     if len(words) != len(names):
         _exit_with_usage(f"{usage} ({len(words)} given)")

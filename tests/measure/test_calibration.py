@@ -32,6 +32,7 @@ from moecore.measure.probes import ageing_and_rescans
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
+from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
 from moecore.tasks.classification import Classification
 from moecore.tasks.classification_metrics import (
@@ -41,7 +42,6 @@ from moecore.tasks.classification_metrics import (
     class_nll,
     reliability_bins,
 )
-from stages import calibrate as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import (
     compute_without_cache,

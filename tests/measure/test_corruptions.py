@@ -35,10 +35,10 @@ from moecore.measure.transfer import (
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
+from moecore.stages import transfer as stage
 from moecore.statistics.intervals import Estimate, bootstrap_mean
 from moecore.statistics.paired import count_paired_hits, paired_difference
 from moecore.tasks.classification import Classification
-from stages import transfer as stage
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
 from tests.measure.subjects import (
     built,

@@ -19,7 +19,7 @@ from moecore.measure.transfer import Transfer
 from moecore.measure.transfer import measure as measure_transfer
 from moecore.measure.under_attack.curves import measured_curves, worst_case
 from moecore.nn.predict import predict_in_batches
-from stages import robustness as stage
+from moecore.stages import robustness as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import (
     MODELS,

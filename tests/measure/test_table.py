@@ -46,8 +46,8 @@ from moecore.report.page.report_page import render_report
 from moecore.report.report_files import render_report_files
 from moecore.report.tables.comparison import compare_methods
 from moecore.report.typed_results import Results
+from moecore.stages.sizes import Params
 from moecore.study.reading.stage_params import read_params
-from stages.sizes import Params
 from tests.measure.subjects import (
     built,
     captioned,

@@ -14,10 +14,10 @@ from moecore.brain import out_of_fold as brain_out_of_fold
 from moecore.measure import cohort_checks, robustness, routing
 from moecore.measure.base import Skipped, read_result
 from moecore.pipeline.code_hashes import write_code
+from moecore.stages import calibrate as calibrate_stage
+from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
+from moecore.stages import robustness as robustness_stage
 from moecore.training.outcome import Outcome
-from stages import calibrate as calibrate_stage
-from stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
-from stages import robustness as robustness_stage
 from tests.project import ROOT
 
 RESULTS = {

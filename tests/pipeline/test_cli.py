@@ -259,7 +259,7 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
     script = (
         "import resource, sys; sys.dont_write_bytecode = True; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
-        "sys.argv = ['pretrain', 'vmoe', '0']; from stages.pretrain import pretrain; "
+        "sys.argv = ['pretrain', 'vmoe', '0']; from moecore.stages.pretrain import pretrain; "
         "from moecore.run.stage_entry import run_stage; run_stage(pretrain)"
     )
     done = project.attempt([sys.executable, "-c", script])
@@ -347,8 +347,7 @@ def looked(tmp_path_factory) -> Project:
 def test_the_first_look_ends_with_a_page(looked):
     done = looked.moecore("quick")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    running = [line for line in done.stdout.splitlines() if line.startswith("Running stage")]
-    assert running == ["Running stage 'code':"]
+    assert "Running stage" not in done.stdout
     assert "Page: pipelines/quick/reports/index.html" in done.stdout
     assert (looked.folder / "pipelines/quick/reports/index.html").is_file()
     lines = [line.split() for line in done.stdout.splitlines()]

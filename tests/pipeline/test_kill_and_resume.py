@@ -119,7 +119,7 @@ def test_killed_while_a_checkpoint_is_written_it_ends_bit_equal(project):
         "        os.truncate(path, os.path.getsize(path) // 2)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "tensors_file.save_file = torn\n"
-        "from stages.pretrain import pretrain\n"
+        "from moecore.stages.pretrain import pretrain\n"
         "pretrain('tgr', 0)\n"
     )
     assert project.attempt([sys.executable, "-c", script]).returncode == -9

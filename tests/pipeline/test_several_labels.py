@@ -9,6 +9,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import read_result
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
+from moecore.stages import finetune, prepare, pretrain
 from moecore.study.checking.validate import cross_misfits, format_misfits
 from moecore.study.reading.document import parse_yaml
 from moecore.study.reading.study import read_study
@@ -16,7 +17,6 @@ from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_model, save_no_guide
 from moecore.training.outcome import Outcome
-from stages import finetune, prepare, pretrain
 
 TRAINING = "batch: 50, learning_rate: 0.005, log_every: 5, warmup_epochs: 0.5, precision: float32"
 PARAMS = f"""\

@@ -198,11 +198,11 @@ def stages_of(project: Project) -> dict[str, tuple[tuple[str, ...], list[str]]]:
     """The words of every stage and what it writes, in the order of the pipeline."""
     return {
         name: (
-            tuple(entry["cmd"].removeprefix("python -m stages.").split()),
+            tuple(entry["cmd"].removeprefix("python -m moecore.stages.").split()),
             [out["path"] for out in entry["outs"]],
         )
         for name, entry in read_dvc_locks(project.folder).items()
-        if entry["cmd"].startswith("python -m stages.")
+        if entry["cmd"].startswith("python -m moecore.stages.")
     }
 
 

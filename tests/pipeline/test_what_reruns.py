@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError, read_json
-from moecore.core.source_layout import CODE, ROOT
+from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
 from moecore.pipeline import closures
 from moecore.pipeline.closures import hash_files, import_closure, part_files
 from moecore.pipeline.code_hashes import hash_code_files
@@ -27,7 +27,7 @@ from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.reading.document import load_yaml, parse_yaml
 from tests import forked
-from tests.project import Project, forget_files
+from tests.project import COMMAND, Project, forget_files
 
 METHODS = ("dense", "vmoe", "tgr")
 
@@ -84,7 +84,7 @@ def test_what_decides_no_result_and_wording_rerun_nothing(edited, monkeypatch):
             text += "EDITED = True\n"
         file.write_text(text, encoding="utf-8")
     assert edited.repro() == [HASHING]
-    assert edited.run(["dvc", "status"]).stdout.strip() == "Data and pipelines are up to date."
+    assert edited.changed_by_dvc() == set()
 
 
 def test_a_measurement_reruns_that_measurement_and_compare(edited):
@@ -179,7 +179,7 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
         else:
             shutil.copy(source, target)
     alone = Project.at(tmp_path)
-    words = entry["cmd"].removeprefix("python -m stages.").split()
+    words = entry["cmd"].removeprefix("python -m moecore.stages.").split()
     ran = forked.run(tmp_path, tuple(words), alone.environment)
     assert ran.returncode == 0, ran.stderr
     missing = [out["path"] for out in entry["outs"] if not (tmp_path / out["path"]).exists()]
@@ -190,7 +190,7 @@ def test_a_stage_needs_only_what_it_depends_on(finished, tmp_path, stage):
 TRACE = """
 import cProfile, json, os, sys, threading
 from moecore.run.stage_entry import run_stage
-from stages.fork_server import STAGES
+from moecore.stages.fork_server import STAGES
 stages = {stage.__name__: stage for stage in STAGES}
 for name, (script, *words) in json.loads(sys.argv[1]).items():
     pid = os.fork()
@@ -215,9 +215,9 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
     """The source files of moecore and stages whose functions each stage calls."""
     project = finished.copy(tmp_path_factory.mktemp("used") / "project")
     words = {
-        name: entry["cmd"].removeprefix("python -m stages.").split()
+        name: entry["cmd"].removeprefix("python -m moecore.stages.").split()
         for name, entry in read_dvc_locks(project.folder).items()
-        if entry["cmd"].startswith("python -m stages.")
+        if entry["cmd"].startswith("python -m moecore.stages.")
         and name != HASHING
         and not ("vmoe" in name or "dense" in name and "finetune-" in name)
     }
@@ -228,7 +228,7 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
         name: {
             file.removeprefix(home)
             for file in json.loads((project.folder / f"used/{name}.json").read_text())
-            if file.startswith((f"{home}moecore/", f"{home}stages/"))
+            if file.startswith(f"{home}moecore/")
         }
         for name in words
     }
@@ -254,7 +254,7 @@ def depends_on(project: Project) -> dict[str, set[str]]:
 
 def decides(file: str) -> bool:
     room = file.split("/")[1]
-    return file.startswith("stages/") or room in closures.DECIDING
+    return room in ("stages", *closures.DECIDING)
 
 
 def test_a_stage_depends_on_all_code_that_it_runs(finished, used):
@@ -303,8 +303,7 @@ def test_an_edit_reruns_what_uses_the_file_and_nothing_else(edited, used, monkey
             assert changed <= ({"compare"} if room == "report" else set()), file
         if soak:
             edited.run(["dvc", "repro", "--single-item", HASHING])
-            status = json.loads(edited.run(["dvc", "status", "--json"]).stdout)
-            assert set(status) - {HASHING, "numbers"} == changed, file
+            assert edited.changed_by_dvc() - {"numbers"} == changed, file
         (edited.folder / file).write_text(before, encoding="utf-8")
         if soak:
             edited.run(["dvc", "repro", "--single-item", HASHING])
@@ -330,9 +329,9 @@ TREE = {
     "moecore/core/written.py": "",
     "moecore/report/html.py": "import moecore.core.config",
     "moecore/report/templates/page.html": "",
-    "stages/train.py": "import torch\nfrom moecore.nn.routers.base import Router\n"
+    "moecore/stages/train.py": "import torch\nfrom moecore.nn.routers.base import Router\n"
     "from moecore.nn.layers.block import Block\n\ndef f():\n    import moecore.data.helper",
-    "stages/compare.py": "from moecore.report.html import page",
+    "moecore/stages/compare.py": "from moecore.report.html import page",
 }
 
 
@@ -349,9 +348,9 @@ def names(files: set[Path]) -> set[str]:
 
 
 def test_closure_follows_modules_but_no_family(tree):
-    reached = names(import_closure("stages/train.py", tree))
+    reached = names(import_closure("moecore/stages/train.py", tree))
     assert reached == {
-        "stages/train.py",
+        "moecore/stages/train.py",
         "moecore/nn/layers/__init__.py",
         "moecore/nn/routers/base.py",
         "moecore/nn/layers/block.py",
@@ -363,10 +362,10 @@ def test_closure_follows_modules_but_no_family(tree):
 
 
 def test_only_the_rooms_that_decide_a_result_are_followed(tree):
-    assert names(import_closure("stages/compare.py", tree)) == {"stages/compare.py"}
+    assert names(import_closure("moecore/stages/compare.py", tree)) == {"moecore/stages/compare.py"}
     rooms = (*closures.DECIDING, "report")
-    assert names(import_closure("stages/compare.py", tree, rooms)) == {
-        "stages/compare.py",
+    assert names(import_closure("moecore/stages/compare.py", tree, rooms)) == {
+        "moecore/stages/compare.py",
         "moecore/report/html.py",
         "moecore/report/templates/page.html",
         "moecore/core/config.py",
@@ -405,11 +404,11 @@ def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
 
 
 def test_broken_and_missing_files_are_named(tree):
-    with pytest.raises(UserError, match=r"stages/none.py: no such file"):
-        import_closure("stages/none.py", tree)
-    (tree / "stages/bad.py").write_text("x = (")
-    with pytest.raises(UserError, match=r"stages/bad.py:1: not valid Python"):
-        import_closure("stages/bad.py", tree)
+    with pytest.raises(UserError, match=r"moecore/stages/none.py: no such file"):
+        import_closure("moecore/stages/none.py", tree)
+    (tree / "moecore/stages/bad.py").write_text("x = (")
+    with pytest.raises(UserError, match=r"moecore/stages/bad.py:1: not valid Python"):
+        import_closure("moecore/stages/bad.py", tree)
 
 
 PARAMS = """\
@@ -456,3 +455,21 @@ def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files
     for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
         wanted = {"moecore/training/loop.py", "moecore/training/optimizer.py"}
         assert wanted <= set(files[f"stages/{script}.json"]), script
+
+
+def test_code_of_another_checkout_is_refused_and_never_runs(tmp_path):
+    """By the command and by every stage, in its root and in its studies."""
+    project = Project(tmp_path)
+    study = tmp_path / "pipelines/own"
+    study.mkdir(parents=True)
+    refuse_other_checkout(study)  # the same code
+    edit(project, "moecore/nn/routers/hash.py")
+    refused = project.attempt_stage("code")
+    said = f"{tmp_path}: has other code of moecore than {ROOT}, which would run here"
+    assert refused.returncode == 1 and said in refused.stderr
+    command = [sys.executable, "-P", "-c", COMMAND, "check"]  # as the script `moecore`
+    refused = project.attempt(command, {"PYTHONPATH": str(ROOT)})
+    assert refused.returncode == 1 and refused.stderr.startswith(said)
+    with pytest.raises(UserError, match="has other code"):
+        refuse_other_checkout(study)
+    project.run(command)

@@ -214,7 +214,7 @@ def test_this_machines_own_launcher_inside_a_job(tmp_path, monkeypatch):
     around = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     project.given = around | {"MOECORE_CLUSTER": written(tmp_path, text)}
     for stage in ("prepare pretrain", "pretrain vmoe 0"):
-        words = [PYTHON, "-m", *f"stages.{stage}".split()]
+        words = [PYTHON, "-m", *f"moecore.stages.{stage}".split()]
         done = project.attempt(words, project.given)
         assert done.returncode == 0, done.stderr
     record = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
@@ -227,16 +227,16 @@ def test_what_is_started():
         default={"gpus": 1, "ranks": 2},
         stages={"pretrain": {"ranks": 4}, "routing": {"gpus": 0}},
     )
-    words = ["-m", "stages.pretrain", "vmoe", "0"]
+    words = ["-m", "moecore.stages.pretrain", "vmoe", "0"]
     ranks = ["-m", "moecore.run.local_ranks", "4"]
     assert launch_command(cluster, words) == ["env", "A=pretrain", "B=1", PYTHON, *ranks, *words]
-    words = ["-m", "stages.measure", "routing", "pretrain", "vmoe", "0"]
+    words = ["-m", "moecore.stages.measure", "routing", "pretrain", "vmoe", "0"]
     assert launch_command(cluster, words) == ["env", "A=routing", "B=0", PYTHON, *words]
-    words = ["-m", "stages.finetune", "adversarial", "vmoe", "0"]
+    words = ["-m", "moecore.stages.finetune", "adversarial", "vmoe", "0"]
     assert stage_name(words) == "adversarial"
     assert launch_command(cluster, words)[3:6] == [PYTHON, "-m", "moecore.run.local_ranks"]
     cluster = Cluster(launch=SRUN, stages={"pretrain": {"nodes": 2, "ranks": 4, "cores": 8}})
-    words = ["-m", "stages.pretrain", "vmoe", "0"]
+    words = ["-m", "moecore.stages.pretrain", "vmoe", "0"]
     assert launch_command(cluster, words) == [
         *["srun", "--nodes=2", "--ntasks=8", "--cpus-per-task=8", "--time=1:00:00"],
         *["--job-name=pretrain", PYTHON, *words],
@@ -268,7 +268,7 @@ def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch,
         script.write_text(f"#!/bin/sh\necho x >> {marks}\nexit {code}\n")
         script.chmod(0o755)
         cluster = Cluster(launch=str(script), tries=3)
-        assert run_with_launcher(cluster, ["-m", "stages.pretrain", "vmoe", "0"]) == ends
+        assert run_with_launcher(cluster, ["-m", "moecore.stages.pretrain", "vmoe", "0"]) == ends
         assert marks.read_text().count("x") == starts
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 3 and "started again, 2 more" in said[0] and "given up" in said[2]
@@ -282,7 +282,7 @@ def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
     script.chmod(0o755)
     assert (
         run_with_launcher(
-            Cluster(launch=str(script), tries=3), ["-m", "stages.pretrain", "vmoe", "0"]
+            Cluster(launch=str(script), tries=3), ["-m", "moecore.stages.pretrain", "vmoe", "0"]
         )
         == 1
     )
@@ -374,7 +374,7 @@ def test_the_pipeline_over_two_nodes(project):
 
 def test_a_failing_stage_and_a_killed_driver_leave_no_job(project):
     project.run([PYTHON, "-c", COMMAND, "check"], project.given)
-    words = [PYTHON, "-m", "stages.pretrain", "vmoe", "0"]
+    words = [PYTHON, "-m", "moecore.stages.pretrain", "vmoe", "0"]
     done = project.attempt(words, project.given)
     own = ("srun:", "slurmstepd")  # SLURM's words, that it ends the other task
     said = [line for line in done.stderr.splitlines() if not line.startswith(own)]

@@ -17,9 +17,9 @@ from moecore.run.partial_comparison import (
     split_answerable_comparisons,
     write_comparison,
 )
+from moecore.stages.compare import Params
 from moecore.study.reading.stage_params import read_params
 from moecore.study.writing.assignments import write_assignments
-from stages.compare import Params
 
 STUDY = Path("pipelines/fashion_moge")
 

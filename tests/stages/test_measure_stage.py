@@ -29,10 +29,10 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from moecore.report.figures.contact_sheet import draw_contact_sheet
+from moecore.stages import out_of_fold as stage
+from moecore.stages.measure import measure
+from moecore.stages.prepare import prepare
 from moecore.training.artifacts import save_model, save_no_guide
-from stages import out_of_fold as stage
-from stages.measure import measure
-from stages.prepare import prepare
 from tests.measure.subjects import digits, in_run
 from tests.project import Project
 from tests.routed import tiny

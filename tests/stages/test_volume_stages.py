@@ -19,13 +19,13 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
+from moecore.stages import calibrate as stage
+from moecore.stages.finetune import finetune
+from moecore.stages.pretrain import pretrain
+from moecore.stages.teacher import teacher
+from moecore.stages.teacher_router import teacher_router
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.outcome import Outcome
-from stages import calibrate as stage
-from stages.finetune import finetune
-from stages.pretrain import pretrain
-from stages.teacher import teacher
-from stages.teacher_router import teacher_router
 from tests.volumes import balls, write_cohort
 
 PARAMS = """\

@@ -274,7 +274,7 @@ def test_imports_are_light():
 
 
 def params_of(script: str) -> type[Config] | None:
-    return getattr(importlib.import_module(f"stages.{script}"), "Params", None)
+    return getattr(importlib.import_module(f"moecore.stages.{script}"), "Params", None)
 
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "stages").glob("[a-z]*.py"))

@@ -348,7 +348,7 @@ def project(request, tmp_path_factory):
 
 def trained(project: Project, *more: str) -> dict[str, torch.Tensor]:
     """The weights after the stage has run to its end on two ranks."""
-    process = launched(["stages.pretrain", "vmoe", "0", *more], project.folder)
+    process = launched(["moecore.stages.pretrain", "vmoe", "0", *more], project.folder)
     said, _ = process.communicate()
     assert process.returncode == 0, said
     return read_tensors(project.folder / MODEL)[0]
@@ -360,7 +360,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def killed(project: Project, everyone: bool, wait: float) -> None:
     """Start two ranks, let them make a checkpoint and go on for a while, and SIGKILL one or all."""
-    process = launched(["stages.pretrain", "vmoe", "0"], project.folder)
+    process = launched(["moecore.stages.pretrain", "vmoe", "0"], project.folder)
     begun = project.folder / ".state/pretrain/vmoe/0"
     kept = ("*/checkpoint.safetensors", "*/sharded.json")
     while not any(list(begun.glob(name)) for name in kept) and process.poll() is None:
@@ -391,7 +391,17 @@ def full(project: Project) -> None:
         "sys.argv = sys.argv[1:]; runpy.run_module('moecore.run.local_ranks', run_name='__main__')"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", limit, "local_ranks", "2", "-m", "stages.pretrain", "vmoe", "0"],
+        [
+            sys.executable,
+            "-c",
+            limit,
+            "local_ranks",
+            "2",
+            "-m",
+            "moecore.stages.pretrain",
+            "vmoe",
+            "0",
+        ],
         cwd=project.folder,
         env=os.environ | SMALL_FILES,
         capture_output=True,
@@ -441,7 +451,7 @@ def test_ranks_with_other_params_end_with_one_line(project, tmp_path):
     shared = {"WORLD_SIZE": "2", "MOECORE_MEETING": str(tmp_path / "meeting")}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "stages.pretrain", "vmoe", "0"],
+            [sys.executable, "-m", "moecore.stages.pretrain", "vmoe", "0"],
             cwd=folder,
             env=os.environ | shared | {"RANK": str(rank), "PYTHONPATH": str(folder)},
             stderr=subprocess.PIPE,

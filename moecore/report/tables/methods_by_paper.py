@@ -100,7 +100,7 @@ def headline_tables_by_phase(compared: Mapping[str, Any]) -> list[str]:
     """Return the lines of a Markdown table for each phase: means over seeds.
 
     A metric that no method has is left out, one that a method lacks is a dash.
-    compared: reports/compare.json as ``stages.compare`` writes it.
+    compared: reports/compare.json as ``moecore.stages.compare`` writes it.
     """
     methods = {name: entry for name, entry in compared.items() if name not in NO_METHODS}
     lines: list[str] = []
