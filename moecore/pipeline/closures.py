@@ -148,7 +148,8 @@ def _record_of_wheel(package: str) -> dict[Path, str]:
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     """Return a package's files that are no Python, also in subfolders that hold no module."""
     data_files: set[Path] = set()
-    for path in _source_path(folder, root).iterdir():
+    home = _source_path(folder, root)
+    for path in home.iterdir():
         if path.name == "__pycache__" or path.name.startswith("."):
             continue
         if path.is_file() and path.suffix != ".py":
