@@ -104,8 +104,11 @@ def stages_changed_by_code(
         return None
     params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
     edited = _edited_hash_files(params, root) if entries else {}
+    present = {stage for edge in pipeline.edges for stage in edge}
     edited_by_stage = {}
     for stage, ran in read_dvc_locks().items():
+        if stage not in present:
+            continue  # of a method or a seed that the study no longer names
         paths = [Path(dep["path"]) for dep in ran.get("deps", ())]
         sources = [edited[file] for file in edited if any(_is_within(path, file) for path in paths)]
         if sources:

@@ -87,6 +87,15 @@ def test_what_decides_no_result_and_wording_rerun_nothing(edited, monkeypatch):
     assert edited.changed_by_dvc() == set()
 
 
+def test_a_stage_of_the_lock_alone_is_not_planned(edited):
+    """Of a method that the study no longer names, even where its code was edited."""
+    edited.edit("methods: [dense, vmoe, tgr]", "methods: [dense, vmoe]")
+    edit(edited, "moecore/training/loop.py")
+    stale = set(edited.stale())
+    assert any(of_method(stage, "vmoe") for stage in stale)
+    assert not any(of_method(stage, "tgr") for stage in stale)
+
+
 def test_a_measurement_reruns_that_measurement_and_compare(edited):
     """DVC is asked: what the hashes say is what it runs, and all that follows."""
     edit(edited, "moecore/measure/invariance.py")
