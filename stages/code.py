@@ -8,6 +8,7 @@ that they use is edited. As the first stage it checks params.yaml, the data and 
 from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.project_answers import refuse_newer_project
 from moecore.report.tables.comparison import unknown_metrics
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
@@ -16,6 +17,7 @@ from moecore.study.reading.document import load_yaml
 
 
 def code() -> None:
+    refuse_newer_project()
     document = load_yaml(params_path())
     check_study(document.path, Path(), unknown_metrics)
     write_code(document.path)

@@ -8,6 +8,8 @@ from moecore.core.files import UserError
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("moecore", "moecore/stages")  # the second is a link where stages/ lies apart
 STAGE_MODULES = "moecore.stages."  # before the name of a stage
+SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
+PROJECT_ANSWERS = ".moecore.json"  # of a project: with what `moecore new` began it
 CODE = Path("artifacts/code")  # their hashes, which the stage `code` writes
 FAMILIES = (  # folders of parts; the `__init__` of each holds nothing but their union
     "nn/routers",

@@ -1,7 +1,9 @@
 """Runs a project through DVC: what has to run, and several stages at a time.
 
 ``cli`` is the command ``moecore``. ``code_hashes``, ``closures``: which source decides a result.
-``plan``: what would run, and why. ``parallel``, ``places``, ``drivers``: DVC's processes side by
-side, one driver a project. ``forked``, ``client``: stages without their seconds of imports.
-``studies``, ``dvc_file``: the folders under pipelines/. ``scale``: a training on paper.
+``plan``: what would run, and why. ``parallel``, ``job_resources``, ``project_lock``: DVC's
+processes side by side, one driver a project. ``forked``, ``stage_client``: stages without their
+imports. ``study_folders``, ``dvc_file``: the folders under pipelines/. ``begin_project``,
+``upgrade_project``: a project of one's own, from project_template/ and shipped/.
+``multi_gpu_estimate``: a training on paper.
 """

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from moecore.core.files import UserError, explain_full_disk, write_json
-from moecore.core.source_layout import refuse_other_checkout
+from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
 
 ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
 JobCount = Annotated[
@@ -45,6 +45,10 @@ class _Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             refuse_other_checkout()
+            if Path(PROJECT_ANSWERS).is_file():
+                from moecore.pipeline.project_answers import refuse_newer_project
+
+                refuse_newer_project()
             with explain_full_disk():
                 return super().invoke(ctx)
         except UserError as error:
@@ -99,7 +103,9 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     from moecore.pipeline.project_lock import hold_project
     from moecore.report.tables.comparison import unknown_metrics
     from moecore.study.checking.preflight import check_study
+    from moecore.study.reading.document import load_yaml
 
+    load_yaml(PARAMS_FILE)  # nothing is written where there is no project
     with hold_project():  # who is refused has written nothing
         if sets:
             from moecore.study.writing.assignments import write_assignments
@@ -113,11 +119,46 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
 def quick_command(jobs: JobCount = None) -> None:
     """A first look in less than a minute: two methods on small digits, through to the page."""
+    from moecore.pipeline.begin_project import write_quick_look
     from moecore.report.tables.summary import main as summary
 
-    study_run(QUICK_STUDY, jobs)
+    folder = QUICK_STUDY if QUICK_STUDY.is_dir() else write_quick_look(Path())
+    study_run(folder, jobs)
     summary()
-    typer.echo(f"Page: {QUICK_STUDY / 'reports/index.html'}")
+    typer.echo(f"Page: {folder / 'reports/index.html'}")
+
+
+def new_command(
+    name: Annotated[str, typer.Argument(help="of the project and its package: letters, digits, _")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="empty or new; left out: one of that name")
+    ] = None,
+    study: Annotated[
+        str, typer.Option("--from", help="the study that it begins as; main: six methods")
+    ] = QUICK_STUDY.name,
+    overlay: Annotated[
+        bool, typer.Option("--overlay", help="params.yaml is written from what differs from ours")
+    ] = False,
+) -> None:
+    """Begin a project of one's own: settings, stages, a router of its own with a test, `make`."""
+    from moecore.pipeline.begin_project import begin_project
+
+    place = folder or Path(name)
+    begin_project(name, place, study, overlay)
+    typer.echo(f"{place}: begun from {study}; edit params.yaml, then `make repro` in it")
+
+
+def upgrade_command(
+    yes: Annotated[bool, typer.Option("--yes", help="write it; left out: only say it")] = False,
+) -> None:
+    """Bring a project to the installed version: the diff, and which stages run again and why."""
+    from moecore.pipeline.project_answers import read_answers
+    from moecore.pipeline.project_lock import hold_project
+    from moecore.pipeline.upgrade_project import upgrade_project
+
+    answers = read_answers(Path())
+    with hold_project():
+        upgrade_project(answers, yes)
 
 
 def ui_command(
@@ -148,20 +189,24 @@ def schema_command() -> None:
     from moecore.study.checking.validate import params_schema
     from moecore.study.reading.document import load_yaml
 
+    target = Path("params.schema.json")
     document = load_yaml(PARAMS_FILE)
     allow_packages(document.packages, document.folders)
     try:
         schema = params_schema()
     except ValueError as error:
         raise UserError(f"{PARAMS_FILE}: {error}") from None
-    write_json(SCHEMA_FILE, schema)
-    typer.echo(f"{SCHEMA_FILE}: written")
+    write_json(target, schema)
+    typer.echo(f"{target}: written")
 
 
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
-    from moecore.report.claims.claims_page import write_claims_page
+    from moecore.pipeline.study_folders import list_studies
+    from moecore.report.claims.claims_page import TARGET, write_claims_page
 
+    if not TARGET.is_file() or not list_studies():
+        raise UserError(f"{TARGET}: found no such file beside studies; start from moecore's clone")
     typer.echo(f"{write_claims_page()}: written")
 
 
@@ -230,6 +275,8 @@ def _build_app() -> typer.Typer:
         plan_command,
         run_command,
         quick_command,
+        new_command,
+        upgrade_command,
         ui_command,
         sync_command,
         schema_command,

@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import CODE as CODES
-from moecore.core.source_layout import ROOT
+from moecore.core.source_layout import SHIPPED
 
 HEAD = (
     "# Written by `moecore study write` from overlay.yaml and the root's dvc.yaml; not by hand.\n"
@@ -37,35 +37,39 @@ LAST_STAGES = ("compare", "numbers")
 LARGE_STUDY = 500  # stages
 
 
-def write_dvc_files(study: Path, stages: Sequence[str] | None = None, root: Path = ROOT) -> None:
+def write_dvc_files(study: Path, stages: Sequence[str] | None, root: Path | None) -> None:
     """Write dvc.yaml and DVC's own files into the folder ``study``, which has its params.yaml.
 
-    stages: as in the overlay, or None for all of the root's dvc.yaml.
+    stages: as in the overlay, or None for all of our dvc.yaml. root: the project whose cache the
+    study shares, or None where it is one itself.
     """
-    cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
     run = _read_yaml(study / "params.yaml").get("run", {})
-    texts = study_dvc_yaml_texts(stage_definitions(stages, root), run)
+    texts = study_dvc_yaml_texts(stage_definitions(stages), run)
     for file in study.glob("steps/*/dvc.yaml"):
         if file.relative_to(study).as_posix() not in texts:
             file.unlink()
-    texts[".dvc/config"] = CONFIG.format(cache=cache)
+    if root is not None:
+        cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
+        texts[".dvc/config"] = CONFIG.format(cache=cache)
     for name, text in texts.items():
         write_whole(study / name, text)
 
 
-def study_dvc_yaml_texts(stages: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, str]:
+def study_dvc_yaml_texts(
+    stages: Mapping[str, Any], run: Mapping[str, Any], head: str = HEAD
+) -> dict[str, str]:
     """Return path → text of a study's dvc.yaml, or of several where it has many stages.
 
-    run: the section of its params.yaml.
+    run: the section of its params.yaml. head: the comment with which they begin.
     """
     if count_stages(stages, run) <= LARGE_STUDY:
-        return {"dvc.yaml": HEAD + _dump_yaml({"stages": dict(stages)})}
+        return {"dvc.yaml": head + _dump_yaml({"stages": dict(stages)})}
     per_method = [name for name, stage in stages.items() if "method" in stage.get("matrix", {})]
     rest = {name: stage for name, stage in stages.items() if name not in per_method}
-    texts = {"dvc.yaml": HEAD + _dump_yaml({"stages": rest})}
+    texts = {"dvc.yaml": head + _dump_yaml({"stages": rest})}
     for name in per_method:
         stage = {name: {"wdir": "../..", **stages[name]}}
-        texts[f"steps/{name}/dvc.yaml"] = HEAD + _dump_yaml(
+        texts[f"steps/{name}/dvc.yaml"] = head + _dump_yaml(
             {"vars": ["../../params.yaml"], "stages": stage}
         )
     return texts
@@ -82,10 +86,10 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     return total
 
 
-def stage_definitions(stages: Sequence[str] | None = None, root: Path = ROOT) -> dict[str, Any]:
+def stage_definitions(stages: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
-    main = _read_yaml(root / "dvc.yaml")["stages"]
-    more = _read_yaml(root / "pipelines/stages.yaml")
+    main = _read_yaml(SHIPPED / "dvc.yaml")["stages"]
+    more = _read_yaml(SHIPPED / "pipelines/stages.yaml")
     defined = {**more["stages"], **main}
     names = list(main if stages is None else stages)
     if unknown := [name for name in names if name not in defined]:

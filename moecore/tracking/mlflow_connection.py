@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sqlite3
+import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -29,11 +30,17 @@ ENVIRONMENT = {
 
 
 def repository_root() -> Path:
-    """Return the repository: of DVC inside a stage, else git's root, else the current folder."""
+    """Return the project: DVC's inside a stage, else the one around this folder, or the folder."""
     if root := outermost_dvc_project():
         return root
     here = Path().resolve()
-    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+    return next((folder for folder in (here, *here.parents) if _is_root(folder)), here)
+
+
+def _is_root(folder: Path) -> bool:
+    """Return whether a folder is a repository or a project, and no study of one."""
+    is_project = (folder / ".dvc").is_dir() and folder.parent.name != "pipelines"
+    return is_project or (folder / ".git").exists()
 
 
 def store_address() -> str:
@@ -128,9 +135,20 @@ def connect_store() -> Any:
 
 
 def experiment_name(folder: Path) -> str:
-    """Return the experiment of a study: its folder's name; ``moecore`` of the main pipeline."""
+    """Return the experiment of a study, its folder's name; of a project its name in pyproject.toml,
+    or ``moecore`` where it has none.
+    """
     folder = folder.resolve()
-    return folder.name if folder.parent.name == "pipelines" else "moecore"
+    if folder.parent.name == "pipelines":
+        return folder.name
+    project = folder / "pyproject.toml"
+    if not project.is_file():
+        return "moecore"
+    try:
+        settings = tomllib.loads(project.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{project}: not valid TOML: {error}") from None
+    return settings.get("project", {}).get("name", folder.name)
 
 
 def get_experiment(client: Any, name: str) -> Any:

@@ -90,7 +90,7 @@ def load_yaml(path: str | Path) -> Document:
         content = Path(path).read_bytes()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        hint = "start from the folder that holds it"
+        hint = "start from the folder that holds it, or begin a project: `moecore new my_study`"
         raise UserError(f"{path}: cannot be read ({reason}); {hint}") from None
     if len(content) > BYTES:
         raise UserError(f"{path}: found {len(content):,} bytes; allowed: up to {BYTES:,}")

@@ -49,11 +49,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
     assignments: ``pretrain.epochs=3``, ``methods.tgr.regularizers.0.weight=2``, whose values are
     YAML. A value that an alias repeats changes in every place.
     """
-    writer = YAML(typ="rt")
-    writer.preserve_quotes = True
-    writer.width = max(map(len, text.splitlines()), default=80)
-    writer.indent(mapping=2, sequence=4, offset=2)
-    writer.Representer = _NullRepresenter
+    writer = round_trip_writer(text)
     data = writer.load(text)
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
@@ -64,6 +60,16 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
     stream = io.StringIO()
     writer.dump(data, stream)
     return stream.getvalue()
+
+
+def round_trip_writer(text: str) -> YAML:
+    """Return what reads and writes ``text`` so that comments, order and quotes stay."""
+    writer = YAML(typ="rt")
+    writer.preserve_quotes = True
+    writer.width = max(map(len, text.splitlines()), default=80)
+    writer.indent(mapping=2, sequence=4, offset=2)
+    writer.Representer = _NullRepresenter
+    return writer
 
 
 def _set_value(data: Any, words: Sequence[str], value: Any, assignment: str) -> None:

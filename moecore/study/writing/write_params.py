@@ -11,15 +11,21 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from moecore.core.files import write_whole
+from moecore.core.source_layout import SHIPPED
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.overlay import ResolvedStudy, resolve_overlay, stages_reading_params
 
 HEAD = """\
-# yaml-language-server: $schema={up}/params.schema.json
+# yaml-language-server: $schema={schema}
 # Written by `moecore study write`, not by hand: edit overlay.yaml, which says what differs from
-# {up}/params.yaml, then write again. A comment says in which of them a section stands.
+# {base}, then write again. A comment says in which of them a section stands.
 """
+PROJECT_HEAD = """\
+# yaml-language-server: $schema=params.schema.json
+# All that a run depends on. Edit, then `make repro`: only what the change touches runs again.
+"""
+SHIPPED_PARAMS = "moecore's params.yaml"
 WIDTH = 100
 ABSENT = object()
 
@@ -52,15 +58,34 @@ def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
     resolved = resolve_overlay(folder, root, presets)
     stages = stages_reading_params(root) if resolved.stages is None else resolved.stages
     check_document(resolved.document, stages)
-    up = os.path.relpath(root, folder)
-    head = HEAD.format(up=up)
+    base, schema = SHIPPED_PARAMS, "params.schema.json"
+    if root != SHIPPED:
+        up = os.path.relpath(root, folder)
+        base, schema = f"{up}/params.yaml", f"{up}/{schema}"
+    head = HEAD.format(base=base, schema=schema)
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
     sections = [
-        f"# {_name_origins(resolved, key, up)}\n{_dump_inline_yaml({key: value})}"
+        f"# {_name_origins(resolved, key, base)}\n{_dump_inline_yaml({key: value})}"
         for key, value in resolved.document.data.items()
     ]
     return "\n".join([head, *sections])
+
+
+def shipped_params_text(study: str | None) -> str:
+    """Return the whole params.yaml of a study of ours, or the main one, for a project to edit."""
+    if study is None:
+        text = (SHIPPED / "params.yaml").read_text(encoding="utf-8")
+    else:
+        sections = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED).document.data
+        dumped = [_dump_inline_yaml({key: value}) for key, value in sections.items()]
+        text = "\n".join([PROJECT_HEAD, *dumped])
+    return paths_from_project(text)
+
+
+def paths_from_project(text: str) -> str:
+    """Return a study's text with its paths of raw data as they are from a project's folder."""
+    return text.replace("../../data/", "data/")
 
 
 def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
@@ -73,10 +98,10 @@ def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
         yield f"{keys}: {_shorten_value(before)} → {_shorten_value(after)}"
 
 
-def _name_origins(resolved: ResolvedStudy, key: str, up: str) -> str:
+def _name_origins(resolved: ResolvedStudy, key: str, base_name: str) -> str:
     """The files that have a section, the deciding one last."""
     base, *others = resolved.layers
-    names = [f"{up}/params.yaml"] if key in base.data and key not in resolved.whole else []
+    names = [base_name] if key in base.data and key not in resolved.whole else []
     folder = Path(others[0].path).parent
     names += [str(Path(layer.path).relative_to(folder)) for layer in others if key in layer.data]
     return " + ".join(dict.fromkeys(names))

@@ -1,0 +1,139 @@
+"""A project of one's own: a folder that uses an installed moecore, as ``moecore new`` writes it.
+
+Its files come from project_template/, in whose names ``dot_`` stands for a dot and ``my_study`` for
+the project, and from the params.yaml, dvc.yaml and studies of this version.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from moecore.core.files import UserError, write_whole
+from moecore.core.source_layout import SHIPPED
+from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.project_answers import version_range, write_answers
+from moecore.pipeline.study_folders import (
+    list_studies,
+    project_overlay_texts,
+    refuse_study_name,
+)
+from moecore.study.reading.message_format import did_you_mean
+from moecore.study.reading.overlay import OVERLAY, resolve_overlay
+from moecore.study.writing.write_params import paths_from_project, shipped_params_text
+
+TEMPLATE = Path(__file__).with_name("project_template")
+TEMPLATE_NAME = "my_study"
+VERSION_RANGE = ">=VERSION"  # in the template's pyproject.toml
+MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
+DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
+EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # the user's from the first day on
+DVC_CONFIG = ".dvc/config"
+WITHOUT_GIT = "    no_scm = true\n"  # a line of its section [core], the last
+QUICK_LOOK = "moecore_quick"
+BEGUN = ".begun"  # a folder in which a project is written before it is moved to its place
+
+
+def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None:
+    """Write a new project into ``folder``, which does not exist or is empty.
+
+    is_overlay: its params.yaml is written from an overlay.yaml. Raises UserError, and leaves
+    nothing, where the name, the study or the folder is not in order.
+    """
+    refuse_study_name(name)
+    if name == "moecore":
+        raise UserError("found the name 'moecore'; allowed: another one")
+    studies = list_shipped_studies()
+    if study not in studies:
+        hint = did_you_mean(study, studies)
+        raise UserError(f"--from: found {study!r}{hint}; allowed: {', '.join(studies)}")
+    if is_overlay and study == MAIN_STUDY:
+        raise UserError(f"--overlay: {MAIN_STUDY} has none; allowed with another study")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is not empty; take an empty folder, or a name that is new")
+    part = folder / BEGUN
+    try:
+        write_texts(part, template_texts(name, is_of_user=True))
+        if is_overlay:
+            overlay = (SHIPPED / "pipelines" / study / OVERLAY).read_text(encoding="utf-8")
+            write_whole(part / OVERLAY, paths_from_project(overlay))
+        else:
+            params = shipped_params_text(None if study == MAIN_STUDY else study)
+            write_whole(part / "params.yaml", params)
+        texts = project_texts(part, name, study)
+        write_texts(part, texts)
+        write_answers(part, name, study, texts)
+        _begin_repository(part, folder)
+        for path in part.iterdir():
+            path.rename(folder / path.name)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_quick_look(place: Path) -> Path:
+    """Write the study ``quick`` into a folder of its own below ``place``; returns the folder."""
+    folder = place / QUICK_LOOK
+    template = template_texts(QUICK_LOOK, is_of_user=False)
+    texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
+    texts[DVC_CONFIG] += WITHOUT_GIT
+    texts["params.yaml"] = shipped_params_text("quick")
+    write_texts(folder, texts | _dvc_texts(folder, "quick"))
+    return folder
+
+
+def list_shipped_studies() -> list[str]:
+    """Return the studies with which a project may begin."""
+    return [MAIN_STUDY, *(folder.name for folder in list_studies(SHIPPED))]
+
+
+def project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
+    """Return path → text of the files that are as moecore writes them, also after an upgrade.
+
+    folder: the project, of which its overlay is read where it has one.
+    """
+    return template_texts(name, is_of_user=False) | _dvc_texts(folder, study)
+
+
+def _dvc_texts(folder: Path, study: str) -> dict[str, str]:
+    """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay."""
+    if (folder / OVERLAY).is_file():
+        return project_overlay_texts(folder)
+    if study == MAIN_STUDY:
+        return {"dvc.yaml": (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")}
+    resolved = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED)
+    stages = stage_definitions(resolved.stages)
+    return study_dvc_yaml_texts(stages, resolved.document.data["run"], DVC_HEAD)
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write the files below ``folder``."""
+    for path, text in texts.items():
+        write_whole(folder / path, text)
+
+
+def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
+    """Return path → text of the files of the template that are, or are not, the user's to edit."""
+    texts = {}
+    for file in sorted(TEMPLATE.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            path = file.relative_to(TEMPLATE).as_posix()
+            text = file.read_text(encoding="utf-8").replace(
+                VERSION_RANGE, version_range(version("moecore"))
+            )
+            if path.startswith(EDITED) == is_of_user:
+                path = path.replace("dot_", ".").replace(TEMPLATE_NAME, name)
+                texts[path] = text.replace(TEMPLATE_NAME, name)
+    return texts
+
+
+def _begin_repository(part: Path, folder: Path) -> None:
+    """Begin a git repository, unless ``folder`` lies in one; DVC is told where there is no git."""
+    above = folder.resolve().parents
+    if any((parent / ".git").exists() for parent in above):
+        return
+    if shutil.which("git"):
+        subprocess.run(["git", "init", "--quiet", str(part)], check=True)
+    else:
+        config = part / DVC_CONFIG
+        write_whole(config, config.read_text(encoding="utf-8") + WITHOUT_GIT)

@@ -1,0 +1,63 @@
+"""With what a project was begun, in a file of its folder."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from moecore.core.config import Config, read_settings
+from moecore.core.files import UserError, write_json
+from moecore.core.source_layout import PROJECT_ANSWERS
+
+
+class ProjectAnswers(Config):
+    """A project's beginning, and the files that ``moecore upgrade`` writes again."""
+
+    moecore: str  # the version that wrote them
+    name: str
+    study: str
+    files: dict[str, str]  # path → sha256 of what was written
+
+
+def write_answers(folder: Path, name: str, study: str, texts: Mapping[str, str]) -> None:
+    """Write what a later ``moecore upgrade`` has to know of these files."""
+    files = {path: hash_text(text) for path, text in texts.items()}
+    answers = ProjectAnswers(moecore=version("moecore"), name=name, study=study, files=files)
+    write_json(folder / PROJECT_ANSWERS, answers.model_dump())
+
+
+def read_answers(folder: Path) -> ProjectAnswers:
+    """Return a project's answers. Raises UserError where there are none, or of a newer version."""
+    path = folder / PROJECT_ANSWERS
+    if not path.is_file():
+        raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
+    answers = read_settings(path, ProjectAnswers, "answers")
+    if version_numbers(answers.moecore) > version_numbers(version("moecore")):
+        newer = f"{path}: the project is of moecore {answers.moecore}, newer than the installed"
+        raise UserError(
+            f"{newer} {version('moecore')}; install moecore{version_range(answers.moecore)}"
+        )
+    return answers
+
+
+def refuse_newer_project(folder: Path = Path()) -> None:
+    """Raise UserError where ``folder`` is a project of a newer version than this."""
+    if (folder / PROJECT_ANSWERS).is_file():
+        read_answers(folder)
+
+
+def version_numbers(text: str) -> tuple[int, ...]:
+    """Return major, minor and patch, to be compared."""
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+
+
+def version_range(text: str) -> str:
+    """Return the versions that fit a project of version ``text``: ``>=0.2.0,<0.3``."""
+    major, minor, *_ = version_numbers(text)
+    return f">={text},<{major}.{minor + 1}"
+
+
+def hash_text(text: str) -> str:
+    """Return the sha256 of a file's text."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -1,0 +1,48 @@
+"""A router by cosine: which expert's direction a token points to.
+
+B images, T tokens per image, E experts, k chosen per token, d width.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import RouterConfig
+from moecore.nn.routers.token_choice import plan_and_record, top_k
+
+
+class Cosine(RouterConfig):
+    """The k experts whose directions are nearest, weighted by a softmax over all experts."""
+
+    kind: Literal["my_study.cosine"] = "my_study.cosine"
+    k: int = Field(2, ge=1, description="experts per token")
+    temperature: float = Field(0.1, gt=0, description="divides the cosines before the softmax")
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
+        """Return the router of ``width``-wide tokens; UserError where k is above ``experts``."""
+        self.check_k(experts)
+        return CosineRouter(self, width, experts)
+
+
+class CosineRouter(nn.Module):
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord)."""
+
+    def __init__(self, config: Cosine, width: int, experts: int) -> None:
+        super().__init__()
+        self.config = config
+        self.directions = nn.Parameter(torch.randn(experts, width))
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        cosines = normalize(tokens.float(), dim=-1) @ normalize(self.directions, dim=-1).T
+        logits = cosines / self.config.temperature
+        probs = torch.softmax(logits, dim=-1)
+        chosen = top_k(logits, self.config.k)
+        weights = probs.gather(-1, chosen)
+        return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)

@@ -1,0 +1,212 @@
+"""`moecore new`: a whole project or nothing; what the commands say where there is none."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_dvc_files
+from moecore.pipeline.begin_project import list_shipped_studies
+from moecore.pipeline.cli import app
+from moecore.pipeline.project_answers import hash_text
+from moecore.study.reading.document import load_yaml
+from moecore.study.reading.overlay import resolve_overlay
+from moecore.study.writing.renamed_keys import RenamedKey
+from moecore.tracking.mlflow_connection import experiment_name, repository_root
+from tests.project import check_params
+
+WRITTEN = {
+    ".dvc/.gitignore",
+    ".dvc/config",
+    ".dvcignore",
+    ".github/workflows/test.yml",
+    ".gitignore",
+    ".moecore.json",
+    "Makefile",
+    "README.md",
+    "dvc.yaml",
+    "params.yaml",
+    "pyproject.toml",
+    "src/own/__init__.py",
+    "src/own/cosine.py",
+    "tests/test_cosine.py",
+}
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def moecore(*words: str):
+    return CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def files_below(folder: Path) -> set[str]:
+    """Every file, without those of git."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {file.as_posix() for file in files if file.parts[0] != ".git"}
+
+
+def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
+    said = moecore("new", "own", ".")
+    assert said.exit_code == 0 and said.stdout.startswith(".: begun from quick")
+    assert files_below(empty) == WRITTEN and (empty / ".git").is_dir()
+    assert moecore("check").exit_code == 0
+    texts = [(empty / file).read_text(encoding="utf-8") for file in WRITTEN]
+    assert not [text for text in texts if str(ROOT) in text or "my_study" in text or "../" in text]
+    tested = [sys.executable, "-m", "pytest", "-q"]
+    done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()
+    assert experiment_name(empty) == "own" and repository_root() == empty
+    assert experiment_name(ROOT) == "moecore" and experiment_name(ROOT / "pipelines/swin") == "swin"
+
+
+@pytest.mark.parametrize("study", list_shipped_studies())
+def test_it_may_begin_as_any_study(empty, study):
+    assert moecore("new", "own", "--from", study).exit_code == 0
+    stages = check_params(empty / "own/params.yaml")
+    assert stages.run.methods is not None and list_dvc_files(empty / "own")
+    if study != "main":
+        values = resolve_overlay(ROOT / "pipelines" / study, ROOT).document.data
+        text = json.dumps(values).replace("../../data/", "data/")
+        assert load_yaml(empty / "own/params.yaml").data == json.loads(text)
+
+
+def test_an_overlay_is_written_again_by_the_same_command(empty):
+    assert moecore("new", "own", "--from", "full", "--overlay").exit_code == 0
+    os.chdir("own")
+    before = {name: Path(name).read_text("utf-8") for name in ("params.yaml", "dvc.yaml")}
+    assert moecore("study", "write").stdout == ""
+    assert before == {name: Path(name).read_text("utf-8") for name in before}
+    overlay = Path("overlay.yaml")
+    overlay.write_text(overlay.read_text("utf-8").replace("seeds: [0, 1, 2]", "seeds: [0, 1]"))
+    assert moecore("study", "write").stdout == ".: run.seeds: [0, 1, 2] → [0, 1]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["own", "full"], "full: is not empty; take an empty folder, or a name that is new"),
+        (["Own"], "found the name 'Own'; allowed: small letters, digits and _"),
+        (["import"], "found the name 'import'; allowed: small letters, digits and _"),
+        (["moecore"], "found the name 'moecore'; allowed: another one"),
+        (["own", "--from", "swim"], "--from: found 'swim', did you mean 'swin'?; allowed: main, "),
+        (["own", "--from", "main", "--overlay"], "--overlay: main has none"),
+    ],
+)
+def test_what_is_not_in_order_is_one_line_and_writes_nothing(empty, words, said):
+    (empty / "full").mkdir()
+    (empty / "full/note.txt").write_text("mine")
+    refused = moecore("new", *words)
+    assert refused.exit_code == 1 and refused.stderr.startswith(said)
+    assert refused.stderr.count("\n") == 1 and files_below(empty) == {"full/note.txt"}
+
+
+def test_a_disk_that_is_full_leaves_no_half_project(empty, limited):
+    with limited(1000):
+        refused = moecore("new", "own", ".")
+    assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
+    assert list(empty.iterdir()) == []
+
+
+@pytest.fixture
+def older(empty) -> Path:
+    """A project that an older version began, whose Makefile and .dvcignore were others."""
+    moecore("new", "own", ".")
+    answers = json.loads((empty / PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    for name in ("Makefile", ".dvcignore"):
+        (empty / name).write_text("as it was\n", encoding="utf-8")
+        answers["files"][name] = hash_text("as it was\n")
+    (empty / PROJECT_ANSWERS).write_text(
+        json.dumps(answers | {"moecore": "0.0.1"}), encoding="utf-8"
+    )
+    return empty
+
+
+def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(older):
+    (older / ".dvcignore").write_text("mine\n", encoding="utf-8")
+    pyproject = older / "pyproject.toml"
+    now = pyproject.read_text(encoding="utf-8")
+    pyproject.write_text(re.sub('moecore>=[^"]*', "moecore>=0.0.1,<0.1", now), encoding="utf-8")
+    before = {file: (older / file).read_text(encoding="utf-8") for file in WRITTEN}
+    said = moecore("upgrade")
+    assert said.exit_code == 0 and "\n-as it was\n+# Every target" in said.stdout
+    assert ".dvcignore: edited in this project and stays so" in said.stdout
+    assert said.stdout.endswith("nothing is written yet; to write it: moecore upgrade --yes\n")
+    assert before == {file: (older / file).read_text(encoding="utf-8") for file in WRITTEN}
+    assert moecore("upgrade", "--yes").stdout.endswith("written\n")
+    changed = {file for file in WRITTEN if (older / file).read_text("utf-8") != before[file]}
+    assert changed == {"Makefile", "pyproject.toml", PROJECT_ANSWERS}
+    assert pyproject.read_text(encoding="utf-8") == now
+    again = moecore("upgrade").stdout
+    assert "@@" not in again and ".dvcignore" not in again, "it is said once"
+
+
+def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
+    steps = (
+        RenamedKey("0.0.1", "data", "never"),  # the project's own version
+        RenamedKey("0.0.2", "methods.*.router.kind", "sort"),
+        RenamedKey("0.1.0", "robustness.images", "pictures"),
+    )
+    monkeypatch.setattr("moecore.pipeline.upgrade_project.RENAMED_KEYS", steps)
+    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    params = older / "params.yaml"
+    text = params.read_text(encoding="utf-8") + "\n# the end\n"
+    params.write_text(text, encoding="utf-8")
+    assert moecore("upgrade", "--yes").exit_code == 0
+    expected = text.replace("router: {kind:", "router: {sort:").replace(
+        "robustness:\n  images:", "robustness:\n  pictures:"
+    )
+    assert params.read_text(encoding="utf-8") == expected
+    params.write_text("robustness: {images: 1, pictures: 2}\n", encoding="utf-8")
+    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    (older / PROJECT_ANSWERS).write_text(
+        json.dumps(answers | {"moecore": "0.0.1"}), encoding="utf-8"
+    )
+    refused = moecore("upgrade")
+    said = "params.yaml: robustness.images is called pictures since moecore 0.1.0, and both are"
+    assert refused.exit_code == 1 and refused.stderr.startswith(said)
+
+
+def test_a_project_of_a_newer_version_is_one_line(older):
+    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    (older / PROJECT_ANSWERS).write_text(
+        json.dumps(answers | {"moecore": "9.1.0"}), encoding="utf-8"
+    )
+    for words in ("check", "upgrade", "run"):
+        refused = moecore(words)
+        assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
+        assert "the project is of moecore 9.1.0, newer than the installed" in refused.stderr
+        assert refused.stderr.endswith("install moecore>=9.1.0,<9.2\n")
+    os.chdir("..")
+    assert "found no such file; start from a folder of `moecore new`" in moecore("upgrade").stderr
+
+
+def test_where_there_is_no_project_every_command_says_what_to_do_and_writes_nothing(empty):
+    for words in ("check", "plan", "run", "study new own"):
+        refused = moecore(*words.split())
+        said = "params.yaml: cannot be read (no such file or directory); start from the folder that"
+        assert refused.exit_code == 1 and refused.stderr.startswith(said), words
+        assert refused.stderr.endswith("or begin a project: `moecore new my_study`\n")
+    for words in ("schema", "claims write"):
+        refused = moecore(*words.split())
+        assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, words
+    assert list(empty.iterdir()) == []
+
+
+def test_a_study_that_cannot_be_written_leaves_no_folder(empty):
+    shutil.copy(ROOT / "tests/params.yaml", "params.yaml")
+    text = Path("params.yaml").read_text(encoding="utf-8")
+    Path("params.yaml").write_text(text.replace("patch: 7", "patch: x", 1), encoding="utf-8")
+    assert moecore("study", "new", "own").exit_code == 1
+    assert not Path("pipelines/own").exists()

@@ -1,0 +1,187 @@
+"""The wheel in an environment of its own, outside of this clone, and a project that uses it.
+
+The packages that moecore needs are those of this environment; of moecore itself only the wheel is
+there.
+"""
+
+import json
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import sysconfig
+import venv
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from moecore.core.source_layout import ROOT
+
+BUILT_FROM = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml", "pyproject.toml")
+BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
+SMALL = (  # seconds in the place of a minute
+    "run.methods=[vmoe]",
+    "run.measurements=[invariance]",
+    "pretrain.epochs=1",
+    "robustness.images=20",
+    "robustness.audit.images=10",
+    "routing.images=20",
+    "routing.augmentation_images=10",
+    "routing.sweeps.images=10",
+    "invariance.images=10",
+)
+
+
+class Installed(NamedTuple):
+    """An environment with the wheel, and a folder outside of the clone to work in."""
+
+    environment: Path
+    place: Path
+
+    def attempt(self, *words: str | Path, folder: Path | None = None):
+        """Run a command of the environment; nothing of this clone is on its path."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("DVC", "MLFLOW", "MOECORE", "PYTHON"))
+        }
+        path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            [str(word) for word in words],
+            cwd=folder or self.place,
+            env=kept | {"PATH": path, "DVC_NO_ANALYTICS": "1", "MOECORE_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    def run(self, *words: str | Path, folder: Path | None = None) -> str:
+        """Run a command that must succeed; returns what it printed."""
+        done = self.attempt(*words, folder=folder)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def install(self, source: Path) -> None:
+        """Build a wheel of a source tree and install it, without a network."""
+        wheels = source.parent / f"{source.name}_wheels"
+        subprocess.run(
+            [sys.executable, "-c", BUILD, str(wheels)], cwd=source, check=True, capture_output=True
+        )
+        (wheel,) = wheels.glob("moecore-*.whl")
+        pip = [sys.executable, "-m", "pip", "--python", str(self.environment / "bin/python")]
+        words = ["install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", str(wheel)]
+        subprocess.run([*pip, *words], check=True)
+
+
+def copy_source(folder: Path) -> Path:
+    """Copy what a wheel is built from, without what was built before."""
+    ignored = shutil.ignore_patterns("__pycache__", "artifacts", "reports", ".dvc", ".state")
+    for name in BUILT_FROM:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+        else:
+            folder.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Installed:
+    home = tmp_path_factory.mktemp("installed")
+    environment = home / "venv"
+    venv.create(environment, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = environment / "lib" / version / "site-packages"
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    (home / "work").mkdir()
+    package = Installed(environment, home / "work")
+    package.install(copy_source(home / "source"))
+    return package
+
+
+@pytest.fixture(scope="module")
+def project(installed) -> Path:
+    """A small project that ran."""
+    assert "my_study: begun from quick" in installed.run("moecore", "new", "my_study")
+    folder = installed.place / "my_study"
+    sets = [word for value in SMALL for word in ("-S", value)]
+    printed = installed.run("moecore", "run", "--jobs", "2", *sets, folder=folder)
+    assert "python -m moecore.stages.pretrain vmoe 0" in printed
+    return folder
+
+
+def test_there_is_moecore_and_no_package_stages(installed):
+    where = "import moecore, moecore.stages; print(moecore.__file__, *moecore.stages.__path__)"
+    for file in installed.run("python", "-c", where).split():
+        assert Path(file).is_relative_to(installed.environment)
+    refused = installed.attempt("python", "-c", "import stages")
+    assert refused.stderr.endswith("ModuleNotFoundError: No module named 'stages'\n")
+
+
+def test_a_project_runs_to_its_page_and_then_nothing_runs(installed, project):
+    assert "vmoe" in (project / "reports/index.html").read_text(encoding="utf-8")
+    hashes = json.loads((project / "artifacts/code/stages/pretrain.json").read_text())
+    assert {"moecore/stages/pretrain.py", "moecore/training/loop.py"} <= hashes.keys()
+    assert "up to date" in installed.run("moecore", "run", folder=project)
+    ran = re.findall(
+        r"Running stage '(.*)'", installed.run("python", "-m", "dvc", "repro", folder=project)
+    )
+    assert ran == ["code"]
+    assert "params.schema.json: written" in installed.run("moecore", "schema", folder=project)
+    assert not list(installed.environment.rglob("params.schema.json"))
+
+
+def test_make_sets_up_tests_and_checks(installed, project):
+    (installed.environment / ".installed").touch()  # what pip would have downloaded is there
+    venv_here = f"VENV={installed.environment}"
+    assert "2 passed" in installed.run("make", "test", venv_here, folder=project)
+    assert "params.yaml: in order" in installed.run("make", "check", venv_here, folder=project)
+
+
+def test_its_model_loads_elsewhere(installed, project):
+    code = (
+        "import sys, torch; from moecore.training.artifacts import load_model\n"
+        "print(load_model(sys.argv[1])(torch.rand(2, 1, 28, 28)).prediction.shape)"
+    )
+    model = shutil.copytree(project / "artifacts/pretrain/vmoe/0", installed.place / "model")
+    assert installed.run("python", "-c", code, model) == "torch.Size([2, 10])\n"
+
+
+def test_a_patched_wheel_says_what_runs_again_and_then_the_project_is_its(installed, project):
+    source = copy_source(installed.place / "patched")
+    pyproject = source / "pyproject.toml"
+    old = version("moecore")
+    new = f"{old.rpartition('.')[0]}.99"
+    text = pyproject.read_text(encoding="utf-8")
+    pyproject.write_text(text.replace(f'version = "{old}"', f'version = "{new}"'))
+    for file, more in {
+        "nn/routers/noisy_top_k.py": "EDITED = True",
+        "pipeline/project_template/Makefile": "# patched",
+    }.items():
+        with open(source / "moecore" / file, "a", encoding="utf-8") as handle:
+            handle.write(f"\n{more}\n")
+    installed.install(source)
+    before = (project / "Makefile").read_text(encoding="utf-8")
+    said = installed.run("moecore", "upgrade", folder=project)
+    assert said.startswith(f"moecore {old} → {new}\n") and "\n+# patched\n" in said
+    assert re.search(r"^pretrain@vmoe-0 .*moecore/nn/routers/noisy_top_k.py edited$", said, re.M)
+    assert "prepare@pretrain" not in said
+    assert (project / "Makefile").read_text(encoding="utf-8") == before
+    assert installed.run("moecore", "upgrade", "--yes", folder=project).endswith("written\n")
+    assert (project / "Makefile").read_text(encoding="utf-8").endswith("# patched\n")
+    assert f'"moecore>={new},<' in (project / "pyproject.toml").read_text(encoding="utf-8")
+    again = installed.run("moecore", "upgrade", folder=project)
+    assert "@@" not in again and "pretrain@vmoe-0" in again
+
+
+def test_its_runs_are_an_experiment_of_its_own_name(installed, project):
+    assert "are current" in installed.run("moecore", "sync", folder=project)
+    with closing(sqlite3.connect(project / "mlflow.db")) as database:
+        names = database.execute("SELECT name FROM experiments").fetchall()
+    assert ("my_study",) in names and ("moecore",) not in names
