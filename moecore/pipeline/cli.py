@@ -189,15 +189,14 @@ def schema_command() -> None:
     from moecore.study.checking.validate import params_schema
     from moecore.study.reading.document import load_yaml
 
-    target = Path("params.schema.json")
     document = load_yaml(PARAMS_FILE)
     allow_packages(document.packages, document.folders)
     try:
         schema = params_schema()
     except ValueError as error:
         raise UserError(f"{PARAMS_FILE}: {error}") from None
-    write_json(target, schema)
-    typer.echo(f"{target}: written")
+    write_json(SCHEMA_FILE, schema)
+    typer.echo(f"{SCHEMA_FILE}: written")
 
 
 def claims_write() -> None:

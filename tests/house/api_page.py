@@ -8,6 +8,7 @@ from typing import Any
 
 import moecore
 from moecore.core.config import Config
+from moecore.measure.base import Measurement
 
 HEADER = """\
 # The public names
@@ -36,16 +37,16 @@ def public_members(value: Any) -> dict[str, Any]:
     """Return what a public module offers, by name: parts, measurements or checks."""
     if not inspect.ismodule(value):
         return {}
-    if value is moecore.measure:
-        return {name: getattr(value, name) for name in sorted(value.MEASUREMENTS)}
     is_offered = inspect.isfunction if value is moecore.testing else is_part
     members = {name: getattr(value, name) for name in dir(value)}
     return {name: one for name, one in members.items() if is_offered(one)}
 
 
 def is_part(value: Any) -> bool:
-    """Return whether this is the settings class of a part."""
-    return inspect.isclass(value) and issubclass(value, Config) and "kind" in value.model_fields
+    """Return whether this is the settings class of a part or of a measurement."""
+    if not inspect.isclass(value) or not issubclass(value, Config):
+        return False
+    return "kind" in value.model_fields or issubclass(value, Measurement)
 
 
 def describe_value(name: str, value: Any) -> Iterator[str]:
