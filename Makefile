@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
-.PHONY: repro full test soak lint setup data check plan ui sync schema bench clean
+.PHONY: repro full test soak lint setup data check plan ui sync schema bench docs clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
@@ -65,5 +65,9 @@ bench: setup                     ## race the MoE layer and the step against dens
 	python -m benchmarks.race
 	python -m benchmarks.table
 
+docs: setup                      ## the docs as a site: site/index.html, which opens without a server
+	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
+
 clean:                           ## delete what can be made again and git does not track, but not DVC's cache
-	rm -rf {.,pipelines/*}/{artifacts,.state,dvc_plots} {.,pipelines/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db
+	rm -rf {.,pipelines/*}/{artifacts,.state,dvc_plots} {.,pipelines/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db site

@@ -2,12 +2,16 @@
 
 from typing import Any
 
-from moecore.core.part_families import import_part_by_class, list_class_names
-
 
 def __getattr__(name: str) -> Any:
-    return import_part_by_class(__name__, name)
+    from moecore.attacks.base import Attack
+    from moecore.core.part_families import find_by_class_name
+
+    return find_by_class_name(Attack, name)
 
 
 def __dir__() -> list[str]:
-    return list_class_names(__name__)
+    from moecore.attacks.base import Attack
+    from moecore.core.part_families import list_class_names
+
+    return list_class_names(Attack)

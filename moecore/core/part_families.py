@@ -113,21 +113,20 @@ def list_constants(package: str, name: str) -> list[Any]:
     return [getattr(module, name) for module in (*own, *others)]
 
 
-def import_part_by_class(package: str, name: str) -> Any:
-    """Return the part of one of our families whose class has this name.
+def find_by_class_name(family: type[AnyConfig], word: str) -> type[AnyConfig]:
+    """Return a family, or our part of it, by the name of its class. Raises AttributeError."""
+    if word == family.__name__:
+        return family
+    own = list_own_names(family) if word[:1].isupper() else []
+    for name in own:
+        if _class_name(name) == word:
+            return find_class(family, name)
+    raise AttributeError(f"{_folder(family).name} has no attribute {word!r}")
 
-    Raises AttributeError where the package of the family has none.
-    """
-    if name not in list_class_names(package):
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    kind = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-    return getattr(importlib.import_module(f"{package}.{kind}"), name)
 
-
-def list_class_names(package: str) -> list[str]:
-    """Return the names of the classes that are called as the files of a package."""
-    files = (ROOT / package.replace(".", "/")).glob("*.py")
-    return sorted(_class_name(file.stem) for file in files if _class_lines(file))
+def list_class_names(family: type[Config]) -> list[str]:
+    """Return the names of the classes of a family, its own among them."""
+    return sorted([family.__name__, *map(_class_name, list_own_names(family))])
 
 
 @cache

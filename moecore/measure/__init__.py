@@ -1,13 +1,17 @@
-"""Measurements of a trained model, a family of parts (see base.py); ``moecore.measure.Cost``."""
+"""Measurements of a trained model: a family of parts (see base.py), and what they share."""
 
 from typing import Any
 
-from moecore.core.part_families import import_part_by_class, list_class_names
-
 
 def __getattr__(name: str) -> Any:
-    return import_part_by_class(__name__, name)
+    from moecore.core.part_families import find_by_class_name
+    from moecore.measure.base import Measurement
+
+    return find_by_class_name(Measurement, name)
 
 
 def __dir__() -> list[str]:
-    return list_class_names(__name__)
+    from moecore.core.part_families import list_class_names
+    from moecore.measure.base import Measurement
+
+    return list_class_names(Measurement)

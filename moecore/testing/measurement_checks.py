@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel
-from moecore.testing.requirements import assert_that
+from moecore.measure.base import MeasuredModel, Measurement
+from moecore.testing.requirements import assert_that, settings_of
 from moecore.testing.small_models import small_data, small_vit
 
 
@@ -35,43 +35,39 @@ class Pieces:
 
 
 def check_measurement(
-    measurement: Any, settings: Config, subject: MeasuredModel | None = None
+    measurement: Measurement | type[Measurement], subject: MeasuredModel | None = None
 ) -> Config:
     """Raise AssertionError, in one line, where a measurement breaks a promise; return its result.
 
-    measurement: its module, with ``Result``, ``applies`` and ``measure``.  subject: the model and
+    measurement: settings, or their class, whose defaults are then checked.  subject: the model and
     data to measure; None: a small ViT with two MoE layers, and 24 images of 8 × 8 pixels of four
-    classes. The result is of its type, is JSON and back the same, draws no global random number
-    and leaves the model as it was. Killed after any piece and resumed it ends alike.
+    classes. The result is JSON and back the same, draws no global random number and leaves the
+    model as it was. Killed after any piece and resumed it ends alike.
     """
+    settings = settings_of(measurement)
     subject = subject or MeasuredModel(small_vit(), small_data())
-    reason = measurement.applies(subject)
-    assert_that(
-        settings, reason is None, f"it applies to the model and data of the check ({reason})"
-    )
+    reason = settings.applies(subject)
+    assert_that(settings, reason is None, f"it applies to what it is checked with ({reason})")
     before = torch.get_rng_state()
     weights = copy.deepcopy(subject.model.state_dict())
-    pieces = Pieces()
-    result = measurement.measure(subject, settings, pieces)
-    assert_that(settings, isinstance(result, measurement.Result), "it gives its Result")
-    text = result.model_dump_json()
-    again = measurement.Result.model_validate_json(text)
-    assert_that(settings, again == result, "its Result is the same behind JSON")
+    result = settings.measure(subject, Pieces())
+    again = type(result).model_validate_json(result.model_dump_json())
+    assert_that(settings, again == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
     state = subject.model.state_dict()
     same = all(torch.equal(state[name], value) for name, value in weights.items())
     assert_that(settings, same and not subject.model.training, "it leaves the model as it was")
-    resumed = _measure_over_kills(measurement, settings, subject)
+    resumed = _measure_over_kills(settings, subject)
     assert_that(settings, resumed == result, "killed after any piece and resumed it ends alike")
     return result
 
 
-def _measure_over_kills(measurement: Any, settings: Config, subject: MeasuredModel) -> Config:
+def _measure_over_kills(settings: Measurement, subject: MeasuredModel) -> Config:
     """Return the result of a measurement that is killed after each piece that it keeps."""
     pieces = Pieces()
     while True:
         pieces.left = 1
         try:
-            return measurement.measure(subject, settings, pieces)
+            return settings.measure(subject, pieces)
         except Killed:
             continue

@@ -8,7 +8,6 @@ from typing import Any
 
 import moecore
 from moecore.core.config import Config
-from moecore.measure.base import Measurement
 
 HEADER = """\
 # The public names
@@ -34,7 +33,7 @@ def write_page() -> str:
 
 
 def public_members(value: Any) -> dict[str, Any]:
-    """Return what a public module offers, by name: parts, measurements or checks."""
+    """Return what a public module offers, by name: parts or checks."""
     if not inspect.ismodule(value):
         return {}
     is_offered = inspect.isfunction if value is moecore.testing else is_part
@@ -44,9 +43,7 @@ def public_members(value: Any) -> dict[str, Any]:
 
 def is_part(value: Any) -> bool:
     """Return whether this is the settings class of a part or of a measurement."""
-    if not inspect.isclass(value) or not issubclass(value, Config):
-        return False
-    return "kind" in value.model_fields or issubclass(value, Measurement)
+    return inspect.isclass(value) and issubclass(value, Config)
 
 
 def describe_value(name: str, value: Any) -> Iterator[str]:

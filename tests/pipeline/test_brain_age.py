@@ -149,7 +149,7 @@ def test_simulated_subjects_are_aged_and_scanned_again(study):
 def test_region_experts_are_tried_where_they_were_not_taught(study):
     found = measured(study, "cohort_checks", "ermoe").generalisation
     assert found.tissues == ("wm", "gm", "csf")
-    assert len(found.mixtures) == 6
+    assert len(found.mixtures) == 6 * 3, "pairs of tissues, and shares of the second"
     assert found.test.whole.people == found.other.whole.people == 2
     dense = measured(study, "cohort_checks", "dense")
     assert dense.generalisation is None

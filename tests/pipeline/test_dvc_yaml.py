@@ -243,7 +243,8 @@ def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
     assert stages_changed_by_code(DvcStatus({"code": ["always changed"]}, EDGES)) == {}
     router = "moecore/nn/routers/hash.py"
     write_json(CODE / "methods/a.json", files["methods/a.json"] | {router: "0"})
-    found = stages_changed_by_code(DvcStatus(EDITED, EDGES))
+    edges = [*EDGES, ("train@a", "transfer")]
+    found = stages_changed_by_code(DvcStatus(EDITED, edges))
     assert found == {"train@a": (f"{router} edited",), "transfer": (f"{router} edited",)}
     assert stages_changed_by_code(DvcStatus({}, EDGES)) == {}, "DVC found nothing to hash again"
     lost = {"code": [{"changed outs": {"artifacts/code": "deleted"}}]}

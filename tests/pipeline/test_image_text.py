@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
         data[phase] |= {"epochs": 2, "batch": 20, "warmup_epochs": 0}
     data["robustness"] |= {"images": 12, "epsilons": [0.05]}
     data["routing"] |= {"images": 12}
-    data["explorer"] = {"images": 4, "sigmas": [0.1], "epsilons": [0.05], "augmentations": []}
+    data["explorer"] = {"images": 4, "epsilons": [0.05], "augmentations": []}
     data["explorer"]["attack"] = {"kind": "pgd", "steps": 2}
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     methods = ("vmoe_text", "ermoe_frozen")

@@ -59,9 +59,9 @@ def test_an_overlay_of_five_lines_is_a_study(study):
     ("overlay", "place_and_key", "word"),
     [
         ("modle: {}\n", "1:1: modle", "did you mean 'model'?"),
-        ("- 1\n", "1:1", "found no mapping; allowed: sections of params.yaml (run, packages"),
+        ("- 1\n", "1:1", "found no mapping; allowed: sections of params.yaml (packages, run"),
         ("stages: [pretrian]\n", "1:10: stages[0]", "found 'pretrian', did you mean 'pr"),
-        ("whole: model\n", "1:1: whole", "found no list; allowed: a list of run, packages"),
+        ("whole: model\n", "1:1: whole", "found no list; allowed: a list of packages, run"),
         ("run: {}\nmodel: {width: wide}\n", "2:9: model.width", "found 'wide' (str)"),
         ("run: {methods: [vmeo]}\n", "1:17: run.methods[0]", "found 'vmeo', did you mean"),
         ("pretrain: null\n", "1:1: pretrain", "missing; the stage pretrain reads it"),

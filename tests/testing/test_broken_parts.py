@@ -1,6 +1,5 @@
 """A part that breaks a promise is named with that promise, in one line."""
 
-from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from moecore.attacks.fgsm import Fgsm
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingContext
+from moecore.measure.base import Measurement
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -151,25 +151,24 @@ def test_an_attack():
         check_attack(Strong)
 
 
-class Brightness(Config):
-    images: int = 4
-
-
 class Result(Config):
     mean: float
 
 
+class Brightness(Measurement):
+    noisy: bool = False
+    calls: list[int] = []
+
+    def measure(self, subject, parts):
+        self.calls.append(1)
+        if self.noisy:
+            torch.rand(1)
+        return Result(mean=len(self.calls) + parts("mean", lambda: 0.5))
+
+
 @pytest.mark.parametrize(
-    ("noise", "promise"), [(torch.rand, "draws no global number"), (None, "killed after any piece")]
+    ("noisy", "promise"), [(True, "draws no global number"), (False, "killed after any piece")]
 )
-def test_a_measurement(noise, promise):
-    calls = []
-
-    def measure(subject, settings, parts):
-        calls.append(noise(1) if noise else 0)
-        first = parts("first", lambda: float(subject.data.test.images.mean()))
-        return Result(mean=first + len(calls))
-
-    module = SimpleNamespace(Result=Result, applies=lambda subject: None, measure=measure)
+def test_a_measurement(noisy, promise):
     with pytest.raises(AssertionError, match=f"^Brightness: .*{promise}"):
-        check_measurement(module, Brightness())
+        check_measurement(Brightness(noisy=noisy, calls=[]))

@@ -12,11 +12,12 @@ from torch.nn.functional import normalize
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.routers.base import RouterConfig
-from moecore.nn.routers.token_choice import plan_and_record, top_k
+from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers.base import Router
+from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
 
 
-class Cosine(RouterConfig):
+class Cosine(Router):
     """The k experts whose directions are nearest, weighted by a softmax over all experts."""
 
     kind: Literal["my_study.cosine"] = "my_study.cosine"
@@ -40,9 +41,11 @@ class CosineRouter(nn.Module):
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        cosines = normalize(tokens.float(), dim=-1) @ normalize(self.directions, dim=-1).T
-        logits = cosines / self.config.temperature
-        probs = torch.softmax(logits, dim=-1)
-        chosen = top_k(logits, self.config.k)
-        weights = probs.gather(-1, chosen)
-        return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
+        with full_precision(tokens):  # under autocast too, where ties would flip
+            directions = normalize(self.directions, dim=-1)
+            cosines = router_logits(normalize(tokens, dim=-1), directions)
+            logits = cosines / self.config.temperature
+            probs = torch.softmax(logits, dim=-1)
+            chosen = top_k(logits, self.config.k)
+            weights = probs.gather(-1, chosen)
+            return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)
