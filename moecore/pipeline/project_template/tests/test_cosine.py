@@ -1,6 +1,7 @@
 import torch
-from moecore.testing import check_router
 from my_study.cosine import Cosine
+
+from moecore.testing import check_router
 
 
 def test_it_keeps_what_every_router_promises():
