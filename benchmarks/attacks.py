@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
 from benchmarks.training_step import bench, sizes
-from moecore.attacks.base import Attack
 from moecore.attacks.apgd import Apgd
 from moecore.attacks.attack_setup import bfloat16_model
-from moecore.attacks.base import image_generators
+from moecore.attacks.base import Attack, image_generators
 from moecore.attacks.pgd import Pgd
 from moecore.nn.predict import eval_mode
 from moecore.training.runtime import tune_runtime
