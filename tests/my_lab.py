@@ -1,55 +1,26 @@
 """A user's package: a router with a helper, a regularizer, a measurement with its page."""
 
+import sys
 from pathlib import Path
 
-COSINE = '''\
-"""A router by the cosine of a token and each expert's direction."""
+from moecore.core.source_layout import ROOT
 
-from typing import Literal
-
-import torch
-from pydantic import Field
-from torch import Tensor, nn
-
-from moecore.core.routing_records import RoutingContext
-from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import plan_and_record, top_k
-from my_lab.directions import cosines
-
-
-class Cosine(Router):
-    """The k experts whose directions are nearest."""
-
-    kind: Literal["my_lab.cosine"] = "my_lab.cosine"
-    k: int = Field(2, ge=1, description="experts per token")
-    temperature: float = Field(0.1, gt=0, description="what the cosines are divided by")
-
-    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
-        self.check_k(experts)
-        return CosineRouter(self, width, experts)
-
-
-class CosineRouter(nn.Module):
-    def __init__(self, config: Cosine, width: int, experts: int) -> None:
-        super().__init__()
-        self.config = config
-        self.directions = nn.Parameter(torch.randn(experts, width))
-
-    def forward(self, tokens: Tensor, context: RoutingContext = RoutingContext()):
-        logits = cosines(tokens.float(), self.directions.float()) / self.config.temperature
-        probs = logits.softmax(dim=-1)
-        chosen = top_k(probs, self.config.k)
-        return plan_and_record(
-            logits=logits, probs=probs, chosen=chosen, weights=probs.gather(-1, chosen)
-        )
-'''
+TEMPLATE = ROOT / "moecore/pipeline/project_template/src/my_study/cosine.py"
+UNIT = "normalize(self.directions, dim=-1)"
+OWN = "from moecore.nn.routers.token_choice"
+COSINE = (  # that of `moecore new`, which a helper of the package serves here
+    TEMPLATE.read_text(encoding="utf-8")
+    .replace("my_study", "my_lab")
+    .replace(UNIT, "unit_rows(self.directions)")
+    .replace(OWN, f"from my_lab.directions import unit_rows\n{OWN}")
+)
 DIRECTIONS = """\
 from torch import Tensor
 from torch.nn.functional import normalize
 
 
-def cosines(tokens: Tensor, directions: Tensor) -> Tensor:
-    return normalize(tokens, dim=-1) @ normalize(directions, dim=-1).T
+def unit_rows(directions: Tensor) -> Tensor:
+    return normalize(directions, dim=-1)
 """
 CALM = '''\
 """The mean square of the routers' logits."""
@@ -122,3 +93,9 @@ def write_my_lab(folder: Path, **files: str) -> Path:
         (package / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (package / f"{name}.py").write_text(text, encoding="utf-8")
     return package
+
+
+def forget_my_lab() -> None:
+    """Let Python import the package anew, from wherever it then lies."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
+        del sys.modules[name]

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
-OUR_PACKAGES = ("moecore", "stages")
+OUR_PACKAGE = "moecore"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=())
 
@@ -50,7 +50,7 @@ def check_package_name(name: str) -> str:
     """Return the name of a package that may be listed. Raises ValueError for any other."""
     if not name.isidentifier() or name in sys.stdlib_module_names:
         raise ValueError(f"found {name}; allowed: the name of an installed package, without dots")
-    if name in OUR_PACKAGES:
+    if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
     package_folder(name)
     return name

@@ -4,18 +4,18 @@ Python is hashed by its syntax tree: comments and formatting rerun nothing; the 
 
 DVC does not follow imports. So the stage ``code`` hashes the files that a script's imports reach,
 and those of the parts that params.yaml names by ``kind``, and other stages depend on these hashes.
-Imports are followed in moecore, in stages, and in the packages that may be imported from by name.
+Imports are followed in moecore and in the packages that may be imported from by name.
 """
 
 import ast
-import csv
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, file_checksum
-from moecore.core.outside_packages import OUR_PACKAGES, allowed_packages, package_folder
+from moecore.core.outside_packages import OUR_PACKAGE, allowed_packages, package_folder
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.pipeline.syntax_hash import hash_syntax
 
@@ -112,7 +112,7 @@ def _sha256(file: Path, root: Path) -> str:
 
 def _room(file: Path) -> str:
     top, *others = file.parts
-    if top not in OUR_PACKAGES:
+    if top != OUR_PACKAGE:
         return OUTSIDE
     return others[0]
 
@@ -120,28 +120,24 @@ def _room(file: Path) -> str:
 def _source_path(file: Path, root: Path) -> Path:
     """Return where a file lies that is called by its package: ``my_lab/cosine.py``."""
     top, *others = file.parts
-    return root / file if top in OUR_PACKAGES else package_folder(top).joinpath(*others)
+    return root / file if top == OUR_PACKAGE else package_folder(top).joinpath(*others)
 
 
 @cache
 def _record_of_wheel(package: str) -> dict[Path, str]:
     """Return the files of an installed wheel that are no Python, with the hashes of its RECORD.
 
-    None of our packages and of a source tree. What such a package writes into its folder while it
+    None of ours and of a source tree. What such a package writes into its folder while it
     runs is not in there.
     """
-    if package in OUR_PACKAGES:
+    if package == OUR_PACKAGE:
         return {}
-    for record in package_folder(package).parent.glob("*.dist-info/RECORD"):
-        rows = list(csv.reader(record.read_text(encoding="utf-8").splitlines()))
-        named = {Path(path): recorded for path, recorded, _ in rows if path.endswith(".py")}
-        if any(path.parts[0] == package for path in named):
-            return {
-                Path(path): recorded
-                for path, recorded, _ in rows
-                if recorded and Path(path).parts[0] == package and not path.endswith(".py")
-            }
-    return {}
+    return {
+        Path(file): file.hash.value
+        for name in packages_distributions().get(package, ())
+        for file in distribution(name).files or ()
+        if file.hash and file.parts[0] == package and file.suffix != ".py"
+    }
 
 
 @cache
@@ -182,7 +178,7 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
         return ()
     files: dict[Path, None] = {}
     for package, name in _read_source(file, root).imports:
-        if package.split("/")[0] in (*OUR_PACKAGES, *packages):
+        if package.split("/")[0] in (OUR_PACKAGE, *packages):
             files |= dict.fromkeys(_module_files(package, name, root))
     return tuple(files)
 

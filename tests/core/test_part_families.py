@@ -24,7 +24,7 @@ from moecore.tasks.base import Task
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
-from tests.my_lab import COSINE, write_my_lab
+from tests.my_lab import COSINE, forget_my_lab, write_my_lab
 
 BASES = (*(Attack, Backbone, Calibrator, Experts, Regularizer, Router, Source, Task, Teacher),)
 PARAMS = """\
@@ -44,8 +44,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield tmp_path
     allow_packages((), ())
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
-        del sys.modules[name]
+    forget_my_lab()
 
 
 def read(text: str = PARAMS) -> Study:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moecore.core.files import read_json
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from tests import my_lab
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
@@ -33,41 +34,8 @@ brightness: {images: 8}
 invariance: {images: 8}
 """
 STAGES = ["prepare", "teacher_router", "pretrain", "robustness", "measure", "compare"]
-MEASUREMENT = '''\
-"""How bright the test images are."""
-
-from pydantic import Field
-
-from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel, Measurement, PartStore
-
-
-class Brightness(Measurement):
-    """Which images."""
-
-    images: int = Field(10, ge=1, description="Test images, the first ones.")
-
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """The mean over all pixels."""
-        images = subject.data.test.images[: self.images]
-        return Result(mean=parts("mean", lambda: float(images.mean())))
-
-
-class Result(Config):
-    """In grey levels."""
-
-    mean: float
-'''
-SHOWN = '''\
-"""How bright the test images are."""
-
-from moecore.measure.brightness import Result
-from moecore.report.column import Column
-from moecore.report.measures.result_display import Shown
-
-COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)
-SHOWN = Shown("brightness", "b", Result, COLUMNS)
-'''
+MEASUREMENT = my_lab.BRIGHTNESS
+SHOWN = my_lab.BRIGHTNESS_PAGE.replace("from my_lab", "from moecore.measure").replace("my_lab.", "")
 
 
 def add_part(folder: Path, family: str, like: str, new: str) -> None:

@@ -1,0 +1,74 @@
+"""Which files of a package from outside are hashed: of a source tree, and of a wheel."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moecore.core.outside_packages import allow_packages
+from moecore.pipeline.code_hashes import hash_code_files
+from moecore.study.reading.document import parse_yaml
+from tests.my_lab import SECTIONS, forget_my_lab, write_my_lab
+from tests.project import forget_files
+
+PARAMS = f"""\
+{SECTIONS}
+run: {{methods: [mine], seeds: [0], phases: [pretrain], measurements: [my_lab.brightness]}}
+data: {{pretrain: {{kind: digits}}}}
+model: {{kind: vit}}
+methods: {{mine: {{router: {{kind: my_lab.cosine}}, experts: {{kind: mlp}}}}}}
+"""
+RECORD = """\
+my_lab/__init__.py,sha256=aa,0
+my_lab/cosine.py,sha256=bb,1
+my_lab/table.bin,sha256=cc,2
+my_lab-0.3.dist-info/METADATA,sha256=dd,3
+my_lab-0.3.dist-info/RECORD,,
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Iterator[Path]:
+    """Where Python finds my_lab, with two files that are no Python beside its modules."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    package = write_my_lab(tmp_path)
+    (package / "table.bin").write_bytes(b"12")
+    (package / "cache.nbi").write_bytes(b"3")
+    forget_files()
+    yield tmp_path
+    allow_packages((), ())
+    forget_my_lab()
+    forget_files()
+
+
+def hashes(name: str) -> dict[str, str]:
+    forget_files()
+    return hash_code_files(parse_yaml(PARAMS))[name]
+
+
+def test_a_source_tree_is_hashed_by_its_files(folder):
+    mine = hashes("methods/mine.json")
+    assert mine["my_lab/table.bin"] == hashlib.sha256(b"12").hexdigest()
+    assert {"my_lab/cosine.py", "my_lab/directions.py", "my_lab/cache.nbi"} <= set(mine)
+    (folder / "my_lab/directions.py").write_text("cosines = None")
+    changed = {name for name, one in hashes("methods/mine.json").items() if mine[name] != one}
+    assert changed == {"my_lab/directions.py"}
+
+
+def test_an_installed_wheel_is_hashed_by_its_record(folder):
+    """What a package writes into its folder while it runs is not in there."""
+    about = folder / "my_lab-0.3.dist-info"
+    about.mkdir()
+    (about / "RECORD").write_text(RECORD)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my_lab\nVersion: 0.3\n")
+    mine = hashes("methods/mine.json")
+    assert mine["my_lab/table.bin"] == "cc" and "my_lab/cache.nbi" not in mine
+
+
+def test_a_measurement_has_its_module_and_the_page_what_shows_it(folder):
+    assert "my_lab/brightness.py" in hashes("measure/my_lab.brightness.json")
+    assert "my_lab/pages/brightness.py" not in hashes("measure/my_lab.brightness.json")
+    assert "my_lab/pages/brightness.py" in hashes("stages/compare.json")
+    assert "my_lab/brightness.py" not in hashes("stages/measure.json")
