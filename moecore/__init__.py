@@ -23,6 +23,8 @@ __all__ = [
     "load_model",
     "measure",
     "model_folder",
+    "pages",
+    "parts",
     "predict_in_batches",
     "regularizers",
     "routers",

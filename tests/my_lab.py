@@ -7,7 +7,7 @@ from moecore.core.source_layout import ROOT
 
 TEMPLATE = ROOT / "moecore/pipeline/project_template/src/my_study/cosine.py"
 UNIT = "normalize(self.directions, dim=-1)"
-OWN = "from moecore.nn.routers.token_choice"
+OWN = "from moecore.parts"
 COSINE = (  # that of `moecore new`, which a helper of the package serves here
     TEMPLATE.read_text(encoding="utf-8")
     .replace("my_study", "my_lab")
@@ -29,9 +29,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from moecore.core.routing_records import ObjectiveInputs
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import sum_over_layers
+from moecore.parts import ObjectiveInputs, Regularizer, sum_over_layers
 
 
 class Calm(Regularizer):
@@ -46,8 +44,7 @@ BRIGHTNESS = '''\
 
 from pydantic import Field
 
-from moecore.core.config import Config
-from moecore.measure.base import MeasuredModel, Measurement, PartStore
+from moecore.parts import Config, MeasuredModel, Measurement, PartStore
 
 
 class Brightness(Measurement):
@@ -64,8 +61,7 @@ class Result(Config):
     mean: float
 '''
 BRIGHTNESS_PAGE = """\
-from moecore.report.column import Column
-from moecore.report.measures.result_display import Shown
+from moecore.pages import Column, Shown
 from my_lab.brightness import Result
 
 COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)

@@ -2,6 +2,8 @@
 
 from moecore import attacks as attacks
 from moecore import measure as measure
+from moecore import pages as pages
+from moecore import parts as parts
 from moecore import testing as testing
 from moecore.attacks.attack_setup import Target as Target
 from moecore.core.files import UserError as UserError

@@ -8,7 +8,7 @@ Imports are followed in moecore and in the packages that may be imported from by
 """
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -31,7 +31,12 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "brain",
 )
 OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
-PASSED_THROUGH = "run"  # decides none either, but what it imports does: the training loop, for one
+PASSED_THROUGH = ("run", "face")  # decide none either, but what they import does
+PUBLIC_MODULES = {  # what only passes names on, which live elsewhere
+    "moecore": Path("moecore/face/__init__.py"),
+    "moecore/parts": Path("moecore/parts/__init__.py"),
+    "moecore/pages": Path("moecore/pages/__init__.py"),
+}
 FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
@@ -45,7 +50,7 @@ def import_closure(
 ) -> set[Path]:
     """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
 
-    Files of ``run`` are left out, those of ``rooms`` that they import are not.
+    Files of ``PASSED_THROUGH`` are left out, those of ``rooms`` that they import are not.
     Of a family only its base class is reached: which part it is stands in params.yaml. ``__init__``
     files that hold nothing but a docstring are left out. Files that lie beside a module without
     being Python (an atlas, a template) belong to it.
@@ -59,9 +64,9 @@ def import_closure(
             waiting.extend(
                 file
                 for file in _imported_files(file, root, allowed_packages())
-                if _room(file) in (*rooms, "stages", PASSED_THROUGH, OUTSIDE)
+                if _room(file) in (*rooms, "stages", *PASSED_THROUGH, OUTSIDE)
             )
-    reached = {file for file in reached if _room(file) != PASSED_THROUGH}
+    reached = {file for file in reached if _room(file) not in PASSED_THROUGH}
     return reached.union(
         *(_data_files(folder, root) for folder in {file.parent for file in reached})
     )
@@ -177,10 +182,21 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
     if file.suffix != ".py":
         return ()
     files: dict[Path, None] = {}
-    for package, name in _read_source(file, root).imports:
-        if package.split("/")[0] in (OUR_PACKAGE, *packages):
-            files |= dict.fromkeys(_module_files(package, name, root))
+    for module, name in _read_source(file, root).imports:
+        for package, one in _homes(module, name, root):
+            if package.split("/")[0] in (OUR_PACKAGE, *packages):
+                files |= dict.fromkeys(_module_files(package, one, root))
     return tuple(files)
+
+
+def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
+    """Return (package, name) of an import; where it lives, of what a public module passes on."""
+    if f"{package}/{name}" in PUBLIC_MODULES:
+        package, name = f"{package}/{name}", ""
+    if package not in PUBLIC_MODULES:
+        return [(package, name)]
+    imports = _read_source(PUBLIC_MODULES[package], root).imports
+    return [one for one in imports if one[1] == name] or imports
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:

@@ -33,11 +33,13 @@ def write_page() -> str:
 
 
 def public_members(value: Any) -> dict[str, Any]:
-    """Return what a public module offers, by name: parts or checks."""
+    """Return what a public module offers, by name: parts, checks, what parts are written with."""
     if not inspect.ismodule(value):
         return {}
+    members = {name: one for name, one in inspect.getmembers(value) if not name.startswith("_")}
+    if value in (moecore.parts, moecore.pages):
+        return members
     is_offered = inspect.isfunction if value is moecore.testing else is_part
-    members = {name: getattr(value, name) for name in dir(value)}
     return {name: one for name, one in members.items() if is_offered(one)}
 
 
@@ -54,6 +56,10 @@ def describe_value(name: str, value: Any) -> Iterator[str]:
     if text := signature_text(value):
         yield f"```python\n{name}{text}\n```\n"
     yield f"{inspect.getdoc(value)}\n"
+    for name in sorted(getattr(value, "__abstractmethods__", ())):
+        method = getattr(value, name)
+        arguments = "" if isinstance(method, property) else signature_text(method)
+        yield f"Yours has `{name}{arguments}`: {inspect.getdoc(method)}\n"
 
 
 def signature_text(value: Any) -> str:

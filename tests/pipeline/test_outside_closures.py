@@ -72,3 +72,26 @@ def test_a_measurement_has_its_module_and_the_page_what_shows_it(folder):
     assert "my_lab/pages/brightness.py" not in hashes("measure/my_lab.brightness.json")
     assert "my_lab/pages/brightness.py" in hashes("stages/compare.json")
     assert "my_lab/brightness.py" not in hashes("stages/measure.json")
+
+
+def test_a_name_of_a_public_module_leads_to_the_file_where_it_lives(folder):
+    mine = hashes("methods/mine.json")
+    assert "moecore/nn/routers/token_choice.py" in mine
+    others = {
+        "moecore/parts.py",
+        "moecore/face/__init__.py",
+        "moecore/training/regularizers/base.py",
+    }
+    assert not others & set(mine)
+
+
+@pytest.mark.parametrize(
+    "line", ["import moecore", "from moecore import load_cv2", "from moecore import parts"]
+)
+def test_what_is_used_by_its_public_name_is_hashed(folder, line):
+    (folder / "my_lab/directions.py").write_text(f"{line}\n")
+    metrics = "moecore/measure/routing_metrics/layer_metrics.py"
+    teacher = "moecore/training/teachers/base.py"
+    mine = set(hashes("methods/mine.json"))
+    assert (metrics in mine) == ("parts" not in line)
+    assert (teacher in mine) == ("load_cv2" not in line)

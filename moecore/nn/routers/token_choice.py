@@ -12,7 +12,7 @@ from moecore.nn.dispatch import SparsePlan
 
 
 def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """tokens (B, T, d) by weight (E, d) to logits (B, T, E), in fp32 at least; no autocast."""
+    """Logits (B, T, E) of tokens (B, T, d) by weight (E, d), in fp32 at least; no autocast."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 

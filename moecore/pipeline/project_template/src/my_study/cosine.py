@@ -10,11 +10,16 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
-from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.routers.base import Router
-from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
+from moecore.parts import (
+    Router,
+    RoutingContext,
+    RoutingRecord,
+    SparsePlan,
+    full_precision,
+    plan_and_record,
+    router_logits,
+    top_k,
+)
 
 
 class Cosine(Router):

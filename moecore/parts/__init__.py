@@ -1,0 +1,27 @@
+"""What a part of one's own is written with: the families' base classes, and what they handle.
+
+A file that imports a name from here depends on the file where that name lives, not on the others.
+"""
+
+from moecore.attacks.base import Attack as Attack
+from moecore.core.config import Config as Config
+from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
+from moecore.core.routing_records import RoutingContext as RoutingContext
+from moecore.core.routing_records import RoutingRecord as RoutingRecord
+from moecore.data.sources.base import Source as Source
+from moecore.measure.base import MeasuredModel as MeasuredModel
+from moecore.measure.base import Measurement as Measurement
+from moecore.measure.base import PartStore as PartStore
+from moecore.measure.calibrators.base import Calibrator as Calibrator
+from moecore.nn.backbones.base_model import Backbone as Backbone
+from moecore.nn.dispatch import SparsePlan as SparsePlan
+from moecore.nn.experts.base import Experts as Experts
+from moecore.nn.kernels.grouped import full_precision as full_precision
+from moecore.nn.routers.base import Router as Router
+from moecore.nn.routers.token_choice import plan_and_record as plan_and_record
+from moecore.nn.routers.token_choice import router_logits as router_logits
+from moecore.nn.routers.token_choice import top_k as top_k
+from moecore.tasks.base import Task as Task
+from moecore.training.regularizers.base import Regularizer as Regularizer
+from moecore.training.regularizers.layer_terms import sum_over_layers as sum_over_layers
+from moecore.training.teachers.base import Teacher as Teacher
