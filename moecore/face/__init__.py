@@ -10,10 +10,10 @@ from moecore.core.files import UserError as UserError
 from moecore.core.routing_records import ModelOutput as ModelOutput
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.data.prepared import Prepared as Prepared
-from moecore.face import backbones as backbones
-from moecore.face import experts as experts
-from moecore.face import regularizers as regularizers
-from moecore.face import routers as routers
+from moecore.face.families import backbones as backbones
+from moecore.face.families import experts as experts
+from moecore.face.families import regularizers as regularizers
+from moecore.face.families import routers as routers
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement as expert_agreement
 from moecore.measure.routing_metrics.layer_metrics import expert_counts as expert_counts
 from moecore.measure.routing_metrics.layer_metrics import load_cv2 as load_cv2

@@ -4,10 +4,12 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import moecore
 from moecore.core.config import Config
+from moecore.face.families import FamilyParts
 
 HEADER = """\
 # The public names
@@ -33,8 +35,8 @@ def write_page() -> str:
 
 
 def public_members(value: Any) -> dict[str, Any]:
-    """Return what a public module offers, by name: parts, checks, what parts are written with."""
-    if not inspect.ismodule(value):
+    """Return what a public module or family offers, by name: parts, checks, base classes."""
+    if not isinstance(value, (ModuleType, FamilyParts)):
         return {}
     members = {name: one for name, one in inspect.getmembers(value) if not name.startswith("_")}
     if value in (moecore.parts, moecore.pages):
@@ -64,7 +66,7 @@ def describe_value(name: str, value: Any) -> Iterator[str]:
 
 def signature_text(value: Any) -> str:
     """Return what stands behind the name in a call, as it is written; "" of what is not called."""
-    if inspect.ismodule(value) or value is moecore.UserError:
+    if isinstance(value, (ModuleType, FamilyParts)) or value is moecore.UserError:
         return ""
     if is_part(value):
         fields = value.model_fields.items()
