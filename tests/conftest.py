@@ -34,6 +34,7 @@ LONGEST = (
     "pipeline/test_image_text.py",
     "run/test_launch.py",
     "report/test_report.py",
+    "pipeline/test_installed_package.py",
     "house/test_additions.py",
     "pipeline/test_presets.py",
     "tracking/test_ui.py",

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from moecore.core.outside_packages import allow_packages
 from moecore.core.source_layout import ROOT
 
 TEMPLATE = ROOT / "moecore/pipeline/project_template/src/my_study/cosine.py"
@@ -82,16 +83,17 @@ my_lab: {brightness: {images: 8}}
 """
 
 
-def write_my_lab(folder: Path, **files: str) -> Path:
+def write_my_lab(folder: Path, package: str = "my_lab", **files: str) -> Path:
     """Write the package into ``folder``, with other or more modules; return its folder."""
-    package = folder / "my_lab"
+    home = folder / package
     for name, text in (FILES | files).items():
-        (package / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
-        (package / f"{name}.py").write_text(text, encoding="utf-8")
-    return package
+        (home / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (home / f"{name}.py").write_text(text.replace("my_lab", package), encoding="utf-8")
+    return home
 
 
-def forget_my_lab() -> None:
-    """Let Python import the package anew, from wherever it then lies."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
+def forget_package(package: str = "my_lab") -> None:
+    """Allow no package any more, and let Python import this one anew, from wherever it lies."""
+    allow_packages((), ())
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[name]

@@ -4,11 +4,14 @@ Its files come from project_template/, in whose names ``dot_`` stands for a dot 
 the project, and from the params.yaml, dvc.yaml and studies of this version.
 """
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
@@ -19,9 +22,14 @@ from moecore.pipeline.study_folders import (
     project_overlay_texts,
     refuse_study_name,
 )
+from moecore.study.reading.document import parse_yaml
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.overlay import OVERLAY, resolve_overlay
-from moecore.study.writing.write_params import paths_from_project, shipped_params_text
+from moecore.study.writing.write_params import (
+    dump_inline_yaml,
+    paths_from_project,
+    shipped_params_text,
+)
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
@@ -55,12 +63,11 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
     part = folder / BEGUN
     try:
         write_texts(part, template_texts(name, is_of_user=True))
+        file, text = "params.yaml", shipped_params_text(None if study == MAIN_STUDY else study)
+        values = parse_yaml(text).data
         if is_overlay:
-            overlay = (SHIPPED / "pipelines" / study / OVERLAY).read_text(encoding="utf-8")
-            write_whole(part / OVERLAY, paths_from_project(overlay))
-        else:
-            params = shipped_params_text(None if study == MAIN_STUDY else study)
-            write_whole(part / "params.yaml", params)
+            file, text = OVERLAY, (SHIPPED / "pipelines" / study / OVERLAY).read_text("utf-8")
+        write_whole(part / file, _add_example(paths_from_project(text), values, name))
         texts = project_texts(part, name, study)
         write_texts(part, texts)
         write_answers(part, name, study, texts)
@@ -125,6 +132,24 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
                 path = path.replace("dot_", ".").replace(TEMPLATE_NAME, name)
                 texts[path] = text.replace(TEMPLATE_NAME, name)
     return texts
+
+
+def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
+    """Return a params.yaml, or an overlay, that lists the project's package; where it says which
+    methods there are, and vmoe is one, also ``cosine``: vmoe with the project's router.
+
+    study: what the whole params.yaml says.
+    """
+    text = re.sub("^run:", f"packages: [{name}]  # in src/\n\nrun:", text, flags=re.M)
+    sections = parse_yaml(text).data
+    if "vmoe" not in sections.get("methods", ()) or "methods" not in sections["run"]:
+        return text
+    vmoe = study["methods"]["vmoe"]
+    router = {"kind": f"{name}.cosine", "k": vmoe["router"]["k"]}
+    importance = {"kind": "importance", "weight": 0.005}
+    cosine = dump_inline_yaml({"cosine": vmoe | {"router": router, "regularizers": [importance]}})
+    text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # those of run
+    return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
 
 def _begin_repository(part: Path, folder: Path) -> None:

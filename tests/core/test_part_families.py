@@ -24,7 +24,7 @@ from moecore.tasks.base import Task
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
-from tests.my_lab import COSINE, forget_my_lab, write_my_lab
+from tests.my_lab import COSINE, forget_package, write_my_lab
 
 BASES = (*(Attack, Backbone, Calibrator, Experts, Regularizer, Router, Source, Task, Teacher),)
 PARAMS = """\
@@ -43,8 +43,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     """Where Python finds packages; what was imported from there is forgotten afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     yield tmp_path
-    allow_packages((), ())
-    forget_my_lab()
+    forget_package()
 
 
 def read(text: str = PARAMS) -> Study:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from moecore.study.reading.document import load_yaml
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.writing.renamed_keys import RenamedKey
 from moecore.tracking.mlflow_connection import experiment_name, repository_root
+from tests.my_lab import forget_package
 from tests.project import check_params
 
 WRITTEN = {
@@ -40,11 +42,14 @@ WRITTEN = {
 
 
 @pytest.fixture
-def empty(tmp_path, monkeypatch) -> Path:
+def empty(tmp_path, monkeypatch) -> Iterator[Path]:
+    """An empty folder; what a project's package put into this process is forgotten afterwards."""
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    return folder
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield folder
+    forget_package("own")
 
 
 def moecore(*words: str):
@@ -79,18 +84,28 @@ def test_it_may_begin_as_any_study(empty, study):
     if study != "main":
         values = resolve_overlay(ROOT / "pipelines" / study, ROOT).document.data
         text = json.dumps(values).replace("../../data/", "data/")
-        assert load_yaml(empty / "own/params.yaml").data == json.loads(text)
+        expected = json.loads(text) | {"packages": ["own"]}
+        if vmoe := expected.get("methods", {}).get("vmoe"):
+            router = {"kind": "own.cosine", "k": vmoe["router"]["k"]}
+            regularizers = [{"kind": "importance", "weight": 0.005}]
+            cosine = vmoe | {"router": router, "regularizers": regularizers}
+            expected["methods"]["cosine"] = cosine
+            expected["run"]["methods"].append("cosine")
+        assert load_yaml(empty / "own/params.yaml").data == expected
 
 
 def test_an_overlay_is_written_again_by_the_same_command(empty):
-    assert moecore("new", "own", "--from", "full", "--overlay").exit_code == 0
+    assert moecore("new", "own", "--from", "quick", "--overlay").exit_code == 0
+    forget_package("own")  # as in a process of its own
     os.chdir("own")
+    assert moecore("check").exit_code == 0
+    assert load_yaml("params.yaml").data["run"]["methods"] == ["vmoe", "prc", "cosine"]
     before = {name: Path(name).read_text("utf-8") for name in ("params.yaml", "dvc.yaml")}
     assert moecore("study", "write").stdout == ""
     assert before == {name: Path(name).read_text("utf-8") for name in before}
     overlay = Path("overlay.yaml")
-    overlay.write_text(overlay.read_text("utf-8").replace("seeds: [0, 1, 2]", "seeds: [0, 1]"))
-    assert moecore("study", "write").stdout == ".: run.seeds: [0, 1, 2] → [0, 1]\n"
+    overlay.write_text(overlay.read_text("utf-8").replace("epochs: 8", "epochs: 9"))
+    assert moecore("study", "write").stdout == ".: pretrain.epochs: 8 → 9\n"
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,22 @@ import sys
 import sysconfig
 import venv
 from contextlib import closing
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from moecore.core.files import read_json
 from moecore.core.source_layout import ROOT
+from tests.my_lab import write_my_lab
 
 BUILT_FROM = ("moecore", "stages", "pipelines", "params.yaml", "dvc.yaml", "pyproject.toml")
 BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
 SMALL = (  # seconds in the place of a minute
-    "run.methods=[vmoe]",
-    "run.measurements=[invariance]",
+    "run.methods=[vmoe, cosine]",
+    "run.measurements=[invariance, my_study.brightness]",
+    "methods.vmoe.regularizers=[{kind: my_study.calm}]",
+    "my_study={brightness: {images: 8}}",
     "pretrain.epochs=1",
     "robustness.images=20",
     "robustness.audit.images=10",
@@ -34,6 +37,15 @@ SMALL = (  # seconds in the place of a minute
     "routing.augmentation_images=10",
     "routing.sweeps.images=10",
     "invariance.images=10",
+)
+OF_COSINE = (  # the stages of a method
+    "teacher_router@cosine",
+    "pretrain@cosine",
+    "calibrate@pretrain-cosine",
+    "robustness@pretrain-cosine",
+    "routing@pretrain-cosine",
+    "measure@invariance-pretrain-cosine",
+    "measure@my_study.brightness-pretrain-cosine",
 )
 
 
@@ -91,6 +103,11 @@ def copy_source(folder: Path) -> Path:
     return folder
 
 
+def list_run_stages(printed: str) -> list[str]:
+    """The stages that ``dvc repro`` says it ran."""
+    return re.findall(r"Running stage '(.*)'", printed)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Installed:
     home = tmp_path_factory.mktemp("installed")
@@ -107,9 +124,10 @@ def installed(tmp_path_factory) -> Installed:
 
 @pytest.fixture(scope="module")
 def project(installed) -> Path:
-    """A small project that ran."""
+    """A small project that ran, with a regularizer, a measurement and a helper of its own too."""
     assert "my_study: begun from quick" in installed.run("moecore", "new", "my_study")
     folder = installed.place / "my_study"
+    write_my_lab(folder / "src", "my_study")
     sets = [word for value in SMALL for word in ("-S", value)]
     printed = installed.run("moecore", "run", "--jobs", "2", *sets, folder=folder)
     assert "python -m moecore.stages.pretrain vmoe 0" in printed
@@ -125,16 +143,47 @@ def test_there_is_moecore_and_no_package_stages(installed):
 
 
 def test_a_project_runs_to_its_page_and_then_nothing_runs(installed, project):
-    assert "vmoe" in (project / "reports/index.html").read_text(encoding="utf-8")
+    page = (project / "reports/index.html").read_text(encoding="utf-8")
+    assert "cosine" in page and "Brightness" in page
+    card = read_json(project / "artifacts/pretrain/cosine/0/model.json")
+    assert card["moe"]["router"]["kind"] == "my_study.cosine"
+    history = project / "artifacts/history/pretrain/vmoe/0/history.jsonl"
+    assert "my_study.calm" in history.read_text(encoding="utf-8")
     hashes = json.loads((project / "artifacts/code/stages/pretrain.json").read_text())
     assert {"moecore/stages/pretrain.py", "moecore/training/loop.py"} <= hashes.keys()
     assert "up to date" in installed.run("moecore", "run", folder=project)
-    ran = re.findall(
-        r"Running stage '(.*)'", installed.run("python", "-m", "dvc", "repro", folder=project)
-    )
-    assert ran == ["code"]
+    repro = installed.run("python", "-m", "dvc", "repro", folder=project)
+    assert list_run_stages(repro) == ["code"]
     assert "params.schema.json: written" in installed.run("moecore", "schema", folder=project)
     assert not list(installed.environment.rglob("params.schema.json"))
+
+
+def test_an_edit_of_a_users_file_reruns_what_uses_it_and_nothing_else(installed, project):
+    """A helper, a loss, a measurement, its page; then DVC itself, after the helper's."""
+    edited = {
+        "directions": {f"{stage}-0" for stage in OF_COSINE},
+        "calm": {f"{stage}-0".replace("cosine", "vmoe") for stage in OF_COSINE},
+        "brightness": {
+            *(f"measure@my_study.brightness-pretrain-{name}-0" for name in ("vmoe", "cosine")),
+            "compare",
+        },
+        "pages/brightness": {"compare"},
+    }
+    files = {module: project / f"src/my_study/{module}.py" for module in edited}
+    texts = {module: file.read_text(encoding="utf-8") for module, file in files.items()}
+    for file in files.values():
+        file.write_text(f"{file.read_text('utf-8')}\n# a comment\n", encoding="utf-8")
+    assert "up to date" in installed.run("moecore", "plan", folder=project)
+    for module, file in files.items():
+        file.write_text(f"{texts[module]}\nEDITED = True\n", encoding="utf-8")
+    lines = installed.run("moecore", "plan", folder=project).splitlines()
+    for module, stages in edited.items():
+        reason = f"my_study/{module}.py edited"
+        assert {line.split()[0] for line in lines if reason in line} == stages
+    for module in edited.keys() - {"directions"}:
+        files[module].write_text(texts[module], encoding="utf-8")
+    ran = set(list_run_stages(installed.run("python", "-m", "dvc", "repro", folder=project)))
+    assert "pretrain@cosine-0" in ran and not [stage for stage in ran if "vmoe" in stage]
 
 
 def test_make_sets_up_tests_and_checks(installed, project):
@@ -156,7 +205,7 @@ def test_its_model_loads_elsewhere(installed, project):
 def test_a_patched_wheel_says_what_runs_again_and_then_the_project_is_its(installed, project):
     source = copy_source(installed.place / "patched")
     pyproject = source / "pyproject.toml"
-    old = version("moecore")
+    (old,) = re.findall('^version = "(.*)"', pyproject.read_text(encoding="utf-8"), re.M)
     new = f"{old.rpartition('.')[0]}.99"
     text = pyproject.read_text(encoding="utf-8")
     pyproject.write_text(text.replace(f'version = "{old}"', f'version = "{new}"'))

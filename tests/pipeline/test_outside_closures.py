@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moecore.core.outside_packages import allow_packages
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.study.reading.document import parse_yaml
-from tests.my_lab import SECTIONS, forget_my_lab, write_my_lab
+from tests.my_lab import SECTIONS, forget_package, write_my_lab
 from tests.project import forget_files
 
 PARAMS = f"""\
@@ -38,8 +37,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     (package / "cache.nbi").write_bytes(b"3")
     forget_files()
     yield tmp_path
-    allow_packages((), ())
-    forget_my_lab()
+    forget_package()
     forget_files()
 
 

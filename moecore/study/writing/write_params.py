@@ -66,7 +66,7 @@ def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
     sections = [
-        f"# {_name_origins(resolved, key, base)}\n{_dump_inline_yaml({key: value})}"
+        f"# {_name_origins(resolved, key, base)}\n{dump_inline_yaml({key: value})}"
         for key, value in resolved.document.data.items()
     ]
     return "\n".join([head, *sections])
@@ -78,7 +78,7 @@ def shipped_params_text(study: str | None) -> str:
         text = (SHIPPED / "params.yaml").read_text(encoding="utf-8")
     else:
         sections = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED).document.data
-        dumped = [_dump_inline_yaml({key: value}) for key, value in sections.items()]
+        dumped = [dump_inline_yaml({key: value}) for key, value in sections.items()]
         text = "\n".join([PROJECT_HEAD, *dumped])
     return paths_from_project(text)
 
@@ -113,7 +113,7 @@ def _shorten_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _dump_inline_yaml(value: Any) -> str:
+def dump_inline_yaml(value: Any) -> str:
     """YAML without anchors, in which lists and mappings of plain values take one line."""
     writer = YAML(typ="safe", pure=True)
     writer.default_flow_style = None
