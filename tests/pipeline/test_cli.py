@@ -25,10 +25,12 @@ import yaml
 from nbclient import NotebookClient
 from typer.testing import CliRunner
 
+from moecore.core.files import read_json
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
 from moecore.study.reading.overlay import load_presets
 from tests.data.making import image_classes
+from tests.my_lab import write_my_lab
 from tests.project import PARAMS, ROOT, SHIPPED, Project
 from tests.volumes import COLOURS, write_classes
 
@@ -331,12 +333,20 @@ def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
 
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory) -> Project:
-    """A project whose study `quick` ran, with a shorter training."""
+    """A project whose study `quick` ran, with a shorter training and a loss of the study's own."""
     params = SHIPPED.read_text(encoding="utf-8")
     project = Project(tmp_path_factory.mktemp("quick"), params).with_dvc()
     ignored = shutil.ignore_patterns("artifacts", "reports", ".state", "dvc.lock")
     study = project.folder / "pipelines/quick"
     shutil.copytree(ROOT / "pipelines/quick", study, ignore=ignored)
+    shutil.copy(ROOT / "pipelines/stages.yaml", study.parent)
+    write_my_lab(study)
+    overlay = (study / "overlay.yaml").read_text(encoding="utf-8")
+    own = "vmoe: {regularizers: [{kind: my_lab.calm}]}"
+    overlay = f"packages: [my_lab]\n{overlay}".replace("vmoe: {}", own)
+    (study / "overlay.yaml").write_text(overlay, encoding="utf-8")
+    written = project.moecore("study", "write", "pipelines/quick")
+    assert "methods.vmoe.regularizers" in written.stdout, written.stderr
     wanted = ["-S", "pretrain.epochs=1", "-S", "stability.images=10"]
     done = project.moecore("study", "run", "pipelines/quick", "--jobs", "2", *wanted)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -352,6 +362,21 @@ def test_the_first_look_ends_with_a_page(looked):
     assert (looked.folder / "pipelines/quick/reports/index.html").is_file()
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["vmoe", "prc"]
+
+
+def test_a_part_in_the_studys_folder_is_used_hashed_and_in_its_schema(looked):
+    folder = looked.folder / "pipelines/quick"
+    history = folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
+    assert "my_lab.calm" in history.read_text(encoding="utf-8")
+    assert "my_lab/calm.py" in read_json(folder / "artifacts/code/methods/vmoe.json")
+    study = Project.at(folder)
+    study.root = looked.folder
+    assert study.moecore("schema").returncode == 0
+    assert "my_lab.calm" in (folder / "params.schema.json").read_text(encoding="utf-8")
+    (folder / "my_lab/calm.py").write_text("", encoding="utf-8")
+    checked = study.moecore("check")
+    write_my_lab(folder)
+    assert "has no class Calm" in checked.stderr and checked.stderr.count("\n") == 1
 
 
 def test_a_wrong_key_is_one_line(looked):
