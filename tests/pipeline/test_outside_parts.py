@@ -1,8 +1,11 @@
 """A project whose router, regularizer and measurement are of a package of its own, run by DVC."""
 
+import json
+
 import pytest
 
 from moecore.core.files import read_json
+from moecore.core.package_versions import package_versions
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from tests.my_lab import SECTIONS, write_my_lab
 from tests.project import Project
@@ -66,6 +69,12 @@ def test_its_results_are_there(project):
     assert "Brightness" in (folder / "reports/index.html").read_text(encoding="utf-8")
     card = read_json(folder / "artifacts/pretrain/mine/0/model.json")
     assert card["moe"]["router"]["kind"] == "my_lab.cosine"
+    header = json.loads(
+        (folder / "artifacts/history/pretrain/mine/0/history.jsonl")
+        .read_text("utf-8")
+        .split("\n")[0]
+    )
+    assert card["versions"] == header["versions"] == package_versions(["my_lab"])
     history = (folder / "artifacts/history/pretrain/calm/0/history.jsonl").read_text("utf-8")
     assert "my_lab.calm" in history
     hashes = read_json(folder / "artifacts/code/methods/mine.json")
