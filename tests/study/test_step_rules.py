@@ -71,8 +71,8 @@ FAULTS = [
         "draw",
     ),
     ({"calm": CALM.replace(".mean()", "")}, CALMING, "scalar"),
-    ({"calm": CALM.replace("return ", "1 / 0\n        return ")}, CALMING, "my_lab/calm.py:17)"),
-    ({"calm": CALM.replace(".square()", ".triangle()")}, CALMING, "my_lab/calm.py:17)"),
+    ({"calm": CALM.replace("return ", "1 / 0\n        return ")}, CALMING, "my_lab/calm.py:15)"),
+    ({"calm": CALM.replace(".square()", ".triangle()")}, CALMING, "my_lab/calm.py:15)"),
 ]
 
 
