@@ -159,7 +159,8 @@ def _outside_class(family: type[AnyConfig], name: str) -> type[AnyConfig]:
     if issubclass(part, Part) and (kind := part.class_kind()) != name:
         allowed = f'kind: Literal["{name}"] = "{name}"'
         raise ValueError(f"found {name}, whose class has the kind {kind!r}; allowed: {allowed}")
-    if lacking := ", ".join(sorted(part.__abstractmethods__)):
+    constants = {word for word in family.__class_vars__ if not hasattr(part, word)}
+    if lacking := ", ".join(sorted({*part.__abstractmethods__, *constants})):
         raise ValueError(f"found {name}, which lacks what every {family.__name__} has: {lacking}")
     return part
 

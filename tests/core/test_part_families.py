@@ -10,8 +10,8 @@ import torch
 
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
-from moecore.core.part_families import list_classes, list_own_names
+from moecore.core.outside_packages import allow_packages, more_packages
+from moecore.core.part_families import find_class, list_classes, list_own_names
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.data.sources.base import Source
 from moecore.measure.calibrators.base import Calibrator
@@ -126,6 +126,14 @@ def test_a_faulty_part_is_named_in_a_line(folder, files, words, others):
     line = refusal()
     assert line.startswith("params.yaml:5:5: methods.mine.router: ")
     assert words in line and others in line
+
+
+def test_a_part_lacks_no_constant_of_its_family(folder):
+    lacking = 'class Soft(Calibrator):\n    kind: Literal["my_lab.soft"] = "my_lab.soft"\n'
+    imports = "from typing import Literal\nfrom moecore.parts import Calibrator\n"
+    write_my_lab(folder, soft=imports + lacking)
+    with more_packages(["my_lab"]), pytest.raises(ValueError, match="has: predicts, tasks$"):
+        find_class(Calibrator, "my_lab.soft")
 
 
 def test_nothing_is_imported_that_is_not_listed(folder):

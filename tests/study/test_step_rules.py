@@ -85,6 +85,26 @@ def test_a_faulty_part_is_named_in_a_line(folder, files, place, words):
     assert line.startswith(place) and words in line
 
 
+@pytest.mark.parametrize(
+    ("term", "words"),
+    [
+        ("record.logits.mean() / (record.logits.shape[-1] != 3)", "the loss my_lab.calm is no"),
+        (
+            "(record.logits - record.logits[..., :1])[..., ::3].square().sum().sqrt()",
+            "the gradient of cls_token",
+        ),
+    ],
+)
+def test_a_fault_of_no_part_alone_is_one_of_the_method(folder, term, words):
+    write_my_lab(folder, calm=CALM.replace("record.logits.square().mean()", term))
+    (folder / "params.yaml").write_text(PARAMS.replace("number: 4", "number: 3"))
+    with pytest.raises(UserError) as raised:
+        check_study()
+    assert str(raised.value).startswith(
+        f"params.yaml:8:3: methods.mine: a small step fails: {words}"
+    )
+
+
 def test_parts_of_a_text_tower_are_tried_too(folder):
     write_my_lab(folder, cosine=COSINE.replace(SOFTMAX, "logits.sigmoid()"))
     text = "    text: {router: {kind: my_lab.cosine, k: 1}, experts: {kind: mlp, number: 3}}\n"
