@@ -1,13 +1,16 @@
 """A project whose router, regularizer and measurement are of a package of its own, run by DVC."""
 
 import json
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 from moecore.core.files import read_json
+from moecore.core.outside_packages import allow_packages
 from moecore.core.package_versions import package_versions
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from tests.my_lab import SECTIONS, write_my_lab
+from tests.my_lab import SECTIONS, forget_my_lab, write_my_lab
 from tests.project import Project
 
 PARAMS = f"""\
@@ -44,14 +47,18 @@ LAST = {"compare", "numbers"}
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Project:
-    """A finished project with the package in its src/."""
+def project(tmp_path_factory) -> Iterator[Project]:
+    """A finished project with the package in its src/, which Python finds no longer afterwards."""
+    path = list(sys.path)
     made = Project(tmp_path_factory.mktemp("outside"), PARAMS).with_dvc()
     write_my_lab(made.folder / "src")
     texts = study_dvc_yaml_texts(stage_definitions(STAGES), {})
     (made.folder / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     made.repro()
-    return made
+    yield made
+    sys.path[:] = path
+    allow_packages((), ())
+    forget_my_lab()
 
 
 def edit(project: Project, module: str, more: str) -> None:
