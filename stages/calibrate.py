@@ -15,10 +15,10 @@ from moecore.study.reading.stage_params import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
-# By the calibrator's kind; each fits, writes its folder and returns what it measured.
+# By what it predicts; each fits, writes its folder and returns what it measured.
 CALIBRATED = {
-    "temperature": calibration.calibrate_temperature,
-    "linear": age_calibration.calibrate_ages,
+    "classes": calibration.calibrate_temperature,
+    "numbers": age_calibration.calibrate_ages,
 }
 
 
@@ -44,7 +44,7 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     ) as run:
         model = load_model(files.model).to(tune_runtime().device)
         run.result(
-            CALIBRATED[settings.calibrator.kind](MeasuredModel(model, data), settings, files)
+            CALIBRATED[settings.calibrator.predicts](MeasuredModel(model, data), settings, files)
         )
 
 

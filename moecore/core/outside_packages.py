@@ -11,8 +11,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from moecore.core.files import UserError
 
 OUR_PACKAGE = "moecore"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
@@ -24,7 +28,7 @@ def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
 
     folders: of the params.yaml that lists them; there and in their src/ Python looks last.
     """
-    _ALLOWED.set(tuple(names))
+    _ALLOWED.set(tuple(name for name in names if _is_outside_name(name)))
     for folder in folders if allowed_packages() else ():
         for path in (folder.resolve(), folder.resolve() / "src"):
             if path.is_dir() and str(path) not in sys.path:
@@ -33,7 +37,11 @@ def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
 
 @contextmanager
 def more_packages(names: Iterable[str]) -> Iterator[None]:
-    """Allow the packages of these names too, within the block."""
+    """Allow the packages of these names too, within the block; UserError for other names."""
+    try:
+        names = [check_package_name(name) for name in names]
+    except ValueError as error:
+        raise UserError(f"packages: {error}") from None
     token = _ALLOWED.set((*_ALLOWED.get(), *names))
     try:
         yield
@@ -47,22 +55,31 @@ def allowed_packages() -> tuple[str, ...]:
 
 
 def check_package_name(name: str) -> str:
-    """Return the name of a package that may be listed. Raises ValueError for any other."""
-    if not name.isidentifier() or name in sys.stdlib_module_names:
-        raise ValueError(f"found {name}; allowed: the name of an installed package, without dots")
+    """Return a name that may be listed, of a package or none. Raises ValueError for any other."""
     if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
-    package_folder(name)
+    if not _is_outside_name(name):
+        raise ValueError(f"found {name}; allowed: the name of an installed package, without dots")
     return name
 
 
 def package_folder(name: str) -> Path:
     """Return the folder of a package, which is not imported. Raises ValueError without one."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        allowed = "a package that Python finds, or that lies beside params.yaml or in its src/"
-        raise ValueError(f"found {name}, which is not installed; allowed: {allowed}")
-    return Path(next(iter(spec.submodule_search_locations)))
+    if folder := _find_folder(name):
+        return folder
+    allowed = "a package that Python finds, or that lies beside params.yaml or in its src/"
+    raise ValueError(f"found {name}, which is not installed; allowed: {allowed}")
+
+
+def _is_outside_name(name: str) -> bool:
+    """Return whether a package may be called so; what has dots would be imported to be found."""
+    return name.isidentifier() and name not in (OUR_PACKAGE, *sys.stdlib_module_names)
+
+
+def _find_folder(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
 
 
 def import_module_of_package(name: str) -> ModuleType:
@@ -73,32 +90,54 @@ def import_module_of_package(name: str) -> ModuleType:
         raise ValueError(f"{name} is of a package that is not listed; write packages: [{listed}]")
     folder = package_folder(top)
     try:
-        if importlib.util.find_spec(name) is not None:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and not _has_twin(spec):
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} cannot be imported: {_last_line(error)}") from error
+        raise ValueError(f"{name} cannot be imported: {last_line(error)}") from error
+    if spec is not None:
+        raise ValueError(f"found {name}, of which {folder} has a file and a folder; allowed: one")
     raise ValueError(f"found {name}, but {folder} has no such module")
+
+
+def _has_twin(spec: ModuleSpec) -> bool:
+    """Return whether a file of its name lies beside a module that is a folder; Python skips it."""
+    folders = spec.submodule_search_locations or ()
+    return any(Path(folder).with_suffix(".py").is_file() for folder in folders)
+
+
+def outside_kinds(value: Any) -> Iterator[str]:
+    """Yield the kinds of parts from outside that settings name, as JSON has them."""
+    if isinstance(value, dict):
+        kind = value.get("kind")
+        if isinstance(kind, str) and DOTTED_NAME.fullmatch(kind):
+            yield kind
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from outside_kinds(inner)
 
 
 def list_modules(holds: Callable[[Path], bool]) -> list[str]:
     """Return the dotted names of modules of the allowed packages, by what their files hold."""
+    folders = {top: folder for top in allowed_packages() if (folder := _find_folder(top))}
     return [
         ".".join((top, *file.relative_to(folder).with_suffix("").parts))
-        for top in allowed_packages()
-        for folder in (package_folder(top),)
+        for top, folder in folders.items()
         for file in sorted(folder.rglob("[a-z]*.py"))
         if holds(file)
     ]
 
 
-def _last_line(error: BaseException) -> str:
-    """Return the last line of a traceback, with the file and line of the code that raised it."""
-    said = traceback.format_exception_only(error)[-1].strip()
+def last_line(error: BaseException) -> str:
+    """Return the last line of a traceback, with the file and line of the code that raised it: the
+    last of an allowed package, where there is one.
+    """
+    said = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{said} ({error.filename}:{error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen")
-    ]
-    return f"{said} ({frames[-1].filename}:{frames[-1].lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    folders = tuple(f"{_find_folder(top)}/" for top in allowed_packages())
+    theirs = [frame for frame in frames if frame.filename.startswith(folders)]
+    others = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    place = (theirs or others)[-1]
+    return f"{said} ({place.filename}:{place.lineno})"

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -62,7 +63,7 @@ class Part(Config):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         if cls.family is cls:
-            schema = _tagged_union(*list_classes(cls).values())
+            schema = _tagged_union(*list_classes(cls, imports=True).values())
         return handler(schema)
 
 
@@ -89,10 +90,15 @@ def list_own_names(family: type[Config]) -> list[str]:
     return [stem for stem in stems if _own_class(family, stem)]
 
 
-def list_classes(family: type[AnyConfig]) -> dict[str, type[AnyConfig]]:
-    """Return our parts of a family by name, then those of the packages that are allowed."""
+def list_classes(family: type[AnyConfig], imports: bool = False) -> dict[str, type[AnyConfig]]:
+    """Return our parts of a family by name, then those of the packages that are allowed.
+
+    imports: also those that were not named yet; ValueError, a line, where one of them has a fault.
+    """
     named = {name: find_class(family, name) for name in list_own_names(family)}
     for name in list_modules(lambda file: bool(_class_lines(file))):
+        if not imports and name not in sys.modules:
+            continue
         part = getattr(import_module_of_package(name), _class_name(name))
         if inspect.isclass(part) and issubclass(part, family):
             named[name] = find_class(family, name)
@@ -153,7 +159,8 @@ def _outside_class(family: type[AnyConfig], name: str) -> type[AnyConfig]:
     if issubclass(part, Part) and (kind := part.class_kind()) != name:
         allowed = f'kind: Literal["{name}"] = "{name}"'
         raise ValueError(f"found {name}, whose class has the kind {kind!r}; allowed: {allowed}")
-    if lacking := ", ".join(sorted(part.__abstractmethods__)):
+    constants = {word for word in family.__class_vars__ if not hasattr(part, word)}
+    if lacking := ", ".join(sorted({*part.__abstractmethods__, *constants})):
         raise ValueError(f"found {name}, which lacks what every {family.__name__} has: {lacking}")
     return part
 

@@ -82,10 +82,10 @@ class Result(Config):
 
 def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
     """Raise UserError where the calibrator is none for the labels of a phase."""
-    if settings.calibrator.calibrates(task):
+    if task.kind in settings.calibrator.tasks:
         return
     every = list_classes(Calibrator)
-    allowed = [kind for kind, part in every.items() if part.calibrates(task)]
+    allowed = [kind for kind, part in every.items() if task.kind in part.tasks]
     if not allowed:
         raise UserError(
             f"calibrate: no calibrator knows the task {task.kind} of data.{phase}; allowed: phases "

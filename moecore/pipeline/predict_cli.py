@@ -17,6 +17,7 @@ from typing import Annotated
 from typer import Argument, Option, Typer
 
 from moecore.core.files import UserError
+from moecore.core.outside_packages import allow_packages
 from moecore.predict.continuation import Sampling, print_continuation
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
@@ -34,9 +35,11 @@ def predict_files(
     temperature: Annotated[float, Option(help="divides logits; 0: the likeliest", min=0)] = 0.0,
     top_p: Annotated[float, Option(help="share of likeliest words", min=1e-6, max=1)] = 1.0,
     seed: Annotated[int, Option(help="of the words drawn", min=0)] = 0,
+    package: Annotated[list[str] | None, Option(help="with parts of the model; repeatable")] = None,
 ) -> None:
     if (prompt is None) == (folder is None):
         raise UserError("predict: allowed: either FOLDER, or --prompt for a model of text")
+    allow_packages(package or (), (Path(),))
     path = model_folder(model) if model.startswith(SCHEME) else Path(model)
     if prompt is not None:
         sampling = Sampling(words, temperature, top_p, seed)

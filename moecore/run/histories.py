@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import psutil
 
 from moecore.core.files import UserError
+from moecore.core.outside_packages import allow_packages
 from moecore.core.source_layout import list_dvc_files
 from moecore.run.history_file import HISTORY_FILE, GrowingHistory, execution_path, read_dvc_locks
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import load_yaml
 
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
 
@@ -106,7 +107,18 @@ def _read_lock(study: Path, written: int) -> frozenset[str]:
 def study_methods(study: Path) -> list[str]:
     """Return the methods that params.yaml runs; none where it cannot be read."""
     try:
-        text = (study / "params.yaml").read_text(encoding="utf-8")
-        return list(parse_yaml(text).data["run"]["methods"])
-    except (OSError, UserError, KeyError, TypeError):
+        return list(load_yaml(study / "params.yaml").data["run"]["methods"])
+    except (UserError, KeyError, TypeError):
         return []  # `moecore check` says what is wrong with the file
+
+
+def allow_study_packages(study: Path) -> None:
+    """Let this process import parts of the packages that a study lists; of none that cannot be
+    read. Its models have such parts, and its measurements such pages.
+    """
+    try:
+        document = load_yaml(study / "params.yaml")
+    except UserError:
+        allow_packages((), ())
+    else:
+        allow_packages(document.packages, document.folders)

@@ -23,6 +23,8 @@ import yaml
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, explain_full_disk
+from moecore.core.outside_packages import allowed_packages
+from moecore.core.package_versions import package_versions
 from moecore.core.plain import to_jsonable
 from moecore.core.source_layout import list_dvc_files
 
@@ -47,6 +49,7 @@ def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]
         "host": platform.node(),
         "pid": os.getpid(),
         "python": platform.python_version(),
+        "versions": package_versions(allowed_packages()),
         "t": round(time.time(), 3),
     }
 

@@ -20,9 +20,10 @@ CLASSES = Classification(classes=("a", "b", "c", "d"))
 IMAGE = ImageSpec(channels=1, size=SIDE, mean=(0.5,), std=(0.3,), task=CLASSES)
 
 
-def small_vit(image: ImageSpec = IMAGE) -> PatchTransformer:
-    """A ViT of two blocks with routers and with experts that have bases, in evaluation mode."""
-    moe = MoESettings(router=NoisyTopK(), experts=Eigen(number=EXPERTS), blocks="all")
+def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> PatchTransformer:
+    """A ViT of two blocks in evaluation mode; moe: of both, None for experts that have bases."""
+    if moe is None:
+        moe = MoESettings(router=NoisyTopK(), experts=Eigen(number=EXPERTS), blocks="all")
     with torch.random.fork_rng(devices=[]):
         model = Vit(patch=4, width=16, depth=2, heads=2).build(image, moe).eval()
     draw_weights(model, std=0.3)
@@ -34,21 +35,22 @@ def small_step(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInput
     images = seeded_randn(6, 1, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)
     tokens = 1 + (SIDE // 4) ** 2
+    experts = model.experts_and_router.experts.number
     batch = Batch(
         images,
         labels,
         torch.eye(3).expand(6, 3, 3),
         views=2,
-        belongs=torch.arange(6 * tokens).view(6, tokens) % EXPERTS,
+        belongs=torch.arange(6 * tokens).view(6, tokens) % experts,
     )
     probs = tuple(
-        (2 * seeded_randn(6, tokens, EXPERTS, seed=seed)).softmax(dim=-1).requires_grad_()
+        (2 * seeded_randn(6, tokens, experts, seed=seed)).softmax(dim=-1).requires_grad_()
         for seed in range(2)
     )
     guidance = Guidance(seeded_randn(6, len(CLASSES.classes)), probs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output = model.train()(images)
+        output = model.train()(images, guidance, progress)
     return ObjectiveInputs(batch, output, model.eval(), guidance, progress)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moecore.core.files import UserError
+from moecore.core.outside_packages import allowed_packages, package_folder
 from moecore.core.source_layout import ROOT
 from moecore.tracking.mlflow_connection import (
     configure_mlflow,
@@ -44,7 +45,12 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
         if model.status == "READY":
             return str(model.model_id)
         client.delete_logged_model(model.model_id)  # copied in part by an import that was killed
-    image = load_card(folder).image
+    card = load_card(folder)
+    outside = [name for name in allowed_packages() if name in card.versions]
+    try:
+        folders = [str(package_folder(name)) for name in outside]
+    except ValueError as error:
+        raise UserError(f"packages: {error}") from None
     mlflow.set_tracking_uri(store_address())
     model = mlflow.initialize_logged_model(name, run_id, experiment_id=experiment_id)
     # MLflow warns of missing examples and type hints; recording it is what silences it.
@@ -54,8 +60,9 @@ def log_model(client: Any, run_id: str, name: str, experiment_id: str, folder: P
             model_id=model.model_id,
             python_model=str(ROOT / "moecore" / "tracking" / "pyfunc.py"),
             artifacts={"model": str(folder.resolve())},
-            code_paths=[str(ROOT / "moecore")],
-            signature=model_signature(image),
+            code_paths=[str(ROOT / "moecore"), *folders],
+            model_config={"packages": outside},
+            signature=model_signature(card.image),
             pip_requirements=[f"{package}=={version(package)}" for package in PACKAGES],
         )
     return str(model.model_id)

@@ -17,7 +17,8 @@ class Classifier(PythonModel):
     def load_context(self, context: Any) -> None:
         from moecore.training.artifacts import load_model
 
-        self.model = load_model(context.artifacts["model"])
+        packages = (context.model_config or {}).get("packages", ())
+        self.model = load_model(context.artifacts["model"], packages)
 
     def predict(self, context, model_input, params=None):
         # without type hints: MLflow would derive a signature from them

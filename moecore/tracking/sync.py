@@ -86,6 +86,7 @@ class StudyImport:
         self.histories = histories
         self.sent = sent
         self.methods = records.study_methods(study)
+        records.allow_study_packages(study)
         self.locked = records.paths_in_dvc_locks(study)
         self.experiment = mlflow_connection.get_experiment(
             client, mlflow_connection.experiment_name(study)
@@ -287,6 +288,8 @@ def header_tags(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tags that a history's first line gives to its run; None where it has none."""
     names = ("stage", "method", "seed", "phase", "params_hash", "host", "pid", "python")
     own = {UID: header["uid"], LEVEL: "stage", "dvc.stage": header["dvc_stage"]}
+    versions = header.get("versions", {})  # older histories have none
+    own |= {f"version.{name}": version for name, version in versions.items()}
     return {name: header[name] for name in names} | own | source_tags(header)
 
 

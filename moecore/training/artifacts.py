@@ -1,13 +1,21 @@
 """A trained model in a folder: weights as safetensors beside the settings that rebuild it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moecore.core.config import Config, read_settings
-from moecore.core.files import UserError, write_json, write_sealed, write_whole
+from moecore.core.files import UserError, read_json, write_json, write_sealed, write_whole
+from moecore.core.outside_packages import (
+    allowed_packages,
+    import_module_of_package,
+    more_packages,
+    outside_kinds,
+)
+from moecore.core.package_versions import package_versions
 from moecore.core.routing_records import Feature
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
@@ -25,12 +33,13 @@ Size = int | tuple[int, int, int] | tuple[int]  # of an ImageSpec
 
 
 class ModelCard(Config):
-    """Everything that rebuilds a model: backbone, images, experts."""
+    """Everything that rebuilds a model: backbone, images, experts; and what wrote it."""
 
     backbone: Backbone
     image: ImageSpec
     moe: MoESettings | None = None
     guided: bool = False  # its router asks a teacher, which lies in the folder guide/
+    versions: dict[str, str] = {}  # of moecore, torch and packages from outside
 
     def build(self) -> BackboneModel:
         return self.backbone.build(self.image, self.moe)
@@ -51,13 +60,16 @@ def save_model(folder: str | Path, model: Model) -> None:
     folder = Path(folder)
     guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
+    settings = card.model_dump(mode="json")
+    named = [kind.partition(".")[0] for kind in outside_kinds(settings)]
+    settings["versions"] = package_versions(dict.fromkeys([*allowed_packages(), *named]))
     if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
     if isinstance(model, BackboneModel):
         model.remember(0)  # what a training's streams left is no part of the model
     write_tensors(folder / "model.safetensors", model.state_dict())
-    write_sealed(folder / "model.json", card.model_dump(mode="json"))
+    write_sealed(folder / "model.json", settings)
 
 
 def save_words(folder: Path, data: Prepared) -> None:
@@ -76,21 +88,43 @@ def load_card(folder: str | Path) -> ModelCard:
             f"{folder}: an address in MLflow's registry; call "
             f"moecore.load_model(moecore.model_folder({str(folder)!r}))"
         )
-    return read_settings(Path(folder) / "model.json", ModelCard, "the settings of a model")
+    path = Path(folder) / "model.json"
+    _refuse_unknown_packages(path, read_json(path))
+    return read_settings(path, ModelCard, "the settings of a model")
 
 
-def load_model(folder: str | Path) -> Model:
+def _refuse_unknown_packages(path: Path, settings: Any) -> None:
+    """Raise UserError where a part of a model is of a package that is not allowed or has none."""
+    for kind in outside_kinds(settings):
+        package = kind.partition(".")[0]
+        versions = settings.get("versions") if isinstance(settings, dict) else None
+        version = versions.get(package) if isinstance(versions, dict) else None
+        written = f"written with {package}, version: {version or 'unknown'}"
+        if package not in allowed_packages():
+            calls = f'load_model(folder, packages=["{package}"]), moecore predict --package'
+            problem = f"has {kind}, of a package that is not listed ({written})"
+            raise UserError(f"{path}: {problem}; to import it: {calls} {package}")
+        try:
+            import_module_of_package(kind)
+        except ValueError as error:
+            raise UserError(f"{path}: {error} ({written})") from error
+
+
+def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     """The trained model of ``folder``, in evaluation mode, on CPU.
+
+    packages: that may be imported too; UserError where the model has parts of others.
 
     ``model(images)`` with images (B, C, H, W), or volumes (B, C, D, H, W), in [0, 1] returns
     ``ModelOutput(prediction, routing)``; the prediction is (B, K) logits of classes, or (B, 1) in
     the unit of the target (years).
     """
-    model = load_unguided(folder)
-    if not load_card(folder).guided:
-        return model
-    guide = Path(folder) / GUIDE
-    return GuidedModel(model, _load_guide(guide, read_guide_card(guide))).eval()
+    with more_packages(packages):
+        model = load_unguided(folder)
+        if not load_card(folder).guided:
+            return model
+        guide = Path(folder) / GUIDE
+        return GuidedModel(model, _load_guide(guide, read_guide_card(guide))).eval()
 
 
 def load_unguided(folder: str | Path) -> BackboneModel:

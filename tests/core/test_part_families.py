@@ -10,8 +10,8 @@ import torch
 
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
-from moecore.core.part_families import list_classes, list_own_names
+from moecore.core.outside_packages import allow_packages, more_packages
+from moecore.core.part_families import find_class, list_classes, list_own_names
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.data.sources.base import Source
 from moecore.measure.calibrators.base import Calibrator
@@ -96,11 +96,21 @@ def test_the_schema_has_the_parts_of_listed_packages(folder):
     assert "Cosine" not in Study.model_json_schema()["$defs"]
 
 
+def test_a_faulty_module_that_nobody_names_is_in_nobodys_way_but_the_schemas(folder):
+    write_my_lab(folder, later="class Later:\n    x = 1 / 0\n")
+    assert "did you mean" in refusal(PARAMS.replace("k: 1}", "tempreature: 1}"))
+    with pytest.raises(ValueError, match=r"my_lab.later cannot be imported: .*later.py:2\)$"):
+        Study.model_json_schema()
+
+
 FAULTS = [
     ({"cosine": "x = ("}, "SyntaxError: '(' was never closed", "my_lab/cosine.py:1)"),
     ({"cosine": "import my_lab.other"}, "No module named 'my_lab.other'", "my_lab/cosine.py:1)"),
     ({"directions": "\n1 / 0"}, "ZeroDivisionError: division by zero", "my_lab/directions.py:2)"),
     ({"cosine": "raise SystemExit(3)"}, "SystemExit: 3", "my_lab/cosine.py:1)"),
+    ({"directions": "raise OSError('a\\nb')"}, "OSError: a b", "my_lab/directions.py:1)"),
+    ({"cosine": "import torch\ntorch.nn.Linear(1, 'x')"}, "TypeError", "my_lab/cosine.py:2)"),
+    ({"cosine/__init__": COSINE}, "my_lab has a file and a folder", "allowed: one"),
     ({"cosine": "x = 1"}, "my_lab/cosine.py", "has no class Cosine"),
     ({"cosine": f"{COSINE}\n\nclass Cosine(Router):\n    pass\n"}, "several classes Cosine", ""),
     ({"cosine": COSINE.replace('"my_lab.cosine"', '"hash"')}, "has the kind 'hash'", "allowed"),
@@ -115,6 +125,14 @@ def test_a_faulty_part_is_named_in_a_line(folder, files, words, others):
     line = refusal()
     assert line.startswith("params.yaml:5:5: methods.mine.router: ")
     assert words in line and others in line
+
+
+def test_a_part_lacks_no_constant_of_its_family(folder):
+    lacking = 'class Soft(Calibrator):\n    kind: Literal["my_lab.soft"] = "my_lab.soft"\n'
+    imports = "from typing import Literal\nfrom moecore.parts import Calibrator\n"
+    write_my_lab(folder, soft=imports + lacking)
+    with more_packages(["my_lab"]), pytest.raises(ValueError, match="has: predicts, tasks$"):
+        find_class(Calibrator, "my_lab.soft")
 
 
 def test_nothing_is_imported_that_is_not_listed(folder):

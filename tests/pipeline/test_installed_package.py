@@ -147,6 +147,9 @@ def test_a_project_runs_to_its_page_and_then_nothing_runs(installed, project):
     assert "cosine" in page and "Brightness" in page
     card = read_json(project / "artifacts/pretrain/cosine/0/model.json")
     assert card["moe"]["router"]["kind"] == "my_study.cosine"
+    assert sorted(card["versions"]) == ["moecore", "my_study", "torch"]
+    written = (project / "artifacts/history/pretrain/cosine/0/history.jsonl").read_text()
+    assert json.loads(written.split("\n")[0])["versions"] == card["versions"]
     history = project / "artifacts/history/pretrain/vmoe/0/history.jsonl"
     assert "my_study.calm" in history.read_text(encoding="utf-8")
     hashes = json.loads((project / "artifacts/code/stages/pretrain.json").read_text())

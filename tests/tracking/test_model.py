@@ -1,6 +1,7 @@
 """A trained model in MLflow: a signature, no pickle, and it loads without this repository."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.core.outside_packages import allow_packages
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoESettings
 from moecore.run.run_record import record_run
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
@@ -23,6 +27,7 @@ from moecore.tracking import sync as module
 from moecore.tracking.model import model_folder, model_signature
 from moecore.tracking.sync import Importer
 from moecore.training.artifacts import load_model, save_model
+from tests.my_lab import forget_package, write_my_lab
 from tests.tracking.conftest import only_run
 
 FOLDER = "artifacts/pretrain/dense/0"
@@ -125,6 +130,30 @@ def test_a_registered_model_loads_by_its_name(study):
         model_folder("models:/none/1")
     with pytest.raises(UserError, match="load_model\\(moecore.model_folder\\("):
         load_model(f"models:/{name}@current")
+
+
+def test_a_model_with_parts_from_outside_carries_their_package(study, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write_my_lab(study.folder / "src")
+    (study.folder / "params.yaml").write_text("packages: [my_lab]\n", encoding="utf-8")
+    allow_packages(["my_lab"], [study.folder])
+    router = {"kind": "my_lab.cosine", "k": 1}
+    moe = MoESettings.model_validate({"router": router, "experts": Mlp(number=4), "blocks": "all"})
+    model = VIT.build(image_spec(Classification(classes=("x", "y"))), moe).eval()
+    torch.nn.init.normal_(model.head.weight)
+    train(model)
+    allow_packages((), ())
+    Importer().import_all()
+    allow_packages((), ())
+    shutil.rmtree(study.folder / "src")
+    images = numpy.ones((3, 1, 8, 8), "float32")
+    _, scores = predict_by_mlflow(study, images=images)
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(images)).prediction
+    numpy.testing.assert_allclose(scores, expected.numpy(), rtol=1e-5, atol=1e-6)
+    tags = only_run(study).data.tags
+    assert tags["version.my_lab"] == "source tree" and tags["version.torch"] == torch.__version__
+    forget_package()
 
 
 def test_a_model_is_logged_once_also_where_an_import_was_killed(study, monkeypatch):

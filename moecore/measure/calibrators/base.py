@@ -1,18 +1,15 @@
 """What every calibrator says of itself."""
 
-from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
 
 from moecore.core.part_families import Part
-from moecore.tasks.base import Task
 
 
-class Calibrator(Part, ABC):
-    """A calibrator of predictions, a family of parts."""
+class Calibrator(Part):
+    """A calibrator of predictions, a family of parts: a child of Temperature or of Linear."""
 
-    @classmethod
-    @abstractmethod
-    def calibrates(cls, task: Task) -> bool:
-        """Return whether it knows predictions of this task."""
+    predicts: ClassVar[Literal["classes", "numbers"]]  # how the stage ``calibrate`` goes about it
+    tasks: ClassVar[tuple[str, ...]]  # the kinds of tasks whose predictions it knows
 
     @property
     def needs_out_of_fold(self) -> bool:

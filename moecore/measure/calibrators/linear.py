@@ -9,7 +9,7 @@ N predictions, in the target's unit (years). Sources: Smith et al. (2019); de La
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -17,7 +17,6 @@ from pydantic import Field, field_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.calibrators.base import Calibrator
-from moecore.tasks.base import Task
 
 POOLED = "pooled"
 FitOn = Literal["train", "validation", "out_of_fold"]
@@ -95,6 +94,9 @@ class FittedLinear(Config):
 class Linear(Calibrator):
     """Fits ŷ = a + b·y by least squares, for all and for each sex; for real labels."""
 
+    predicts: ClassVar[Literal["numbers"]] = "numbers"
+    tasks: ClassVar[tuple[str, ...]] = ("regression",)
+
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(
         "train", description="out_of_fold: training images, each seen by other models than its own."
@@ -102,11 +104,6 @@ class Linear(Calibrator):
     min_slope: float = Field(
         0.1, gt=0, lt=1, description="Floor of |b|, by which errors are divided; below: refused."
     )
-
-    @classmethod
-    def calibrates(cls, task: Task) -> bool:
-        """Return whether predictions of this task are one real number per image."""
-        return task.kind == "regression"
 
     @property
     def needs_out_of_fold(self) -> bool:

@@ -5,7 +5,7 @@ N images, K classes. Source: Guo et al. (2017).
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -14,7 +14,6 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.calibrators.base import Calibrator
-from moecore.tasks.base import Task
 
 LOWEST = 0.05  # reached where every validation image is right
 HIGHEST = 20.0  # reached where logits tell no labels
@@ -39,12 +38,10 @@ class FittedTemperature(Config):
 class Temperature(Calibrator):
     """Fits one temperature by the negative log-likelihood."""
 
-    kind: Literal["temperature"] = "temperature"
+    predicts: ClassVar[Literal["classes"]] = "classes"
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "next_token")
 
-    @classmethod
-    def calibrates(cls, task: Task) -> bool:
-        """Return whether predictions of this task are logits of one class per image or token."""
-        return task.kind in ("classification", "next_token")
+    kind: Literal["temperature"] = "temperature"
 
     def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:
         """Return the temperature of the smallest NLL, given its slope dNLL/dβ at β = 1/T."""

@@ -179,10 +179,16 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
-    """Metrics that claims and questions name and no measurement has: keys, and what is wrong.
+    """Metrics that claims and questions name and no measurement has, and measurements that nothing
+    would show: keys, and what is wrong.
 
     stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
     """
+    shown = {display.stage for display in list_displays()}
+    for index, name in enumerate(study.run.measurements):
+        if name not in shown:
+            text = f"found {name}, which no module's SHOWN shows in the report"
+            yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
     known = {phase: list(expected_metric_forms(study, stages, phase)) for phase in study.data}
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):

@@ -5,13 +5,12 @@ teacher that lacks the patches, the depth or the size for what it guides.
 """
 
 import re
-import traceback
 from collections.abc import Mapping
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
+from moecore.core.outside_packages import last_line
 from moecore.data.expected_data import PlannedData
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
@@ -116,10 +115,7 @@ def _split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
     """Return the keys with which a refusal begins, and the rest of it: ``found …; allowed: …``."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        reason = next(iter(text.splitlines()), "")
-        place = f"{Path(last.filename).name}:{last.lineno}"
-        return (), f"cannot be built: {type(error).__name__}: {reason} ({place})"
+        return (), f"cannot be built: {last_line(error)}"
     match = KEY_PREFIX.match(text)
     if match is None:
         return (), text

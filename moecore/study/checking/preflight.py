@@ -13,6 +13,7 @@ from moecore.study.checking.data_rules import (
     misfits_with_pretrain_images,
 )
 from moecore.study.checking.model_build_rules import model_misfits
+from moecore.study.checking.step_rules import step_misfits
 from moecore.study.checking.training_rules import (
     training_image_misfits,
     unused_teacher_note,
@@ -57,6 +58,7 @@ def check_study(
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
+        others += [] if others else step_misfits(study)
         if also is not None and not others:  # it reads what all these rules have held good
             others += also(study, stages)
     lines = [*problems, *missing, *format_misfits(document, others)]

@@ -6,16 +6,13 @@ Every source says which task its labels are of; the task says why it cannot do w
 from collections.abc import Iterator
 from typing import Any
 
+from moecore.core.part_families import list_classes
 from moecore.data.views.views import ViewSettings
+from moecore.measure.calibrators.base import Calibrator
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
 
 # of Training, with the value that switches each off
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
-CALIBRATORS = {  # by the kind of task
-    "classification": "temperature",
-    "next_token": "temperature",
-    "regression": "linear",
-}
 MEASURED_KINDS = {  # the kind of task that a measurement is of, why not others, and its sources
     "word_swaps": (
         "next_token",
@@ -118,14 +115,15 @@ def _attacks(study: Study) -> Misfits:
 def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
     if study.calibrate is None:
         return
-    calibrator = study.calibrate.calibrator.kind
+    calibrator = study.calibrate.calibrator
+    every = list_classes(Calibrator)
     for index, phase in enumerate(study.run.phases):
         kind = kinds.get(phase)
-        allowed = CALIBRATORS.get(kind or "", calibrator)
-        if allowed != calibrator:
-            text = f"found {calibrator}, but the labels of data.{phase} are of another sort"
-            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {allowed}"
-        if kind is not None and kind not in CALIBRATORS:
+        fitting = [name for name, part in every.items() if kind in part.tasks]
+        if fitting and kind not in calibrator.tasks:
+            text = f"found {calibrator.kind}, but the labels of data.{phase} are of another sort"
+            yield ("calibrate", "calibrator", "kind"), f"{text}; allowed: {', '.join(fitting)}"
+        if kind is not None and not fitting:
             reason = f"data.{phase} has labels that calibrate does not take ({kind})"
             yield ("run", "phases", index), f"{reason}; leave out the phase or the stage"
 

@@ -68,7 +68,7 @@ def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> 
 
 def params_schema() -> dict[str, Any]:
     """Return the JSON schema of a params.yaml, for editors, with the parts of allowed packages."""
-    every = list_classes(Measurement)
+    every = list_classes(Measurement, imports=True)
     outside = {name: part for name, part in every.items() if DOTTED_NAME.fullmatch(name)}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft} | study_model(outside).model_json_schema()

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, create_model
 from moecore.brain.out_of_fold import OutOfFold
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages, check_package_name
+from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
 from moecore.core.part_families import find_class
 from moecore.data.sources.base import Source
 from moecore.measure.base import Measurement, own_measurements
@@ -81,7 +81,8 @@ def _check_package(name: str) -> str:
     """Return the name of a package, which no section has: its measurements have one of its name."""
     if name in Study.model_fields:
         raise ValueError(f"found {name}, the name of a section; allowed: packages of other names")
-    return check_package_name(name)
+    package_folder(check_package_name(name))
+    return name
 
 
 class Study(Measured):
