@@ -31,6 +31,7 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "brain",
 )
 OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
+BY_NAME = Path("moecore/face/families.py")  # offers all parts of families, and imports none
 PASSED_THROUGH = ("run", "face")  # decide none either, but what they import does
 PUBLIC_MODULES = {  # what only passes names on, which live elsewhere
     "moecore": Path("moecore/face/__init__.py"),
@@ -182,6 +183,11 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
     if file.suffix != ".py":
         return ()
     files: dict[Path, None] = {}
+    if file == BY_NAME:
+        folders = [root / "moecore" / family for family in FAMILIES]
+        files |= dict.fromkeys(
+            part.relative_to(root) for one in folders for part in one.glob("*.py")
+        )
     for module, name in _read_source(file, root).imports:
         for package, one in _homes(module, name, root):
             if package.split("/")[0] in (OUR_PACKAGE, *packages):

@@ -93,3 +93,4 @@ def test_what_is_used_by_its_public_name_is_hashed(folder, line):
     mine = set(hashes("methods/mine.json"))
     assert (metrics in mine) == ("parts" not in line)
     assert (teacher in mine) == ("load_cv2" not in line)
+    assert ("moecore/nn/routers/hash.py" in mine) == (line == "import moecore")
