@@ -98,12 +98,16 @@ class GradientAttack(Attack):
         return torch.cat(made)
 
     def _perturb_inside(
-        self, at: ObjectiveGradient, ball: Ball, generator: ImageGenerators
+        self, at: "ModelGradient", ball: Ball, generator: ImageGenerators
     ) -> Tensor:
-        """The attack, where ``inside`` with a model that sees the background as it is."""
-        if not self.inside:
+        """The attack, of what may change: where ``inside`` no background, and never the truth."""
+        if not self.inside and not at.says_truth:
             return self.perturb_images(at, ball, generator)
-        there = (ball.centre != 0).any(dim=1, keepdim=True)
+        there = torch.ones_like(ball.centre, dtype=torch.bool)
+        if self.inside:
+            there &= (ball.centre != 0).any(dim=1, keepdim=True)
+        if at.says_truth:
+            there[:, -1] = False
 
         def within(images: Tensor) -> tuple[Tensor, Tensor]:
             values, gradient = at(torch.where(there, images, ball.centre))
@@ -134,6 +138,11 @@ class ModelGradient:
         self.goal = goal
         self.finite: Tensor | None = None
         self.value = torch.zeros(())  # the summed objective when it was finite no more
+
+    @property
+    def says_truth(self) -> bool:
+        """Return whether the images' last channel is the truth of generated data."""
+        return bool(getattr(getattr(self.model, "image", None), "truth", 0))
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad(), torch.autocast(images.device.type, enabled=False):

@@ -35,6 +35,7 @@ class RoutingContext(NamedTuple):
     teacher: Tensor | None = None  # (B, T, E) probs of the teacher's router at this layer
     basis: Tensor | None = None  # (E, d, r) the experts' bases
     progress: float = 1.0  # share of the training that is done
+    truth: Tensor | None = None  # (B, T) int64: each token's kind, 1 and up; 0: unknown
 
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor

@@ -19,6 +19,7 @@ class PlannedData(NamedTuple):
     # split → images of each class, or the one number of all where labels are no single classes
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
+    truth: int = 0  # kinds of tokens that one more channel names
     short_side: int | None = None  # of training images that are kept whole; None: squares of size
     note: str | None = None  # what is worth knowing and no problem, such as a download
     problem: str | None = None  # why ``prepare`` would fail
@@ -67,6 +68,7 @@ def planned_data_from_card(card: Mapping[str, Any]) -> PlannedData:
         task,
         counts,
         tuple(card.get("regions") or ()),
+        card.get("truth", 0),
         card.get("jpeg", {}).get("side"),
     )
 

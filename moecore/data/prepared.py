@@ -11,6 +11,9 @@ Text is ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt
 are blocks of M tokens with those that are read before them, int32 (N, C, M), and the labels are the
 next tokens (N, M): see moecore/data/text/words.py.
 
+Images whose truth is known have one channel more where the card says ``truth``: n at the pixels
+of a token of kind n, from 1 to that many; no model sees it.
+
 Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
 ``train_offsets.npy`` int64 (N + 1,).
 
@@ -129,7 +132,8 @@ class Prepared(NamedTuple):
 
 def _open_images(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
     number = card["images"][split]
-    shape = (number, card["channels"], card["size"], card["size"])
+    channels = card["channels"] + bool(card.get("truth"))
+    shape = (number, channels, card["size"], card["size"])
     if split == "train" and "jpeg" in card:
         images = JpegImages.open(folder, split, number, card)
     else:

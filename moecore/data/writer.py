@@ -32,6 +32,12 @@ class DatasetInfo(NamedTuple):
     licence: str
     source: str
     settings: Config  # the source's own, with a kind and a seed
+    truth: int = 0  # kinds of tokens that one more channel of the images names
+
+    @property
+    def stored_channels(self) -> int:
+        """Channels of an image as it is written."""
+        return self.channels + bool(self.truth)
 
 
 class PackedJpegs(NamedTuple):
@@ -83,7 +89,7 @@ def write_prepared(
         jpeg = {"jpeg": {"side": packed.short_side}}
     else:
         stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
-        mean, std = channel_moments(stored)
+        mean, std = channel_moments(stored[:, : facts.channels])
         jpeg = {}
     settings = facts.settings.model_dump(mode="json")
     card = {
@@ -101,6 +107,7 @@ def write_prepared(
         "source": facts.source,
         "files": {name: file_checksum(folder / name) for name in names},
         "settings": settings,
+        **({"truth": facts.truth} if facts.truth else {}),
         **jpeg,
     }
     write_sealed(folder / "card.json", card)
@@ -156,7 +163,7 @@ def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegs) -> 
 def _write_images(
     path: Path, facts: DatasetInfo, labels: int, images: Iterable[np.ndarray] | Path
 ) -> None:
-    shape = (labels, facts.channels, facts.size, facts.size)
+    shape = (labels, facts.stored_channels, facts.size, facts.size)
     if isinstance(images, Path):
         shutil.move(images, path)
         open_array(path, shape, np.uint8)

@@ -98,6 +98,13 @@ def no_flat_images_reason(subject: MeasuredModel, needed: str) -> str | None:
     return subject.data.task.needs_classes(needed)
 
 
+def no_changed_images_reason(subject: MeasuredModel, needed: str) -> str | None:
+    """Why flat images cannot be changed and then asked for ``needed``."""
+    if subject.model.image.truth:
+        return "a change of the images would falsify the truth that one of their channels says"
+    return no_flat_images_reason(subject, needed)
+
+
 def load_or_compute(parts: PartStore, name: str, model: type[R], compute: Callable[[], R]) -> R:
     """Return what ``compute`` returns, or what a killed process kept of it under ``name``."""
     return model.model_validate(parts(name, lambda: compute().model_dump(mode="json")))

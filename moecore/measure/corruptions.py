@@ -13,7 +13,13 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, no_flat_images_reason
+from moecore.measure.base import (
+    SEED,
+    MeasuredModel,
+    Measurement,
+    PartStore,
+    no_changed_images_reason,
+)
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
 from moecore.tasks.base import Task
@@ -62,7 +68,7 @@ class Corruptions(Measurement):
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Why not, in words: it needs flat images that a model gets right or wrong."""
-        return no_flat_images_reason(subject, "share")
+        return no_changed_images_reason(subject, "share")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """The errors under each corruption."""

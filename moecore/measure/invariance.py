@@ -18,7 +18,7 @@ from moecore.measure.base import (
     Number,
     PartStore,
     load_or_compute,
-    no_flat_images_reason,
+    no_changed_images_reason,
 )
 from moecore.measure.routing_metrics.imed import class_expert_probs, imed_between, imed_by_image
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement
@@ -41,7 +41,7 @@ class Invariance(Measurement):
         """Why not, in words: it needs flat images with classes, and a routing that could move."""
         if subject.model.moe is None:
             return "a dense model has no routing that could move"
-        return no_flat_images_reason(subject, "class_maps")
+        return no_changed_images_reason(subject, "class_maps")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """IMED of every image and its moved self under each transform, and the classes' maps."""

@@ -12,7 +12,7 @@ from moecore.measure.base import (
     Measurement,
     PartStore,
     load_or_compute,
-    no_flat_images_reason,
+    no_changed_images_reason,
 )
 from moecore.measure.theory.lipschitz_lemma import (
     Lemma,
@@ -42,7 +42,7 @@ class Lipschitz(Measurement):
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Why not, in words: it needs flat images of one class each, whose margins can change."""
-        return no_flat_images_reason(subject, "decision")
+        return no_changed_images_reason(subject, "decision")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """The slopes at images of the test split, and the lemma at their tokens."""

@@ -18,7 +18,7 @@ from moecore.measure.base import (
     Measurement,
     PartStore,
     load_or_compute,
-    no_flat_images_reason,
+    no_changed_images_reason,
 )
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
@@ -54,7 +54,7 @@ class Stability(Measurement):
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Why not, in words: it follows the probability of the one class of a flat image."""
-        return no_flat_images_reason(subject, "decision")
+        return no_changed_images_reason(subject, "decision")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Both kinds of noise, and pictures of the first."""

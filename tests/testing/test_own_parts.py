@@ -36,6 +36,7 @@ ROUTERS = [
     routers.Hash(k=2, by="position"),
     routers.FrozenCopy(),
     routers.FrozenCopy(router=routers.NoisyTopK(**ORDERED)),
+    routers.Told(),
     *(routers.TeacherRouted(inference=who) for who in ("teacher", "student")),
     *(
         routers.Eigenbasis(context=context, selection=selection)
@@ -62,6 +63,7 @@ ELSEWHERE = {  # what they measure is not in the small model and data, or it is 
     "cohort_checks",
     "cost",
     "retrieval",
+    "truth",
     "word_swaps",
     "zero_shot",
 }

@@ -145,6 +145,9 @@ class BackboneModel(Model):
 
     def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
         super().__init__(config, image, moe)
+        if moe is not None and "truth" in moe.router.wants and not image.truth:
+            problem = f"found {moe.router.kind}, but nobody knows the truth of these images' tokens"
+            raise UserError(f"router.kind: {problem}; allowed: data of the source dialects")
         axes = [1] * len(image.shape)
         for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
             # not persistent: they are settings of the model, not weights
@@ -179,7 +182,10 @@ class BackboneModel(Model):
             layout = self.layout_of(index)
             context = shared
             if "patches" in router.wants:
-                context = context._replace(patches=cut_tokens(images, layout))
+                seen = self.seen_channels(images)
+                context = context._replace(patches=cut_tokens(seen, layout))
+            if "truth" in router.wants:
+                context = context._replace(truth=truth_of_tokens(images, layout))
             if options.guidance is not None and "teacher" in router.wants:
                 probs = options.guidance.probs[layer]
                 tokens = layout.special + prod(layout.grid)
@@ -241,7 +247,11 @@ class BackboneModel(Model):
         if not images.is_floating_point():
             allowed = "floating point in [0, 1]; divide bytes by 255"
             raise UserError(f"images: found {images.dtype}; allowed: {allowed}")
-        return (images - self.pixel_mean) / self.pixel_std
+        return (self.seen_channels(images) - self.pixel_mean) / self.pixel_std
+
+    def seen_channels(self, images: Tensor) -> Tensor:
+        """Return images without the channel that says the truth, where there is one."""
+        return images[:, : self.image.channels] if self.image.truth else images
 
 
 def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
@@ -251,6 +261,14 @@ def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
     padding = [side for length in reversed(beyond) for side in (0, length)]
     sides = [covered // patches for covered, patches in zip(layout.size, layout.grid, strict=True)]
     return pad(cut_patches(pad(images, padding), sides), (0, 0, layout.special, 0))
+
+
+def truth_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
+    """Return int64 (B, T): which kind each token is of, from the last channel of images in [0, 1].
+
+    0 where nothing is said: of special tokens, and of what lies beyond the image.
+    """
+    return (cut_tokens(images[:, -1:], layout).amax(dim=-1) * 255).round().long()
 
 
 def average_head_predictions(heads: tuple[Tensor, ...]) -> Tensor:

@@ -20,6 +20,11 @@ class ImageSpec(Config):
     mean: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
     std: tuple[float, ...] = Field(description="per channel, of images in [0, 1]")
     task: Task = Field(description="what is predicted of them")
+    truth: int = Field(
+        0,
+        ge=0,
+        description="kinds of tokens that one channel more names, unseen by models; 0: none",
+    )
 
     @model_validator(mode="after")
     def _at_least_one_pixel(self) -> Self:
@@ -30,7 +35,10 @@ class ImageSpec(Config):
     @classmethod
     def from_card(cls, card: dict[str, Any]) -> Self:
         """The images that a data card describes; KeyError where it lacks a field."""
-        return cls(**{name: card[name] for name in cls.model_fields})
+        fields = cls.model_fields.items()
+        return cls(
+            **{name: card[name] for name, field in fields if field.is_required() or name in card}
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,6 +46,11 @@ class ImageSpec(Config):
         if isinstance(self.size, int):
             return (self.size, self.size)
         return self.size
+
+    @property
+    def stored_channels(self) -> int:
+        """Channels of an image as it is stored and handed to a model."""
+        return self.channels + bool(self.truth)
 
     @property
     def outputs(self) -> int:

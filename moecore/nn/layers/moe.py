@@ -16,7 +16,7 @@ from moecore.nn.routers.base import CAUSAL, Router
 if TYPE_CHECKING:
     from moecore.nn.kernels.expert_parallel import ShardedExperts
 
-NOT_IN_TEXTS = frozenset({"patches", "teacher"})  # fields of RoutingContext
+NOT_IN_TEXTS = frozenset({"patches", "teacher", "truth"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
 
 

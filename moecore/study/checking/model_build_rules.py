@@ -68,7 +68,12 @@ def image_spec(preview: PlannedData) -> ImageSpec:
     middle = (0.5,) * preview.channels
     task = preview.task or ANY_CLASSES
     return ImageSpec(
-        channels=preview.channels, size=preview.size, mean=middle, std=middle, task=task
+        channels=preview.channels,
+        size=preview.size,
+        mean=middle,
+        std=middle,
+        task=task,
+        truth=preview.truth,
     )
 
 

@@ -1,6 +1,7 @@
 """Whether trainings can be: their length, and the images that their batches and views need."""
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any
 
 from moecore.core.files import UserError
@@ -91,6 +92,12 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
     if preview.counts:
         yield from _training(keys, phase, training, preview)
     views, place = training.views, (*keys, "views")
+    if preview.truth:
+        changes = [(*place, "randaugment"), (*place, "jitter"), (*place, "erasing"), (*keys, "mix")]
+        settings = (views.randaugment, views.jitter, views.erasing, training.mix)
+        for changed in compress(changes, settings):
+            text = f"found a change of pixels, which would falsify the truth of data.{phase}"
+            yield changed, f"{text}; allowed: leave it out"
     if preview.short_side is None:
         sides = preview.size if isinstance(preview.size, tuple) else (preview.size,)
         if views.shift >= min(sides):

@@ -1,0 +1,143 @@
+"""Dialects: fixed changes of images, each known by its number, that a model must learn one by one.
+
+n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1. A function of the seed.
+"""
+
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from moecore.core.files import UserError
+
+Change = Literal["permutation", "texture", "colour", "rotation"]
+STRENGTH = 0.35  # of a texture, against the image's
+WAVES = (0.9, 1.6)  # of textures, radians per pixel
+DIRECTIONS = 8
+
+
+class DialectChange(Protocol):
+    """What a dialect does to an image, and how it is undone."""
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        """Return images uint8 (n, C', S, S) of their dialects."""
+        ...
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        """Return the images (n, C, S, S) that ``apply`` was given."""
+        ...
+
+
+class Permutation(NamedTuple):
+    """Each dialect has its own order of the pixels."""
+
+    orders: np.ndarray  # int64 (D, S·S)
+
+    @classmethod
+    def draw(cls, number: int, size: int, seed: int) -> "Permutation":
+        """Return the orders of so many dialects."""
+        random = np.random.default_rng([seed, size])
+        return cls(np.stack([random.permutation(size * size) for _ in range(number)]))
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return _take_pixels(images, self.orders[dialects])
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return _take_pixels(images, self.orders.argsort(axis=1)[dialects])
+
+
+class Texture(NamedTuple):
+    """Each dialect lays its own waves over the image, which becomes fainter."""
+
+    waves: np.ndarray  # uint8 (D, S, S), at their strength
+
+    @classmethod
+    def draw(cls, number: int, size: int, seed: int) -> "Texture":
+        """Return the textures of so many dialects: directions, then lengths, then phases differ."""
+        row, column = np.mgrid[:size, :size]
+        phases = np.random.default_rng([seed, size]).uniform(0, 2 * np.pi, number)
+        kinds = np.arange(number)
+        angles = kinds % DIRECTIONS * np.pi / DIRECTIONS
+        lengths = np.array(WAVES)[kinds // DIRECTIONS % len(WAVES)]
+        along = np.stack([column * np.cos(angle) + row * np.sin(angle) for angle in angles])
+        waves = 0.5 + 0.5 * np.sin(lengths[:, None, None] * along + phases[:, None, None])
+        return cls(np.rint(255 * STRENGTH * waves).astype(np.uint8))
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        faint = np.rint((1 - STRENGTH) * images).astype(np.uint8)
+        return faint + self.waves[dialects][:, None]
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        faint = images - self.waves[dialects][:, None]
+        return np.rint(faint / (1 - STRENGTH)).astype(np.uint8)
+
+
+class Colour(NamedTuple):
+    """Each dialect paints grey images in a hue of its own, in three channels."""
+
+    hues: np.ndarray  # float64 (D, 3), of which the largest is 1
+
+    @classmethod
+    def draw(cls, number: int, size: int, seed: int) -> "Colour":
+        """Return hues that lie equally far from each other on the colour circle."""
+        angles = np.arange(number) / number * 2 * np.pi
+        thirds = np.arange(3) * 2 * np.pi / 3
+        hues = 0.5 + 0.5 * np.cos(angles[:, None] - thirds)
+        return cls(hues / hues.max(axis=1, keepdims=True))
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return np.rint(images * self.hues[dialects][:, :, None, None]).astype(np.uint8)
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return images.max(axis=1, keepdims=True)
+
+
+class Rotation(NamedTuple):
+    """Each dialect turns the image by quarters; from the fifth on it also inverts the greys."""
+
+    @classmethod
+    def draw(cls, number: int, size: int, seed: int) -> "Rotation":
+        """Return the change of at most 8 dialects."""
+        return cls()
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return _invert(_turn(images, dialects % 4), dialects >= 4)
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return _turn(_invert(images, dialects >= 4), -dialects % 4)
+
+
+CHANGES = {
+    "permutation": Permutation,
+    "texture": Texture,
+    "colour": Colour,
+    "rotation": Rotation,
+}
+MOST = {"texture": DIRECTIONS * len(WAVES), "colour": 24, "rotation": 8}  # dialects that differ
+
+
+def draw_change(change: Change, number: int, size: int, seed: int, channels: int) -> DialectChange:
+    """Return what so many dialects do to images of ``size``² pixels.
+
+    Raises UserError for more dialects than there are, and for colours of images that have some.
+    """
+    if number > MOST.get(change, number):
+        raise UserError(f"dialects: found {number}; allowed: at most {MOST[change]} of {change}")
+    if change == "colour" and channels != 1:
+        raise UserError(f"change: found colour, of images of {channels} channels; allowed: grey")
+    return CHANGES[change].draw(number, size, seed)
+
+
+def _take_pixels(images: np.ndarray, order: np.ndarray) -> np.ndarray:
+    flat = images.reshape(*images.shape[:2], -1)
+    return np.take_along_axis(flat, order[:, None], axis=2).reshape(images.shape)
+
+
+def _turn(images: np.ndarray, quarters: np.ndarray) -> np.ndarray:
+    out = images.copy()
+    for quarter in range(1, 4):
+        out[quarters == quarter] = np.rot90(images[quarters == quarter], quarter, axes=(2, 3))
+    return out
+
+
+def _invert(images: np.ndarray, which: np.ndarray) -> np.ndarray:
+    return np.where(which[:, None, None, None], 255 - images, images)

@@ -1,0 +1,58 @@
+"""The oracle: routes every token by the truth of the data, which only generated data have.
+
+B images, T tokens per image, E experts.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.routers.base import Router
+from moecore.nn.routers.token_choice import plan_and_record
+
+
+class Told(Router):
+    """Tokens of kind n go to expert n − 1, in a circle; those of which nothing is known to 0.
+
+    Nothing learns: it is the ceiling of what a router can find (*our own*).
+    """
+
+    kind: Literal["told"] = "told"
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The truth."""
+        return frozenset({"truth"})
+
+    def active(self, experts: int) -> float:
+        """Return 1: a token uses one expert."""
+        return 1
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ToldRouter":
+        """Return the router over ``experts`` experts."""
+        return ToldRouter(experts)
+
+
+class ToldRouter(nn.Module):
+    """``router(tokens, context)``: (B, T, d) to (SparsePlan, RoutingRecord), weight 1.
+
+    Its context must have the truth: models of images without are refused.
+    """
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        assert context.truth is not None
+        chosen = ((context.truth - 1).clamp_min(0) % self.experts).unsqueeze(-1)
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
+        weights = torch.ones_like(chosen, dtype=dtype)
+        probs = weights.new_zeros(*tokens.shape[:2], self.experts).scatter(-1, chosen, weights)
+        logits = probs.clamp_min(torch.finfo(dtype).tiny).log()
+        return plan_and_record(logits=logits, probs=probs, chosen=chosen, weights=weights)

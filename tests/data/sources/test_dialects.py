@@ -1,0 +1,127 @@
+"""The source `dialects`: its changes can be undone, labels and truth are what they say."""
+
+import numpy as np
+import pytest
+
+from moecore.core.files import UserError
+from moecore.data.dialect_changes import CHANGES, draw_change
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.sources.dialects import Dialects
+from moecore.data.sources.digits import Digits
+
+SMALL = {"train": 900, "validation": 300, "test": 400}
+
+
+def dialects(**settings) -> Dialects:
+    return Dialects.model_validate(
+        {"source": {"kind": "digits"}, "dialects": 4, **SMALL, **settings}
+    )
+
+
+def prepared(folder, **settings) -> tuple[Dialects, Prepared]:
+    source = dialects(**settings)
+    source.prepare(folder)
+    return source, Prepared.open(folder)
+
+
+def spoken(source: Dialects):
+    """Return what the dialects do, and what each calls each class."""
+    return source._vocabulary(1, 8, 10)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("number", [1, 8])
+def test_every_change_can_be_undone(change, number):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (50, 1, 6, 6), dtype=np.uint8)
+    which = random.integers(number, size=50)
+    drawn = draw_change(change, number, 6, 0, 1)
+    back = drawn.undo(drawn.apply(images, which), which)
+    assert back.dtype == np.uint8
+    rounding = 1 if change == "texture" else 0  # grey levels, of 255
+    assert np.abs(back.astype(int) - images).max() <= rounding
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_two_dialects_are_alike(change):
+    images = np.random.default_rng(0).integers(1, 256, (1, 1, 6, 6), dtype=np.uint8)
+    drawn = draw_change(change, 8, 6, 0, 1)
+    said = drawn.apply(np.repeat(images, 8, axis=0), np.arange(8))
+    assert len(np.unique(said.reshape(8, -1), axis=0)) == 8
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp_path):
+    source, data = prepared(tmp_path / "dialects", change=change, zipf=0.5)
+    Digits().prepare(tmp_path / "digits")
+    digits = Prepared.open(tmp_path / "digits")
+    drawn, words = spoken(source)
+    for name in SPLITS:
+        split, own = getattr(data, name), getattr(digits, name)
+        truth = split.images[:, -1]
+        assert (truth == truth[:, :1, :1]).all() and truth.min() == 1 and truth.max() == 4
+        which = truth[:, 0, 0].astype(int) - 1
+        plain = drawn.undo(np.asarray(split.images[:, :-1]), which)
+        distance = np.abs(plain[:, None].astype(int) - own.images[None]).max(axis=(2, 3, 4))
+        same = distance <= (1 if change == "texture" else 0)
+        assert same.any(axis=1).all(), "every image is one of the source's same split"
+        named = words[which][:, own.labels]
+        assert ((named == split.labels[:, None]) & same).any(axis=1).all()
+    assert data.card["truth"] == 4 and data.card["channels"] == (3 if change == "colour" else 1)
+    counted = np.bincount(which)
+    assert list(counted) == sorted(counted, reverse=True), "a later dialect is rarer"
+
+
+def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(tmp_path):
+    source, data = prepared(tmp_path, form="mosaic")
+    assert (data.card["channels"], data.card["size"]) == (2, 16)
+    images = np.asarray(data.test.images)
+    cells = images.reshape(-1, 3, 2, 8, 2, 8).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 4, 3, 8, 8)
+    mark, truth = cells[:, :, 1], cells[:, :, 2]
+    for plane in (mark, truth):
+        assert (plane == plane[..., :1, :1]).all()
+    assert ((mark[..., 0, 0] == 255).sum(axis=1) == 1).all()
+    Digits().prepare(tmp_path / "digits")
+    digits = Prepared.open(tmp_path / "digits").test
+    drawn, words = spoken(source)
+    marked = mark[:, :, 0, 0].argmax(axis=1)
+    rows = np.arange(len(cells))
+    which = truth[rows, marked, 0, 0].astype(int) - 1
+    plain = drawn.undo(cells[rows, marked, :1], which)
+    same = (plain[:, None] == digits.images[None]).all(axis=(2, 3, 4))
+    assert ((words[which][:, digits.labels] == data.test.labels[:, None]) & same).any(axis=1).all()
+
+
+def test_what_would_be_written_is_foreseen(tmp_path):
+    for settings in ({}, {"form": "mosaic"}, {"change": "colour"}):
+        source, data = prepared(tmp_path / str(len(settings)), **settings)
+        foreseen = source.preview()
+        assert foreseen.problem is None and foreseen.name == data.card["name"]
+        assert foreseen.truth == data.card["truth"]
+        assert (foreseen.channels, foreseen.size) == (data.card["channels"], data.card["size"])
+        assert foreseen.images == data.card["images"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"zipf": 3.0}, "zipf: found 3.0, which leaves about 12 of the last dialect"),
+        (
+            {"change": "rotation", "dialects": 9},
+            "dialects: found 9; allowed: at most 8 of rotation",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_and_by_prepare(settings, said, tmp_path):
+    source = dialects(**settings)
+    assert source.preview().problem.startswith(said)
+    with pytest.raises(UserError, match=said):
+        source.prepare(tmp_path)
+
+
+def test_two_seeds_are_other_dialects_and_one_seed_the_same(tmp_path):
+    first, again, other = (
+        prepared(tmp_path / str(index), seed=seed)[1].test.images
+        for index, seed in enumerate((0, 0, 1))
+    )
+    assert np.array_equal(first, again) and not np.array_equal(first, other)

@@ -1,0 +1,110 @@
+"""Experts against the truth: by hand, against scikit-learn, at chance and at the ceiling."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
+
+from moecore.data.prepared import Prepared, Split
+from moecore.measure import truth
+from moecore.measure.base import MeasuredModel
+from moecore.measure.truth import Truth, expert_truth_tables, mutual_information, truth_layer
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.told import Told
+from moecore.tasks.classification import Classification
+
+IMAGE = ImageSpec(
+    channels=1,
+    size=8,
+    mean=(0.5,),
+    std=(0.3,),
+    task=Classification(classes=("a", "b")),
+    truth=3,
+)
+EXPERTS = torch.tensor([[0, 0], [0, 1], [1, 1], [2, 2]])
+KINDS = torch.tensor([[1, 1], [2, 2], [2, 0], [3, 1]])
+
+
+def kept(name, compute):
+    return compute()
+
+
+def subject(router, seed: int = 0) -> MeasuredModel:
+    """A fresh model, and 40 images of noise with four patches of drawn kinds."""
+    torch.manual_seed(seed)
+    moe = MoESettings(router=router, experts=Mlp(number=3), blocks="all")
+    model = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE, moe).eval()
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
+    kinds = random.integers(1, 4, (40, 1, 2, 2), dtype=np.uint8).repeat(4, 2).repeat(4, 3)
+    split = Split(np.concatenate([pixels, kinds], axis=1), np.arange(40) % 2)
+    return MeasuredModel(model, Prepared({}, split, split, split))
+
+
+def test_by_hand():
+    """Expert 0 saw kind 1 twice and 2 once, expert 1 kind 2 twice (an unknown token is left out):
+    of seven tokens 2, 2 and 1 are of their expert's most frequent kind.
+    """
+    layer = truth_layer(EXPERTS, KINDS, 3, 3)
+    assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
+    assert layer.purity == pytest.approx(5 / 7) and layer.matched == pytest.approx(5 / 7)
+    known = KINDS.numpy() > 0
+    pair = KINDS.numpy()[known], EXPERTS.numpy()[known]
+    assert layer.mutual_information == pytest.approx(mutual_info_score(*pair))
+    assert layer.adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
+
+
+def test_experts_are_listed_by_their_match():
+    layer = truth_layer(
+        2 - torch.tensor([[0, 1, 2, 2]]).repeat(5, 1),
+        torch.tensor([[1, 2, 3, 3]]).repeat(5, 1),
+        4,
+        3,
+    )
+    assert layer.counts == ((5, 0, 0), (0, 5, 0), (0, 0, 10), (0, 0, 0)) and layer.matched == 1
+
+
+def test_mutual_information_is_scikit_learns():
+    random = np.random.default_rng(1)
+    experts, kinds = random.integers(0, 5, (30, 4)), random.integers(1, 7, (30, 4))
+    table = expert_truth_tables(experts, kinds, 5, 6).sum(axis=0)
+    assert table.sum() == 120
+    expected = mutual_info_score(kinds.ravel(), experts.ravel())
+    assert mutual_information(table) == pytest.approx(expected)
+
+
+def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance():
+    result = Truth().measure(subject(Told()), kept)
+    assert result.images == 40 and len(result.layers) == 2
+    for layer in result.layers:
+        assert (layer.purity, layer.adjusted, layer.matched) == pytest.approx((1, 1, 1))
+        assert layer.p == pytest.approx(1 / 201) and layer.purity_chance < 0.6
+    drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
+    kinds = torch.from_numpy(np.random.default_rng(3).integers(1, 4, (40, 4)))
+    shuffled = truth_layer(kinds - 1, kinds[drawn], 3, 3)
+    assert shuffled.purity == pytest.approx(shuffled.purity_chance, abs=0.06) and shuffled.p > 0.05
+
+
+def test_the_null_covers(monkeypatch):
+    """Of unrelated experts and kinds p is uniform: at most a few of 60 are below 0.05."""
+    monkeypatch.setattr(truth, "RESAMPLES", 2)
+    random = np.random.default_rng(4)
+    found = [
+        truth_layer(
+            *(torch.from_numpy(random.integers(low, low + 3, (20, 4))) for low in (0, 1)), 3, 3
+        ).p
+        for _ in range(60)
+    ]
+    assert np.mean(np.array(found) < 0.05) < 0.15 and np.mean(found) == pytest.approx(0.5, abs=0.12)
+
+
+def test_it_is_measured_of_routers_on_data_whose_truth_is_known():
+    assert Truth.applies(subject(NoisyTopK(k=1))) is None
+    dense = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE)
+    assert "no routers" in Truth.applies(subject(Told())._replace(model=dense))
+    unknown = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE.model_copy(update={"truth": 0}))
+    assert "nobody knows" in Truth.applies(subject(Told())._replace(model=unknown))
