@@ -66,6 +66,8 @@ class Explorer(Measurement):
         """Why not, in words: a dense model has no experts."""
         if subject.model.moe is None:
             return "a dense model has no experts, so there is nothing to see"
+        if subject.model.image.truth:
+            return "its page does not draw images with a channel of truth"
         return None
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":

@@ -227,7 +227,10 @@ def augmented_rows(
     parts: PartStore,
     people: np.ndarray | None = None,
 ) -> tuple[AugmentedRow, ...]:
-    """The matches under each augmentation; its draws do not depend on the others in the list."""
+    """The matches under each augmentation; its draws do not depend on the others in the list.
+
+    None of text, nor of images with a channel of truth, which a change would falsify.
+    """
     few = evenly_spaced_indices(len(images), settings.augmentation_images)
     images = images[few]
     whose = None if people is None else people[few]
@@ -236,7 +239,7 @@ def augmented_rows(
         views = draw_two_views(images, asked, SEED, *asked.name.encode())
         return augmented_row(asked.name, model, views, settings.batch, whose)
 
-    if images.ndim == TEXT:
+    if images.ndim == TEXT or model.image.truth:
         return ()
     chosen = [look_up_augmentation(preset, images.ndim == 5) for preset in settings.augmentations]
     return tuple(

@@ -63,7 +63,7 @@ class RankStepCost(NamedTuple):
 def count_model(model: BackboneModel, views: int = 1) -> ModelCost:
     """A model on the meta device, with so many views of each image."""
     image = model.image
-    one, two = (torch.empty(n, image.channels, *image.shape, device="meta") for n in (1, 2))
+    one, two = (torch.empty(n, image.stored_channels, *image.shape, device="meta") for n in (1, 2))
     counts = parameter_counts(model)
     kept = _kept_bytes(model, two) - _kept_bytes(model, one)
     flops = flops_per_image(model, one).whole

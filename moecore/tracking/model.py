@@ -77,7 +77,7 @@ def model_signature(image: "ImageSpec") -> Any:
     from moecore.tasks.image_text import ImageText
 
     task, words, single = image.task, numpy.dtype("int64"), numpy.dtype("float32")
-    images = TensorSpec(single, (-1, image.channels, *image.shape), "images")
+    images = TensorSpec(single, (-1, image.stored_channels, *image.shape), "images")
     inputs: list[TensorSpec | ColSpec] = [images]
     answer_shape = (-1, task.outputs)
     answer_name = "scores"

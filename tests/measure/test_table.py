@@ -16,7 +16,8 @@ from moecore.core.files import UserError, write_json
 from moecore.core.plain import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
-from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.prepared import Prepared, evenly_spaced_indices
+from moecore.data.sources.dialects import Dialects
 from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.measure import routing
 from moecore.measure.base import (
@@ -74,12 +75,14 @@ SMALL = {
     "cohort_checks": {},
     "retrieval": {"at": [1, 2]},
     "zero_shot": {"source": {"kind": "digits", "test_limit": 20}},
+    "truth": {"images": 8},
 }
 OF = {
     "cohort_checks": "volumes",
     "word_swaps": "text",
     "retrieval": "captions",
     "zero_shot": "captions",
+    "truth": "dialects",
 }
 
 
@@ -92,12 +95,20 @@ def subjects(tmp_path_factory) -> dict[str, MeasuredModel]:
         "volumes": volumes(tmp_path_factory.mktemp("cohort")),
         "text": words(tmp_path_factory.mktemp("text")),
         "captions": captioned(tmp_path_factory.mktemp("mosaics")),
+        "dialects": in_dialects(tmp_path_factory.mktemp("dialects")),
     }
 
 
 def volumes(folder) -> MeasuredModel:
     cohort = write_cohort(folder, simulated=False)
     return MeasuredModel(built(Vit3d(patch=8, width=8, depth=1, heads=1), None, cohort, 1), cohort)
+
+
+def in_dialects(folder) -> MeasuredModel:
+    few = {"train": 400, "validation": 60, "test": 60}
+    Dialects.model_validate({"source": {"kind": "digits"}, "dialects": 3, **few}).prepare(folder)
+    data = Prepared.open(folder)
+    return MeasuredModel(built(SingleLayer(), top_k_mlps(blocks=(0,)), data, 1), data)
 
 
 def words(folder) -> MeasuredModel:

@@ -28,7 +28,6 @@ from moecore.nn.correspondence import original_patches_of_views
 from moecore.nn.predict import model_device, predict_in_batches
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.soft_slots import SoftSlots
 from moecore.tasks.base import Task
 from moecore.training.guide import GuidedModel
 
@@ -169,13 +168,13 @@ def copy_with_k(model: Model, k: int) -> Model | None:
     model: with MoE layers.
     """
     moe = model.experts_and_router
-    if isinstance(moe.router, SoftSlots) or k > moe.experts.number:
+    if not hasattr(moe.router, "k") or k > moe.experts.number:
         return None
     return copy_with_router(model, moe.router.with_k(k))
 
 
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> list[KRow]:
-    """One row for each k ≤ E of ``numbers``; [] for a router without k (soft slots)."""
+    """One row for each k ≤ E of ``numbers``; [] for a router without k."""
     rows = []
     for k in numbers:
         other = copy_with_k(model, k)

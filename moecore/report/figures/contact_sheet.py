@@ -5,6 +5,7 @@ import torch
 from matplotlib.figure import Figure
 
 from moecore.data.prepared import Prepared
+from moecore.report.figures.sheets import displayable_image
 
 MOST_CLASSES = 20
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
@@ -29,7 +30,7 @@ def draw_contact_sheet(prepared: Prepared, shots: int = 10) -> Figure:
     for row, name in enumerate(names):
         axes[row, 0].set_ylabel(name, rotation=0, ha="right", va="center")
         for axis, index in zip(axes[row], rows[classes == row].tolist()[:shots], strict=False):
-            axis.imshow(images[index].transpose(1, 2, 0).squeeze(), cmap="gray", vmin=0, vmax=255)
+            axis.imshow(displayable_image(images[index]), cmap="gray", vmin=0, vmax=255)
     return figure
 
 
@@ -39,7 +40,7 @@ def draw_first_images(prepared: Prepared, shots: int) -> Figure:
     figure = Figure(figsize=(1.2 * number, 1.6), layout="constrained")
     for place, axis in enumerate(_bare(figure, 1, number)[0]):
         image = np.asarray(prepared.train.images[place : place + 1])[0]
-        axis.imshow(image.transpose(1, 2, 0).squeeze(), cmap="gray", vmin=0, vmax=255)
+        axis.imshow(displayable_image(image), cmap="gray", vmin=0, vmax=255)
     figure.suptitle(prepared.card["name"], fontsize=9)
     return figure
 

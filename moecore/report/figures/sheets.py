@@ -116,7 +116,7 @@ def _words(axes: Axes, frame: SheetLabels, across: int, upright: bool) -> None:
 
 def displayable_image(image: np.ndarray) -> np.ndarray:
     """An image (C, H, W) uint8 ready to be shown: three channels in colour, else the first."""
-    return image.transpose(1, 2, 0) if image.shape[0] == 3 else image[0]
+    return image[:3].transpose(1, 2, 0) if len(image) >= 3 else image[0]
 
 
 def patch_expert_colours(grid: np.ndarray, colours: Sequence[str]) -> np.ndarray:
