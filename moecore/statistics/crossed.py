@@ -159,6 +159,20 @@ def crossed_difference(differences: np.ndarray) -> Difference:
     return Difference(value, (by_seeds, by_items), BOTH, seeds, items)
 
 
+def headroom_recovered(
+    scores: np.ndarray, floor: np.ndarray, ceiling: np.ndarray
+) -> Difference | None:
+    """Return (scores − floor) / (ceiling − floor) of the means over seeds and items.
+
+    scores, floor, ceiling: (S, n), of the same seeds and items. Delta method. None where the
+    interval of ceiling − floor includes 0: then the share's would be unbounded (Fieller).
+    """
+    room = crossed_difference(ceiling - floor).interval()
+    if room.low is None or room.low <= 0:
+        return None
+    return crossed_difference(linearize_ratio(scores - floor, ceiling - floor))
+
+
 def paired_seed_difference(differences: Sequence[float]) -> Difference:
     """Return the mean of one difference per seed, of what has no items: times, sizes.
 

@@ -20,6 +20,7 @@ from moecore.statistics.crossed import (
     SEEDS,
     crossed_difference,
     encode_item_values,
+    headroom_recovered,
     linearize_by_person,
     linearize_ratio,
     paired_seed_difference,
@@ -365,3 +366,18 @@ def test_items_are_kept_to_three_digits_and_their_mean_exactly(scale):
     assert decode_float_array(encode_item_values(np.full(5, 0.25))).tolist() == [0.25] * 5
     with pytest.raises(ValueError):
         pack_numbers(np.array([1.0, np.inf]))
+
+
+def test_headroom_recovered_by_hand():
+    """Four items, three seeds; R = 2.2 / 4.3 of the sums."""
+    scores = np.array([[0.7, 0.6, 0.8, 0.9], [0.6, 0.7, 0.7, 0.8], [0.8, 0.6, 0.9, 0.8]])
+    floor = np.array([[0.5, 0.4, 0.6, 0.7], [0.5, 0.5, 0.6, 0.6], [0.6, 0.4, 0.7, 0.6]])
+    ceiling = np.array([[0.9, 0.8, 1, 1], [0.9, 0.8, 0.9, 1], [1, 0.8, 1, 0.9]])
+    room = crossed_difference(ceiling - floor)
+    assert (room.value, room.half()) == pytest.approx((0.358333, 0.062165), abs=1e-6)
+    share = headroom_recovered(scores, floor, ceiling)
+    assert share.value == pytest.approx(2.2 / 4.3)
+    variances = [source.variance for source in share.sources]
+    assert variances == pytest.approx([0.001751, 0.001609], abs=1e-6)
+    assert share.interval()[1:] == pytest.approx((0.290896, 0.732359), abs=1e-6)
+    assert headroom_recovered(scores, floor, floor + np.array([1, -1, 1, -1]) / 10) is None

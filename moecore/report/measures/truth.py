@@ -1,13 +1,20 @@
 """Whether experts are what the data says they should be, on data whose truth is known."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from moecore.measure.truth import Result
-from moecore.report.column import Column, mean_or_none
+from moecore.report.column import Column, decode_items, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, format_shares
 from moecore.report.figures.training_figures import row_shares
-from moecore.report.measures.result_display import Figures, Shown
+from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures
+from moecore.report.page.view import Block
+from moecore.report.reference_methods import CEILING, DENSE
+from moecore.report.typed_results import Phase, drop_none
+from moecore.statistics.crossed import Difference, headroom_recovered
 from moecore.statistics.intervals import Interval
+from moecore.training.outcome import Outcome
 
 NOTE = "over test images; mean over MoE layers"
 NUMBERED = 20  # dialects: with more, the table has colours only
@@ -78,4 +85,35 @@ def figures(result: Result) -> Figures:
         yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
-SHOWN = Shown("truth", "experts and truth", Result, COLUMNS, figures, place=7)
+def headroom(phase: Phase, method: str) -> Difference | None:
+    """Return how much of what routing is worth a method finds: 0 as dense, 1 as told the truth.
+
+    None where one of the three was not trained, or routing is worth nothing that can be seen.
+    """
+    trained = phase.of(Outcome)
+    sides = []
+    for name in (method, DENSE, CEILING):
+        items = drop_none(decode_items(outcome.test_items) for outcome in trained.get(name, []))
+        if len(items) < phase.seeds:
+            return None
+        sides.append(np.stack(items))
+    return headroom_recovered(*sides)
+
+
+def phase_blocks(phase: Phase) -> Iterator[Block]:
+    """What of routing's worth each method finds, and which kinds each expert sees."""
+    words = []
+    for method in phase.first(Result):
+        share = headroom(phase, method)
+        if share is None or share.half() is None or method == CEILING:
+            continue
+        _, *limits = (f"{100 * one:.0f}" for one in share.interval() if one is not None)
+        words.append(
+            f"{method} finds {100 * share.value:.0f} % [{' – '.join(limits)}] of what routing is "
+            f"worth: {CEILING} would be 100 %, {DENSE} 0 %."
+        )
+    pictures = first_seed_pictures(phase, Result, figures)
+    yield Block("Experts and truth", words, pictures=pictures, about="purity")
+
+
+SHOWN = Shown("truth", "experts and truth", Result, COLUMNS, figures, phase_blocks, place=7)
