@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moecore.measure.truth import Result
-from moecore.report.measures.truth import headroom, phase_blocks
+from moecore.report.measures.truth import share_of_routings_worth, phase_blocks
 from moecore.report.typed_results import Measured, Phase
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks.classification import Classification
@@ -29,7 +29,7 @@ def phase(**right: int) -> Phase:
 
 def test_a_method_between_floor_and_ceiling():
     """(6 - 4) / (9 - 4) of ten images, with each seed."""
-    share = headroom(phase(**RIGHT), "vmoe")
+    share = share_of_routings_worth(phase(**RIGHT), "vmoe")
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
     (block,) = phase_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
@@ -39,5 +39,5 @@ def test_a_method_between_floor_and_ceiling():
 @pytest.mark.parametrize("method", RIGHT)
 def test_without_floor_or_ceiling_or_worth_there_is_no_share(method):
     others = {name: number for name, number in RIGHT.items() if name != method}
-    assert headroom(phase(**others), "vmoe") is None
-    assert headroom(phase(**RIGHT | {"told": 4}), method) is None
+    assert share_of_routings_worth(phase(**others), "vmoe") is None
+    assert share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None

@@ -85,7 +85,7 @@ def figures(result: Result) -> Figures:
         yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
-def headroom(phase: Phase, method: str) -> Difference | None:
+def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
     """Return how much of what routing is worth a method finds: 0 as dense, 1 as told the truth.
 
     None where one of the three was not trained, or routing is worth nothing that can be seen.
@@ -101,10 +101,10 @@ def headroom(phase: Phase, method: str) -> Difference | None:
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    """What of routing's worth each method finds, and which kinds each expert sees."""
+    """Yield what of routing's worth each method finds, and which kinds each expert sees."""
     words = []
     for method in phase.first(Result):
-        share = headroom(phase, method)
+        share = share_of_routings_worth(phase, method)
         if share is None or share.half() is None or method == CEILING:
             continue
         _, *limits = (f"{100 * one:.0f}" for one in share.interval() if one is not None)
