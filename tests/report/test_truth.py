@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moecore.measure.truth import Result
-from moecore.report.measures.truth import share_of_routings_worth, phase_blocks
+from moecore.report.measures.truth import phase_blocks, share_of_routings_worth
 from moecore.report.typed_results import Measured, Phase
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks.classification import Classification
