@@ -8,7 +8,13 @@ from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
-from moecore.measure.truth import Truth, expert_truth_tables, mutual_information, truth_layer
+from moecore.measure.truth import (
+    Truth,
+    expert_purity,
+    expert_truth_tables,
+    mutual_information,
+    truth_layer,
+)
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
@@ -56,6 +62,11 @@ def test_by_hand():
     pair = KINDS.numpy()[known], EXPERTS.numpy()[known]
     assert layer.mutual_information == pytest.approx(mutual_info_score(*pair))
     assert layer.adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
+
+
+def test_purity_is_by_expert():
+    """Both experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2."""
+    assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
 
 
 def test_experts_are_listed_by_their_match():

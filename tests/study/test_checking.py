@@ -44,6 +44,9 @@ pretrain: {epochs: 1, batch: 8, learning_rate: 0.001, views: {shift: 1}}
 retrieval: {at: [1]}
 """
 IMAGES = PARAMS
+SPOKEN = {
+    "data.pretrain": {"kind": "dialects", "source": {"kind": "digits", "size": 24}, "train": 2000}
+}
 GONE = object()
 
 
@@ -384,6 +387,20 @@ RUN = [
         "but data.finetune has images",
     ),
     (IMAGES, {"data.finetune.validation": 1500}, "data.finetune", "allowed: 1 to 1437"),
+    (
+        IMAGES,
+        {"methods.dense": {"router": {"kind": "told"}, "experts": {"kind": "mlp", "number": 4}}},
+        "methods.dense.router.kind",
+        "found told, but nobody knows the truth",
+    ),
+    (IMAGES, SPOKEN | {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "would falsify the truth"),
+    (
+        IMAGES,
+        SPOKEN | {"pretrain.views": {"erasing": 0.5}},
+        "pretrain.views.erasing",
+        "would falsify the truth",
+    ),
+    (IMAGES, SPOKEN | {"data.pretrain.zipf": 4.0}, "data.pretrain", "of the last dialect in train"),
     (IMAGES, {"teacher.model.patch": 16}, "teacher.model.patch", "image size 24 (data.finetune)"),
     (IMAGES, {"teacher.model.patch": 4}, "teacher.model", "and methods.tgr, which it guides, 5"),
     (
@@ -491,6 +508,7 @@ LOOKAHEADS = [
     ("router.kind", {"kind": "expert_choice"}),
     ("router.kind", {"kind": "soft_slots"}),
     ("router.kind", {"kind": "hash", "by": "patch"}),
+    ("router.kind", {"kind": "told"}),
     ("router.k", LIMITED | {"k": 2}),
     ("router.batch_priority", LIMITED | {"batch_priority": True}),
     ("router.router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),

@@ -1,6 +1,6 @@
 """Whether experts are what the data says they should be, on data whose truth is known."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from moecore.training.outcome import Outcome
 NOTE = "over test images; mean over MoE layers"
 NUMBERED = 20  # dialects: with more, the table has colours only
 
+
+def layer_mean_reader(field: str) -> Callable[[Result], float | None]:
+    """Return what reads a number of every layer, and gives its mean."""
+    return lambda result: mean_or_none([getattr(row, field) for row in result.layers])
+
+
 COLUMNS = (
     Column(
         "purity",
@@ -33,7 +39,7 @@ COLUMNS = (
     Column(
         "purity_chance",
         "Purity by chance",
-        lambda result: mean_or_none([row.purity_chance for row in result.layers]),
+        layer_mean_reader("purity_chance"),
         "",
         "share",
         "the same with the images' truths permuted",
@@ -42,14 +48,14 @@ COLUMNS = (
     Column(
         "adjusted_mutual_information",
         "AMI of expert and truth",
-        lambda result: mean_or_none([row.adjusted for row in result.layers]),
+        layer_mean_reader("adjusted"),
         "higher",
         note=f"adjusted mutual information, 0 by chance and 1 if equal, {NOTE}",
     ),
     Column(
         "normalised_mutual_information",
         "NMI of expert and truth",
-        lambda result: mean_or_none([row.normalised for row in result.layers]),
+        layer_mean_reader("normalised"),
         "higher",
         note=f"mutual information / mean entropy, {NOTE}",
         detail=True,
@@ -57,7 +63,7 @@ COLUMNS = (
     Column(
         "matched_to_truth",
         "Matched to the truth",
-        lambda result: mean_or_none([row.matched for row in result.layers]),
+        layer_mean_reader("matched"),
         "higher",
         "share",
         f"tokens that are right under the best one-to-one matching of experts and kinds, {NOTE}",

@@ -8,6 +8,7 @@ from moecore.attacks.base import image_generators
 from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
+from moecore.nn.backbones.base_model import truth_of_tokens
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
@@ -48,6 +49,13 @@ def test_a_model_routes_by_the_last_channel_and_does_not_see_it(model):
     blind = model.build(IMAGE, MOE.model_copy(update={"router": NoisyTopK()})).eval()
     first, second = (blind(pictures([one, one])).prediction for one in kinds)
     assert torch.equal(first, second)
+
+
+def test_every_kind_is_read_back():
+    kinds = torch.arange(256).view(64, 4)
+    layout = VIT.build(IMAGE, MOE).layout
+    read = truth_of_tokens(pictures(kinds.tolist()), layout)
+    assert torch.equal(read[:, layout.special :], kinds) and not read[:, : layout.special].any()
 
 
 def test_without_truth_it_is_refused():
