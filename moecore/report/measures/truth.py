@@ -86,7 +86,7 @@ def figures(result: Result) -> Figures:
         if shares.shape[1] > NUMBERED:
             texts = np.full(shares.shape, "")
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
-        labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by the kind it is matched to")
+        labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind")
         caption = "Percent of each expert's tokens."
         yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
