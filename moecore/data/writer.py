@@ -19,14 +19,13 @@ from moecore.data.prepared import SPLITS
 from moecore.data.thread_map import map_in_threads
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
-from moecore.tasks.multi_label import MultiLabel
 
 
 class DatasetInfo(NamedTuple):
     """What a source knows of its data before any image is written."""
 
     name: str
-    task: Classification | MultiLabel | ImageText
+    task: Classification | ImageText
     channels: int
     size: int
     licence: str

@@ -69,6 +69,11 @@ class Task(Part, ABC):
         """Return how ``scores`` are called and shown."""
 
     @property
+    def cells(self) -> int:
+        """Return how many places of an image are answered, with K outputs each."""
+        return 1
+
+    @property
     def long(self) -> bool:
         """Return whether predictions are too long to be kept: they are scored as they come."""
         return False

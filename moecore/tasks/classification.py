@@ -108,7 +108,7 @@ class Classification(Task):
             confusion=confusion_counts(prediction, labels).tolist(),
         )
 
-    def encode_scores(self, scores: Tensor) -> str:
+    def encode_scores(self, scores: Tensor) -> str | list[float]:
         """Base64 of numpy.packbits, the first image in the highest bit."""
         return base64.b64encode(np.packbits(scores.numpy()).tobytes()).decode()
 

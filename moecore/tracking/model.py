@@ -79,7 +79,7 @@ def model_signature(image: "ImageSpec") -> Any:
     task, words, single = image.task, numpy.dtype("int64"), numpy.dtype("float32")
     images = TensorSpec(single, (-1, image.stored_channels, *image.shape), "images")
     inputs: list[TensorSpec | ColSpec] = [images]
-    answer_shape = (-1, task.outputs)
+    answer_shape = (-1, task.cells * task.outputs)
     answer_name = "scores"
     if task.long:
         inputs = [TensorSpec(words, (-1, image.channels, *image.shape), "words")]

@@ -22,6 +22,11 @@ class Source(Part, ABC):
         the raw data do not allow it.
         """
 
+    @property
+    def labels_task(self) -> type[Task]:
+        """Return the task of the labels, where it depends on the settings."""
+        return self.task
+
     def preview(self) -> PlannedData | None:
         """Return what ``prepare`` would write, as far as headers tell; None where nothing does."""
         return None

@@ -24,6 +24,7 @@ from moecore.data.sources.mosaic import (
     draw_mosaic_members,
 )
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
+from moecore.tasks.cells import Cells
 from moecore.tasks.classification import Classification
 
 CHUNK = 4096
@@ -36,8 +37,8 @@ class Dialects(Source):
     """Images of ``source``, each in one of D dialects; the label is what its dialect calls it.
 
     ``mosaic``: ``grid`` × ``grid`` cells, each in a dialect of its own; one is marked in a channel
-    of its own, and its label is the mosaic's. One more channel, which no model sees, says the
-    dialect of every pixel.
+    of its own, and its label is the mosaic's. ``cells``: the same without a mark, and every cell
+    has its label. One more channel, which no model sees, says the dialect of every pixel.
     """
 
     task: ClassVar[type[Classification]] = Classification  # of the labels that ``prepare`` writes
@@ -47,7 +48,9 @@ class Dialects(Source):
     source: CellSource
     change: Change = Field("permutation", description="What a dialect does to an image")
     dialects: int = Field(12, ge=1, le=255, description="Number of dialects D")
-    form: Literal["image", "mosaic"] = Field("image", description="One image, or cells")
+    form: Literal["image", "mosaic", "cells"] = Field(
+        "image", description="One image; a mosaic with one marked cell; a label for every cell"
+    )
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
     zipf: float = Field(
         0.0, ge=0, description="Dialect n occurs in proportion to n to the power of −this; 0: alike"
@@ -58,9 +61,14 @@ class Dialects(Source):
     seed: int = Field(0, ge=0, description="Draws dialects and combinations")
 
     @property
+    def labels_task(self) -> type[Classification]:
+        """Return the task of one label an image, or of one a cell."""
+        return Cells if self.form == "cells" else Classification
+
+    @property
     def side(self) -> int:
         """Images of the source along each side of an image."""
-        return self.grid if self.form == "mosaic" else 1
+        return 1 if self.form == "image" else self.grid
 
     @property
     def cells(self) -> int:
@@ -76,7 +84,7 @@ class Dialects(Source):
     @property
     def title(self) -> str:
         """Return what the data is, in words, without the source's name."""
-        form = f", mosaics of {self.grid}×{self.grid}" if self.form == "mosaic" else ""
+        form = f", mosaics of {self.grid}×{self.grid}" if self.side > 1 else ""
         return f"in {self.dialects} dialects ({self.change}){form}"
 
     def prepare(self, folder: Path) -> dict[str, Any]:
@@ -88,7 +96,7 @@ class Dialects(Source):
         change, words = self._vocabulary(card["channels"], card["size"], source.task.outputs)
         facts = DatasetInfo(
             f"{card['name']} {self.title}",
-            Classification(classes=source.task.classes),
+            self._task(source.task.classes),
             self._channels(card["channels"]),
             card["size"] * self.side,
             card["licence"],
@@ -109,7 +117,7 @@ class Dialects(Source):
             name=f"{source.name} {self.title}",
             channels=self._channels(source.channels),
             size=source.shape[0] * self.side,
-            task=Classification(classes=classes),
+            task=self._task(classes),
             counts={},
             truth=self.dialects,
         )
@@ -123,6 +131,11 @@ class Dialects(Source):
         for split in SPLITS:
             check_cells(source.images[split], self.cells, split)
         return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
+
+    def _task(self, classes: tuple[str, ...]) -> Classification:
+        if self.form == "cells":
+            return Cells(classes=classes, grid=self.grid)
+        return Classification(classes=classes)
 
     def _channels(self, channels: int) -> int:
         """Return how many channels a model sees of images that have so many."""
@@ -152,8 +165,9 @@ class Dialects(Source):
         random = np.random.default_rng([*seed, 1])
         dialects = random.choice(self.dialects, size=cells.shape, p=self.shares)
         marked = random.integers(self.cells, size=number)
-        rows = np.arange(number)
-        labels = words[dialects[rows, marked], split.labels[cells[rows, marked]]]
+        labels = words[dialects, split.labels[cells]]
+        if self.form != "cells":
+            labels = labels[np.arange(number), marked]
         images = np.asarray(split.images)
         return SplitToWrite(labels, self._chunks(images, cells, dialects, marked, change))
 

@@ -139,6 +139,7 @@ class BackboneModel(Model):
     guidance: a teacher's, for routers that want it.  progress: share of the training that is done.
     """
 
+    answers_cells: ClassVar[bool] = False  # whether ``heads`` answer each cell of a mosaic
     moves: ClassVar[bool] = False  # whether ``adapt_weights`` knows weights of another image size
     pixel_mean: Tensor
     pixel_std: Tensor
@@ -148,6 +149,9 @@ class BackboneModel(Model):
         if moe is not None and "truth" in moe.router.wants and not image.truth:
             problem = f"found {moe.router.kind}, but nobody knows the truth of these images' tokens"
             raise UserError(f"router.kind: {problem}; allowed: data of the source dialects")
+        if image.task.cells > 1 and not self.answers_cells:
+            problem = f"found {config.kind}, which does not answer the cells of a mosaic"
+            raise UserError(f"model.kind: {problem}; allowed: vit, or another form of data")
         axes = [1] * len(image.shape)
         for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
             # not persistent: they are settings of the model, not weights

@@ -4,11 +4,13 @@ B images, C channels, T tokens (special tokens first, then patches, the last axi
 outputs: classes, or one for a target.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
 from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
@@ -24,6 +26,7 @@ class PatchTransformer(BackboneModel):
     A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
     """
 
+    answers_cells = True
     moves = True
 
     def __init__(
@@ -37,6 +40,7 @@ class PatchTransformer(BackboneModel):
         width = config.width
         self.special = special = {"class": 1, "class+distillation": 2, "mean": 0}[config.pooling]
         patches = torch.Size(config.grid(image)).numel()
+        check_cells_of_patches(config, image)
         self.patch_embed = patch_embed
         self.cls_token = _special_token(width, special >= 1)
         self.dist_token = _special_token(width, special == 2)
@@ -137,7 +141,13 @@ class PatchTransformer(BackboneModel):
         return self.norm_pre(torch.cat([*special, tokens + self.pos_embed], dim=1))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Final tokens (B, T, width) to outputs (B, K): class head, then distillation head."""
+        """Final tokens (B, T, width) to outputs (B, K): class head, then distillation head.
+
+        Of mosaics whose cells are answered one by one (B, cells·K).
+        """
+        if self.image.task.cells > 1:
+            pooled = mean_of_cells(tokens, self.layout.grid, self.image.task.cells)
+            return (self.head(self.fc_norm(pooled)).flatten(1),)
         if not self.special:
             return (self.image.task.predict(self.head(self.fc_norm(tokens.mean(dim=1)))),)
         first = self.image.task.predict(self.head(tokens[:, 0]))
@@ -149,6 +159,27 @@ class PatchTransformer(BackboneModel):
         width = self.config.width
         sizes = (width, round(width * self.config.mlp_ratio), self.config.activation)
         return build_feed_forwards(self.moe, width, self.config.depth, lambda: DenseMlp(*sizes))
+
+
+def check_cells_of_patches(config: TransformerSettings, image: ImageSpec) -> None:
+    """Raise UserError where cells are to be answered one by one and patches do not make them up."""
+    side = math.isqrt(image.task.cells)
+    if side == 1:
+        return
+    if config.pooling != "mean":
+        problem = f"found {config.pooling}, but the data have a label for each cell of a mosaic"
+        raise UserError(f"model.pooling: {problem}; allowed: mean")
+    if any(patches % side for patches in config.grid(image)):
+        problem = f"found {config.patch}, whose patches do not make up the cells of a mosaic"
+        raise UserError(f"model.patch: {problem}; allowed: a divisor of their size")
+
+
+def mean_of_cells(tokens: Tensor, grid: tuple[int, ...], cells: int) -> Tensor:
+    """Return the means (B, cells, width) of the tokens (B, rows·columns, width) of each cell."""
+    side = math.isqrt(cells)
+    rows, columns = grid
+    placed = tokens.unflatten(1, (side, rows // side, side, columns // side))
+    return placed.mean(dim=(2, 4)).flatten(1, 2)
 
 
 def _special_token(width: int, wanted: bool) -> nn.Parameter | None:

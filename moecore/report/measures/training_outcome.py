@@ -42,6 +42,7 @@ from moecore.training.outcome import Outcome
 LISTED = 10  # mistakes of a method with many classes
 LOSS = {
     "classification": "mean cross-entropy in nats",
+    "cells": "mean over cells of the cross-entropy in nats",
     "multi_label": "mean over images of the sigmoids' cross-entropy in nats, summed over classes",
 }
 NOTES = {

@@ -4,6 +4,7 @@ Every source says which task its labels are of; the task says why it cannot do w
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from moecore.core.part_families import list_classes
@@ -31,14 +32,15 @@ FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lips
 
 def label_misfits(study: Study) -> Misfits:
     """Yield settings that the labels of a phase do not allow."""
-    tasks: dict[str, Any] = {phase: source.task for phase, source in study.data.items()}
+    tasks: dict[str, Any] = {phase: source.labels_task for phase, source in study.data.items()}
     kinds = {phase: task.model_fields["kind"].default for phase, task in tasks.items()}
-    numbers: set[str] = {phase for phase, task in tasks.items() if task.needs_classes("share")}
+    numbers: set[str] = {phase for phase, task in tasks.items() if task.needs_classes("classes")}
     yield from _mixed_label_problems(study, numbers)
     yield from _training(study, tasks)
     yield from _distillation(study, tasks)
     if numbers:
         yield from _attacks(study)
+    yield from _survivors(study, tasks)
     yield from _calibrator(study, kinds)
     yield from _measurements(study, kinds, numbers)
     yield from _views_of_text(study, kinds)
@@ -107,9 +109,13 @@ def _attacks(study: Study) -> Misfits:
             allowed = "task (the absolute error), balance, routing_change"
             text = f"found {attack.objective}, which needs classes; allowed: {allowed}"
             yield (*keys, "objective"), text
-    if study.robustness.survivors:
-        text = "found true, but a prediction of a real number is never simply right"
-        yield ("robustness", "survivors"), f"{text}; allowed: false"
+
+
+def _survivors(study: Study, tasks: dict[str, Any]) -> Misfits:
+    reasons = filter(None, (task.needs_classes("share") for task in tasks.values()))
+    if study.robustness is not None and study.robustness.survivors:
+        for reason in islice(reasons, 1):
+            yield ("robustness", "survivors"), f"found true, but {reason}; allowed: false"
 
 
 def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:

@@ -1,0 +1,98 @@
+"""A class for every cell of a mosaic, so that no cell can answer for another.
+
+B mosaics of G × G cells, K classes; predictions (B, G²·K), cell by cell, labels int64 (B, G²).
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moecore.core.files import UserError
+from moecore.statistics.intervals import Interval
+from moecore.tasks.base import ExtraTestMetrics, Reduction, Task
+from moecore.tasks.classification import Classification
+from moecore.tasks.classification_metrics import class_nll
+
+SEVERAL = "these mosaics have a label for each cell"
+
+
+class Cells(Classification):
+    """Softmax cross-entropy, and the share of cells that are right; both are means over cells."""
+
+    kind: Literal["cells"] = "cells"  # pyrefly: ignore[bad-override]
+    grid: int = Field(ge=1, description="cells along each side of a mosaic")
+
+    @property
+    def cells(self) -> int:
+        return self.grid**2
+
+    def loss(
+        self,
+        prediction: Tensor,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Softmax cross-entropy in nats, mean over cells: a scalar, or (B,)."""
+        logits = self._by_cell(prediction).float().transpose(1, 2)
+        losses = cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
+        return losses.mean() if reduction == "mean" else losses.mean(dim=1)
+
+    def attack_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy of a mosaic in nats, mean over cells, (B,)."""
+        logits = self._by_cell(prediction).transpose(1, 2)
+        return cross_entropy(logits, labels.long(), reduction="none").mean(dim=1)
+
+    def test_loss(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        losses = class_nll(self._by_cell(prediction).flatten(0, 1), labels.flatten())
+        return losses.view(labels.shape).mean(dim=1)
+
+    def scores(self, prediction: Tensor, labels: Tensor) -> Tensor:
+        """Return the share of each mosaic's cells that are right; (N,) fp64."""
+        hits = self._by_cell(prediction).argmax(dim=-1) == labels
+        return hits.double().mean(dim=1)
+
+    def top5(self, prediction: Tensor, labels: Tensor) -> None:
+        """Not defined: a mosaic has no single answer."""
+        return None
+
+    def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
+        scores = self.scores(prediction, labels)
+        return scores.sum() if learned is None else scores[learned].mean() * len(labels)
+
+    def difference(
+        self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
+    ) -> Interval:
+        """Return the difference of paired shares, over mosaics, by bootstrap."""
+        return Task.difference(self, one, other, level, people)
+
+    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
+        """Return nothing: a mosaic is not right or wrong."""
+        return ExtraTestMetrics()
+
+    encode_scores = Task.encode_scores
+    decode_scores = Task.decode_scores
+
+    def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(labels)).repeat_interleave(self.cells), labels.flatten()
+
+    def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
+        return (images, self.cells), np.int64
+
+    def check(self, labels: np.ndarray, what: str) -> None:
+        """Raise UserError unless the labels are classes (N, G²), 0 … K−1."""
+        if labels.ndim != 2 or labels.shape[1] != self.cells:
+            allowed = f"allowed: (images, {self.cells}) in every split"
+            raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
+        super().check(labels.reshape(-1), what)
+
+    @classmethod
+    def needs_classes(cls, what: str) -> str | None:
+        return None if what in ("label_smoothing", "classes") else SEVERAL
+
+    def _by_cell(self, prediction: Tensor) -> Tensor:
+        return prediction.unflatten(1, (self.cells, self.outputs))
