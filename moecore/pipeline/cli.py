@@ -97,6 +97,23 @@ def plan_command(
         typer.echo(line)
 
 
+def pilot_command(
+    study: Annotated[Path, typer.Argument(help="a study's folder, or a params.yaml")] = PARAMS_FILE,
+    seeds: Annotated[int, typer.Option(min=2, help="trainings of each method")] = 3,
+) -> None:
+    """Say whether a setting is worth a study, before what it compares is trained.
+
+    Scores are of validation images, and the processor works on one thread. Exits with 1 where it
+    is not worth one.
+    """
+    from moecore.pipeline.pilot import pilot_verdicts, print_pilot, run_pilot
+
+    result = run_pilot(study / PARAMS_FILE if study.is_dir() else study, seeds)
+    verdicts = pilot_verdicts(result)
+    print_pilot(result, verdicts)
+    raise typer.Exit(0 if all(verdict.holds for verdict in verdicts) else 1)
+
+
 def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
@@ -272,6 +289,7 @@ def _build_app() -> typer.Typer:
     for command in (
         check_command,
         plan_command,
+        pilot_command,
         run_command,
         quick_command,
         new_command,

@@ -40,7 +40,7 @@ def load_previews(study: Study) -> dict[str, PlannedData]:
     """
     previews: dict[str, PlannedData] = {}
     for phase, source in study.data.items():
-        preview = _read_card(PREPARED_DATA / phase / "card.json", source)
+        preview = read_planned_data(PREPARED_DATA / phase / "card.json", source)
         if preview is None:
             preview = source.preview()
         if preview is not None:
@@ -91,7 +91,7 @@ def describe_planned_data(preview: PlannedData) -> str:
     return "; ".join(words)
 
 
-def _read_card(card: Path, source: Any) -> PlannedData | None:
+def read_planned_data(card: Path, source: Any) -> PlannedData | None:
     """Return what the data card says where it is of the same settings."""
     if not card.is_file():
         return None

@@ -1,0 +1,311 @@
+"""A pilot: whether a setting is worth a study, from four trainings a seed.
+
+The dense method; the oracle `told`; the oracle with a learned router; and the same begun as the
+oracle: with its first weights and a linear router fitted to its choices, which then learns. Scores
+are of validation images. E experts, d width, n tokens.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import chdir
+from functools import partial
+from pathlib import Path
+from statistics import fmean, variance
+from tempfile import TemporaryDirectory
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.prepared import Prepared, Split
+from moecore.data.sources.base import Source
+from moecore.nn.backbones.base_model import Backbone
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers.told import Told, ToldRouter
+from moecore.report.tables.comparison import unknown_metrics
+from moecore.run.progress import report_progress
+from moecore.study.checking.data_rules import PREPARED_DATA, chdir_to_stages, read_planned_data
+from moecore.study.checking.preflight import check_study
+from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.setting_errors import format_error_line
+from moecore.study.reading.stage_params import ParamsKeyTemplate, extract_declared_settings
+from moecore.tasks.base import Score, Task
+from moecore.training.artifacts import save_no_guide
+from moecore.training.job import TrainingJob, training_batch
+from moecore.training.loop import forward_and_relabel, total_steps, train_job
+from moecore.training.method import Method
+from moecore.training.phase_trainings import build_pretraining
+from moecore.training.runtime import Runtime, tune_runtime
+from moecore.training.settings import Training
+
+LEAST_ROOM = 10.0  # points, or percent of dense's score, between dense and the oracle
+MOST_SECONDS = 60.0  # of a training, on one thread
+FITTED_TOKENS = 2**15  # to which a router is fitted, of one pass over the training images at most
+RIDGE = 1e-4  # weight of the squares of a fitted router, so that separable kinds have an optimum
+
+
+class PilotParams(Config):
+    """What a pilot reads of params.yaml."""
+
+    source: Annotated[Source, ParamsKeyTemplate("data.pretrain")]
+    model: Backbone
+    methods: dict[str, Method]
+    pretrain: Training
+
+
+class PilotRow(NamedTuple):
+    """One method: of each seed the validation score, and the processor's seconds."""
+
+    name: str
+    scores: list[float]
+    seconds: list[float]
+
+
+class PilotResult(NamedTuple):
+    """What the trainings came to."""
+
+    score: Score
+    dense: PilotRow
+    told: PilotRow
+    learned: PilotRow
+    begun: PilotRow  # as told
+    fitted: float  # share of training tokens that its routers send as told at first
+
+    @property
+    def rows(self) -> tuple[PilotRow, ...]:
+        """The four methods."""
+        return self.dense, self.told, self.learned, self.begun
+
+    @property
+    def unit(self) -> str:
+        """Return what differences are in: points of a share, else percent of dense's score."""
+        return "points" if self.score.form == "share" else "% of dense"
+
+    @property
+    def scale(self) -> float:
+        """Return how many such units a difference of 1 is."""
+        return 100 / (1 if self.score.form == "share" else abs(fmean(self.dense.scores)))
+
+    def told_ahead_of(self, other: PilotRow) -> float:
+        """Return by how many units the oracle's mean is better than another method's."""
+        ahead = self.scale * (fmean(self.told.scores) - fmean(other.scores))
+        return ahead if self.score.better == "higher" else -ahead
+
+
+class Verdict(NamedTuple):
+    """One condition of a study."""
+
+    holds: bool
+    line: str
+
+
+def run_pilot(path: Path, seeds: int) -> PilotResult:
+    """Train the four methods of the params.yaml at ``path`` with so many seeds, on one CPU thread.
+
+    Nothing is written beside it. Raises UserError where the file is not in order, or has no dense
+    method or none that is told.
+    """
+    check_study(path, also=unknown_metrics)
+    document = load_yaml(path)
+    params = extract_declared_settings(PilotParams, document)
+    methods = choose_pilot_methods(params, document)
+    with TemporaryDirectory() as scratch:
+        with chdir_to_stages(path.parent):
+            data = open_without_test(params.source, Path(scratch, "data"))
+        with chdir(scratch):
+            return _train_all(params, methods, data, seeds)
+
+
+def choose_pilot_methods(params: PilotParams, document: Document) -> dict[str, Method]:
+    """Return the file's first dense method, its first that is told, and that with a learned router:
+    the file's first noisy top-k, or a plain one of k 1; the last one twice.
+
+    No loss on routing is taken over: no method that the study compares is trained. Raises UserError
+    where there is no dense method or none that is told.
+    """
+    dense = [name for name, method in params.methods.items() if method.router is None]
+    told = [name for name, one in params.methods.items() if isinstance(one.router, Told)]
+    if not dense or not told:
+        allowed = "one without router and experts, and one with router: {kind: told}"
+        text = f"found {', '.join(params.methods) or 'none'}; allowed for a pilot: {allowed}"
+        raise UserError(format_error_line(document, ("methods",), text))
+    routers = [method.router for method in params.methods.values()]
+    plain = NoisyTopK(k=1, noise_std=0.0)
+    learned = next((router for router in routers if isinstance(router, NoisyTopK)), plain)
+    oracle = params.methods[told[0]]
+    mixture = oracle.model_copy(update={"router": learned, "regularizers": ()})
+    return {
+        dense[0]: params.methods[dense[0]],
+        told[0]: oracle,
+        "learned": mixture,
+        f"learned, begun as {told[0]}": mixture,
+    }
+
+
+def open_without_test(source: Source, scratch: Path) -> Prepared:
+    """Return the data of ``source``, prepared in ``scratch`` where the project has not done so.
+
+    The test split is emptied: nothing here can look at it.
+    """
+    folder = PREPARED_DATA.absolute() / "pretrain"
+    if read_planned_data(folder / "card.json", source) is None:
+        folder = scratch
+        source.prepare(folder)
+    data = Prepared.open(folder)
+    return data._replace(test=Split(data.test.images[:0], data.test.labels[:0]))
+
+
+def _train_all(
+    params: PilotParams, methods: dict[str, Method], data: Prepared, seeds: int
+) -> PilotResult:
+    runtime = tune_runtime("cpu")
+    torch.set_num_threads(1)
+    guide = Path("guide")
+    guide.mkdir()
+    save_no_guide(guide)
+    rows = [PilotRow(name, [], []) for name in methods]
+    settings = [method.merge_pretrain_settings(params.pretrain) for method in methods.values()]
+    shares = []
+    for seed in range(seeds):
+        jobs = [
+            build_pretraining(method, params.model, own, data, guide, seed, "cpu").job
+            for method, own in zip(methods.values(), settings, strict=True)
+        ]
+        shares.append(begin_as_told(jobs[3], jobs[1], settings[1], seed))
+        for row, job, own in zip(rows, jobs, settings, strict=True):
+            score, seconds = _train_once(job, own, seed, runtime, f"{row.name} {seed}")
+            row.scores.append(score)
+            row.seconds.append(seconds)
+    return PilotResult(pilot_score(data.task), *rows, fitted=fmean(shares))
+
+
+def begin_as_told(
+    learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
+) -> float:
+    """Give ``learner.model`` the oracle's weights, and routers fitted to what the oracle chooses.
+
+    Both models are untrained, so the two trainings differ in their routers alone. Returns the share
+    of the tokens fitted to that these routers send as the oracle does, mean over layers.
+    """
+    learner.model.load_state_dict(oracle.model.state_dict(), strict=False)
+    shares = []
+    for name, (tokens, chosen) in _oracle_choices(oracle, settings, seed).items():
+        router = learner.model.get_submodule(name)
+        assert isinstance(router, NoisyTopKRouter)
+        weight = fit_linear_router(tokens, chosen, len(router.weight))
+        router.weight.data.copy_(weight)
+        shares.append(float(((tokens @ weight.T).argmax(dim=-1) == chosen).float().mean()))
+    return fmean(shares)
+
+
+@torch.no_grad()
+def _oracle_choices(
+    oracle: TrainingJob, settings: Training, seed: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what each router of the oracle reads of training images (n, d), and chooses (n,)."""
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(name: str, router: nn.Module, given: tuple, made: tuple) -> None:
+        chosen = made[1].chosen.int().argmax(dim=-1)
+        pairs.setdefault(name, []).append((given[0].flatten(0, 1), chosen.flatten()))
+
+    hooks = [
+        module.register_forward_hook(partial(keep, name))
+        for name, module in oracle.model.named_modules()
+        if isinstance(module, ToldRouter)
+    ]
+    for step in range(oracle.updates(settings)):
+        forward_and_relabel(oracle, training_batch(oracle, settings, seed, step), None, 0.0)
+        if all(sum(len(chosen) for _, chosen in own) >= FITTED_TOKENS for own in pairs.values()):
+            break
+    for hook in hooks:
+        hook.remove()
+    return {
+        name: (torch.cat([one for one, _ in own]), torch.cat([one for _, one in own]))
+        for name, own in pairs.items()
+    }
+
+
+def fit_linear_router(tokens: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    """Return the weight (E, d) of a softmax regression of ``chosen`` (n,) on ``tokens`` (n, d)."""
+    weight = torch.zeros(experts, tokens.shape[-1], requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
+
+    def compute_loss() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(tokens @ weight.T, chosen) + RIDGE * weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(compute_loss)
+    return weight.detach()
+
+
+def _train_once(
+    job: TrainingJob, settings: Training, seed: int, runtime: Runtime, title: str
+) -> tuple[float, float]:
+    """Return the validation score at the end, and the seconds that the processor worked."""
+    name = f"validation_{job.task.history_name}"
+    score, begun = math.nan, time.process_time()
+    with report_progress(title, total_steps(job, settings)) as bar:
+        for point in train_job(job, settings, seed, runtime):
+            score = point.values.get(name, score)
+            bar.update(point.step)
+    return math.exp(score) if job.task.long else score, time.process_time() - begun
+
+
+def pilot_score(task: Task) -> Score:
+    """Return how a pilot's scores are called: the task's, but perplexity of a text."""
+    return Score("ppl", "perplexity", "", "number", "lower") if task.long else task.score
+
+
+def pilot_verdicts(result: PilotResult) -> tuple[Verdict, Verdict, Verdict]:
+    """Return whether routing is worth enough, a learned router leaves some of it, and it is fast.
+
+    Differences are in points of a share, and of other scores in percent of dense's mean. The
+    scatter is one method's standard deviation over seeds, from the variances of all four.
+    """
+    told, unit = result.told.name, result.unit
+    scatter = result.scale * math.sqrt(fmean(variance(row.scores) for row in result.rows))
+    room, gap = result.told_ahead_of(result.dense), result.told_ahead_of(result.learned)
+    slowest = max(max(row.seconds) for row in result.rows)
+    lines = (
+        f"{told} is {room:.1f} {unit} better than {result.dense.name}; needed: {LEAST_ROOM:g}",
+        f"{told} is {gap:.2f} {unit} better than a learned router; needed: more than "
+        f"{scatter:.2f}, the scatter of seeds",
+        f"the longest training took {slowest:.0f} s of one thread; allowed: {MOST_SECONDS:g}",
+    )
+    holds = (room >= LEAST_ROOM, gap > scatter, slowest <= MOST_SECONDS)
+    first, second, third = map(Verdict, holds, lines)
+    return first, second, third
+
+
+def print_pilot(result: PilotResult, verdicts: Sequence[Verdict]) -> None:
+    """Print the scores of every seed, how the router that began as told fares, and the verdicts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    factor, unit = (100, ", %") if result.score.form == "share" else (1, "")
+    seeds = [f"seed {seed}" for seed in range(len(result.told.scores))]
+    heads = [f"validation {result.score.label}{unit}", *seeds, "mean", "s a training"]
+    table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
+    for row in result.rows:
+        scores = [*row.scores, fmean(row.scores)]
+        cells = [f"{factor * score:.2f}" for score in scores]
+        table.add_row(row.name, *cells, f"{fmean(row.seconds):.1f}")
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    told, ahead = result.told.name, result.told_ahead_of(result.begun)
+    lines = [f"{'yes' if one.holds else 'no':<3} {one.line}" for one in verdicts]
+    lines.append(
+        f"A router that begins with {result.fitted:.1%} of tokens as {told} ends {abs(ahead):.2f} "
+        f"{result.unit} {'below' if ahead > 0 else 'above'} it."
+    )
+    lines.append("Worth a study." if all(one.holds for one in verdicts) else "Not worth a study.")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
