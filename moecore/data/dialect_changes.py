@@ -1,6 +1,7 @@
 """Dialects: fixed changes of images, each known by its number, that a model must learn one by one.
 
-n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1. A function of the seed.
+n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families, each of as many
+dialects with adjacent numbers. A function of the seed.
 """
 
 from typing import Literal, NamedTuple, Protocol
@@ -9,7 +10,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 
-Change = Literal["permutation", "texture", "colour", "rotation"]
+Change = Literal["permutation", "texture", "colour", "rotation", "frequency"]
 STRENGTH = 0.35  # of a texture, against the image's
 WAVES = (0.9, 1.6)  # of textures, radians per pixel
 DIRECTIONS = 8
@@ -106,25 +107,84 @@ class Rotation(NamedTuple):
         return _turn(_invert(images, dialects >= 4), -dialects % 4)
 
 
+class Frequency(NamedTuple):
+    """Each dialect multiplies the image by a Walsh function of its own, 127.5 counted as 0.
+
+    So the image's Walsh coefficient of sequence k becomes that of k XOR the dialect's own: the
+    coarse bands, in which most of an image lies, are exchanged for the dialect's.
+    """
+
+    negative: np.ndarray  # bool (D, S, S), where the function is −1
+
+    @classmethod
+    def draw(cls, number: int, size: int, seed: int) -> "Frequency":
+        """Return the functions of so many dialects, no two alike."""
+        bits = (size - 1).bit_length()
+        random = np.random.default_rng([seed, size])
+        functions = random.choice(4**bits, number, replace=False)
+        rows, columns = functions[:, None] >> bits, functions[:, None] % 2**bits
+        place = np.arange(size)
+        down, across = (np.bitwise_count(part & place) % 2 == 1 for part in (rows, columns))
+        return cls(down[:, :, None] ^ across[:, None])
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return np.where(self.negative[dialects][:, None], 255 - images, images)
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return self.apply(images, dialects)
+
+
+class FamilyChange(NamedTuple):
+    """Each family shares a change; each dialect then has its own order of every other pixel."""
+
+    shared: DialectChange  # of F
+    own: Permutation  # of D; the white fields of a chessboard stay
+    members: int  # D / F
+
+    @classmethod
+    def draw(
+        cls, shared: DialectChange, families: int, number: int, size: int, seed: int
+    ) -> "FamilyChange":
+        """Return the orders of so many dialects beside what their families share."""
+        random = np.random.default_rng([seed, size, 1])
+        orders = np.tile(np.arange(size * size), (number, 1))
+        black = np.flatnonzero(np.indices((size, size)).sum(axis=0) % 2)
+        orders[:, black] = random.permuted(orders[:, black], axis=1)
+        return cls(shared, Permutation(orders), number // families)
+
+    def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return self.own.apply(self.shared.apply(images, dialects // self.members), dialects)
+
+    def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
+        return self.shared.undo(self.own.undo(images, dialects), dialects // self.members)
+
+
 CHANGES = {
     "permutation": Permutation,
     "texture": Texture,
     "colour": Colour,
     "rotation": Rotation,
+    "frequency": Frequency,
 }
 MOST = {"texture": DIRECTIONS * len(WAVES), "colour": 24, "rotation": 8}  # dialects that differ
 
 
-def draw_change(change: Change, number: int, size: int, seed: int, channels: int) -> DialectChange:
-    """Return what so many dialects do to images of ``size``² pixels.
+def draw_change(
+    change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
+) -> DialectChange:
+    """Return what so many dialects do to images of ``size``² pixels; families: F, a divisor.
 
-    Raises UserError for more dialects than there are, and for colours of images that have some.
+    Raises UserError for more changes than there are, and for colours of images that have some.
     """
-    if number > MOST.get(change, number):
-        raise UserError(f"dialects: found {number}; allowed: at most {MOST[change]} of {change}")
+    kinds = families or number
+    most = {**MOST, "frequency": 4 ** (size - 1).bit_length()}.get(change, kinds)
+    if kinds > most:
+        key = "families" if families else "dialects"
+        raise UserError(f"{key}: found {kinds}; allowed: at most {most} of {change}")
     if change == "colour" and channels != 1:
         raise UserError(f"change: found colour, of images of {channels} channels; allowed: grey")
-    return CHANGES[change].draw(number, size, seed)
+    drawn = CHANGES[change].draw(kinds, size, seed)
+    return FamilyChange.draw(drawn, families, number, size, seed) if families else drawn
 
 
 def _take_pixels(images: np.ndarray, order: np.ndarray) -> np.ndarray:

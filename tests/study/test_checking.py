@@ -401,6 +401,12 @@ RUN = [
         "would falsify the truth",
     ),
     (IMAGES, SPOKEN | {"data.pretrain.zipf": 4.0}, "data.pretrain", "of the last dialect in train"),
+    (
+        IMAGES,
+        SPOKEN | {"data.pretrain.families": 5},
+        "data.pretrain.families",
+        "found 5; allowed: null, or of 12 dialects 1, 2, 3, 4, 6, 12",
+    ),
     (IMAGES, {"teacher.model.patch": 16}, "teacher.model.patch", "image size 24 (data.finetune)"),
     (IMAGES, {"teacher.model.patch": 4}, "teacher.model", "and methods.tgr, which it guides, 5"),
     (

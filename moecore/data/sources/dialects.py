@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.files import UserError
 from moecore.data.dialect_changes import Change, DialectChange, draw_change
@@ -48,6 +48,12 @@ class Dialects(Source):
     source: CellSource
     change: Change = Field("permutation", description="What a dialect does to an image")
     dialects: int = Field(12, ge=1, le=255, description="Number of dialects D")
+    families: int | None = Field(
+        None,
+        ge=1,
+        description="Number of families F, each of D / F dialects with adjacent numbers, which "
+        "share names, a change, and half of the pixels' places; null: dialects share nothing",
+    )
     form: Literal["image", "mosaic", "cells"] = Field(
         "image", description="One image; a mosaic with one marked cell; a label for every cell"
     )
@@ -59,6 +65,16 @@ class Dialects(Source):
     validation: int = Field(5000, ge=1, description="Number of images for validation")
     test: int = Field(10000, ge=1, description="Number of images for the test")
     seed: int = Field(0, ge=0, description="Draws dialects and combinations")
+
+    @field_validator("families")
+    @classmethod
+    def _check_families(cls, families: int | None, settings: ValidationInfo) -> int | None:
+        number = settings.data.get("dialects", families)
+        if families and number % families:
+            divisors = [str(part) for part in range(1, number + 1) if number % part == 0]
+            allowed = f"null, or of {number} dialects {', '.join(divisors)}"
+            raise ValueError(f"found {families}; allowed: {allowed}")
+        return families
 
     @property
     def labels_task(self) -> type[Classification]:
@@ -85,7 +101,8 @@ class Dialects(Source):
     def title(self) -> str:
         """Return what the data is, in words, without the source's name."""
         form = f", mosaics of {self.grid}×{self.grid}" if self.side > 1 else ""
-        return f"in {self.dialects} dialects ({self.change}){form}"
+        families = f" of {self.families} families" if self.families else ""
+        return f"in {self.dialects} dialects{families} ({self.change}){form}"
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError where the source lacks."""
@@ -152,9 +169,12 @@ class Dialects(Source):
         if fewest < LEAST:
             problem = f"found {self.zipf}, which leaves about {fewest:.0f} of the last dialect"
             raise UserError(f"zipf: {problem} in training; allowed: {LEAST} or more of each")
-        change = draw_change(self.change, self.dialects, size, self.seed, channels)
+        kinds = (self.dialects, size, self.seed, channels, self.families)
+        change = draw_change(self.change, *kinds)
         random = np.random.default_rng([self.seed, NAMES])
-        return change, np.stack([random.permutation(classes) for _ in range(self.dialects)])
+        families = self.families or self.dialects
+        words = np.stack([random.permutation(classes) for _ in range(families)])
+        return change, words.repeat(self.dialects // families, axis=0)
 
     def _part(
         self, split: Split, name: str, change: DialectChange, words: np.ndarray

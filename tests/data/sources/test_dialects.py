@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy.linalg import hadamard
 
 from moecore.core.files import UserError
 from moecore.data.dialect_changes import CHANGES, draw_change
@@ -30,12 +31,12 @@ def spoken(source: Dialects):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("number", [1, 8])
-def test_every_change_can_be_undone(change, number):
+@pytest.mark.parametrize(("number", "families"), [(1, None), (8, None), (8, 2)])
+def test_every_change_can_be_undone(change, number, families):
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (50, 1, 6, 6), dtype=np.uint8)
     which = random.integers(number, size=50)
-    drawn = draw_change(change, number, 6, 0, 1)
+    drawn = draw_change(change, number, 6, 0, 1, families)
     back = drawn.undo(drawn.apply(images, which), which)
     assert back.dtype == np.uint8
     rounding = 1 if change == "texture" else 0  # grey levels, of 255
@@ -43,11 +44,37 @@ def test_every_change_can_be_undone(change, number):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_no_two_dialects_are_alike(change):
+@pytest.mark.parametrize("families", [None, 2])
+def test_no_two_dialects_are_alike_and_families_share_half_of_the_places(change, families):
     images = np.random.default_rng(0).integers(1, 256, (1, 1, 6, 6), dtype=np.uint8)
-    drawn = draw_change(change, 8, 6, 0, 1)
+    drawn = draw_change(change, 8, 6, 0, 1, families)
     said = drawn.apply(np.repeat(images, 8, axis=0), np.arange(8))
     assert len(np.unique(said.reshape(8, -1), axis=0)) == 8
+    if families:  # dialects 0 to 3, and 4 to 7
+        two = said.reshape(2, 4, -1, 3, 2, 3, 2)  # rows and columns, even and odd
+        stay = np.stack([two[..., 0, :, 0], two[..., 1, :, 1]])
+        moved = np.stack([two[..., 0, :, 1], two[..., 1, :, 0]])
+        assert (stay == stay[:, :, :1]).all() and (stay[:, 0] != stay[:, 1]).any()
+        assert (moved != moved[:, :, :1]).any(axis=(0, 3, 4, 5))[:, 1:].all()
+
+
+def test_a_frequency_exchanges_the_bands_of_the_walsh_transform():
+    images = np.random.default_rng(0).integers(0, 256, (1, 1, 8, 8), dtype=np.uint8)
+    drawn = draw_change("frequency", 5, 8, 0, 1)
+    said = drawn.apply(np.repeat(images, 5, axis=0), np.arange(5))[:, 0]
+    walsh = hadamard(8)  # row k: sequence k
+    bands = np.abs(walsh @ (2 * images[0, 0].astype(int) - 255) @ walsh)
+    index = np.arange(8)
+    for one, negative in zip(said, drawn.negative, strict=True):
+        row, column = np.argwhere(walsh @ (1 - 2 * negative) @ walsh)[0]  # the only one
+        changed = np.abs(walsh @ (2 * one.astype(int) - 255) @ walsh)
+        assert (changed == bands[np.ix_(index ^ row, index ^ column)]).all()
+
+
+def test_a_family_shares_its_names():
+    _, words = spoken(dialects(families=2))
+    assert (words[0] == words[1]).all() and (words[2] == words[3]).all()
+    assert (words[0] != words[2]).any()
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -93,8 +120,8 @@ def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(t
 
 
 def test_what_would_be_written_is_foreseen(tmp_path):
-    for settings in ({}, {"form": "mosaic"}, {"change": "colour"}):
-        source, data = prepared(tmp_path / str(len(settings)), **settings)
+    for settings in ({}, {"form": "mosaic"}, {"change": "colour"}, {"families": 2}):
+        source, data = prepared(tmp_path / str(settings), **settings)
         foreseen = source.preview()
         assert foreseen.problem is None and foreseen.name == data.card["name"]
         assert foreseen.truth == data.card["truth"]
@@ -109,6 +136,10 @@ def test_what_would_be_written_is_foreseen(tmp_path):
         (
             {"change": "rotation", "dialects": 9},
             "dialects: found 9; allowed: at most 8 of rotation",
+        ),
+        (
+            {"change": "rotation", "dialects": 10, "families": 10},
+            "families: found 10; allowed: at most 8 of rotation",
         ),
     ],
 )
