@@ -111,7 +111,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     words = []
     for method in phase.first(Result):
         share = share_of_routings_worth(phase, method)
-        if share is None or share.half() is None or method == CEILING:
+        if share is None or share.half() is None:
             continue
         _, *limits = (f"{100 * one:.0f}" for one in share.interval() if one is not None)
         words.append(
