@@ -31,6 +31,7 @@ IMAGE = ImageSpec(
     task=Classification(classes=("a", "b")),
     truth=3,
 )
+CARD = {"name": "noise", "task": IMAGE.task.model_dump()}
 EXPERTS = torch.tensor([[0, 0], [0, 1], [1, 1], [2, 2]])
 KINDS = torch.tensor([[1, 1], [2, 2], [2, 0], [3, 1]])
 
@@ -48,7 +49,7 @@ def subject(router, seed: int = 0) -> MeasuredModel:
     pixels = random.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     kinds = random.integers(1, 4, (40, 1, 2, 2), dtype=np.uint8).repeat(4, 2).repeat(4, 3)
     split = Split(np.concatenate([pixels, kinds], axis=1), np.arange(40) % 2)
-    return MeasuredModel(model, Prepared({}, split, split, split))
+    return MeasuredModel(model, Prepared(CARD, split, split, split))
 
 
 def test_by_hand():
