@@ -123,6 +123,7 @@ class _BFloat16Model(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.image = getattr(model, "image", None)  # which says whether a channel is the truth
 
     def forward(self, images: Tensor) -> ModelOutput:
         with torch.autocast(images.device.type, dtype=torch.bfloat16):

@@ -12,6 +12,7 @@ from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
+from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
@@ -28,7 +29,7 @@ from moecore.measure.routing_metrics.view_pairs import (
     TwoViewAugmentation,
     look_up_augmentation,
 )
-from moecore.nn.backbones.base_model import Model
+from moecore.nn.backbones.base_model import Model, truth_of_tokens
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import Trace, build_image_trace, finest_layout
 from moecore.tasks.base import Task
@@ -58,7 +59,8 @@ class Explorer(Measurement):
     attack: Attack = Field(Pgd(steps=5), description="The attack at these radii.")
     augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
         ("shift", "rotation"),
-        description="Random views, by kind: presets, or {name, views, noise}.",
+        description="Random views, by kind: presets, or {name, views, noise}; none of images with "
+        "a channel of truth, which a view would falsify.",
     )
 
     @classmethod
@@ -66,8 +68,6 @@ class Explorer(Measurement):
         """Why not, in words: a dense model has no experts."""
         if subject.model.moe is None:
             return "a dense model has no experts, so there is nothing to see"
-        if subject.model.image.truth:
-            return "its page does not draw images with a channel of truth"
         return None
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
@@ -81,12 +81,15 @@ class Explorer(Measurement):
         labels = model.targets(labels)
         target = Target(model, data.task.with_gallery(labels), images, labels, BATCH, SEED)
         volumes = images.ndim == 5
-        asked = [look_up_augmentation(one, volumes, "explorer") for one in self.augmentations]
+        views = () if model.image.truth else self.augmentations
+        asked = [look_up_augmentation(one, volumes, "explorer") for one in views]
         clean = target.clean_images()
 
         changed: dict[str, Callable[[], Iterable[ChangedImages]]] = {
             "clean": lambda: [ChangedImages("clean", "clean", clean)],
-            "noise": lambda: sweeps.noise_variants(clean, places, SIGMAS, SEED),
+            "noise": lambda: sweeps.noise_variants(
+                clean, places, SIGMAS, SEED, model.image.channels
+            ),
             "attack": lambda: sweeps.attack_variants(target, self.attack, self.epsilons),
             "augmentations": lambda: sweeps.augmentation_variants(images, asked, layout, SEED),
         }
@@ -98,7 +101,7 @@ class Explorer(Measurement):
 
         def experts() -> ExplorerExperts:
             chosen = evenly_spaced_indices(len(data.test.images), self.gallery)
-            gallery = GalleryImages(chosen, data.test, data.task)
+            gallery = GalleryImages(chosen, data.test, data.task, model.image.channels)
             return ExplorerExperts(layers=expert_galleries_by_layer(model, gallery, FAVOURITES))
 
         seen = [
@@ -110,6 +113,7 @@ class Explorer(Measurement):
             grid=layout.grid,
             images=places,
             labels=shown_labels(labels, data.task),
+            kinds=known_kinds(clean, layout) if model.image.truth else None,
             layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
             shown=[one for part in seen for one in part.shown],
         )
@@ -136,6 +140,7 @@ class Result(Config):
     grid: tuple[int, ...]
     images: tuple[int, ...]  # their places in the test split
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
+    kinds: str | None = None  # packed uint8 (N, T): each token's true kind where known, else 0
     layers: tuple[LayerExperts, ...]
     shown: tuple[ShownVariant, ...]  # clean first
 
@@ -161,17 +166,22 @@ def show_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVaria
     return ShownVariant(
         kind=variant.kind,
         label=variant.label,
-        picture=variant_picture(variant),
+        picture=variant_picture(variant, model.image.channels),
         origins=places,
         trace=build_image_trace(prediction, records, task, model.layouts),
     )
 
 
-def variant_picture(variant: ChangedImages) -> EncodedPicture | None:
-    """The images as they are shown."""
+def variant_picture(variant: ChangedImages, channels: int) -> EncodedPicture | None:
+    """The images as they are shown, without a channel of truth."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None
-    return encode_picture(variant.pixels)
+    return encode_picture(variant.pixels[:, :channels])
+
+
+def known_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
+    """Pack the kinds (N, T) of the tokens of images (N, C, H, W) that say them."""
+    return encode_arrays(truth_of_tokens(images, layout).numpy().astype(np.uint8))
 
 
 def shown_labels(labels: torch.Tensor, task: Task) -> list[list[float]]:

@@ -10,16 +10,33 @@ from pydantic import Field
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from moecore.attacks.attack_setup import Target
+from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
-from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.nn.backbones.base_model import truth_of_tokens
+from moecore.measure.routing_metrics.purity import (
+    expert_purity,
+    expert_truth_tables,
+    purity_over_layers,
+    token_kinds,
+)
+from moecore.measure.routing_metrics.sweeps import (
+    ChangedImages,
+    Kind,
+    attack_variants,
+    noise_variants,
+)
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_interval
 
 PERMUTATIONS = 200
 RESAMPLES = 1000
+CHANGED = 500  # images that get noise and are attacked
+SIGMAS = (0.05, 0.1, 0.2)  # of Gaussian noise, as the measurement stability has it
+EPSILONS = (2 / 255, 4 / 255, 8 / 255)  # of the attack
+ATTACK = Pgd(steps=10)
+BATCH = 128
 
 
 class Truth(Measurement):
@@ -60,6 +77,9 @@ class Truth(Measurement):
                 )
                 for index, (record, layout) in enumerate(layers)
             ],
+            changed=load_or_compute(
+                parts, "changed", ChangedRouting, lambda: purity_of_changed(subject)
+            ).rows,
         )
 
 
@@ -79,30 +99,28 @@ class TruthLayer(Config):
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
 
 
+class ChangedPurity(Config):
+    """The purity of images that were changed, but not their truth: the mean over MoE layers."""
+
+    kind: Kind  # clean, noise or attack
+    strength: float  # σ of the noise, or ε of the attack; pixels lie in [0, 1]
+    purity: float
+    purity_low: float | None  # limits of 95 %, over images
+    purity_high: float | None
+
+
+class ChangedRouting(Config):
+    """A part that is kept over a kill."""
+
+    rows: tuple[ChangedPurity, ...]
+
+
 class Result(Config):
-    """A row per MoE layer."""
+    """A row per MoE layer, and one for each change of some of the images, clean first."""
 
     images: int
     layers: tuple[TruthLayer, ...]
-
-
-def expert_truth_tables(
-    experts: np.ndarray, kinds: np.ndarray, number: int, dialects: int
-) -> np.ndarray:
-    """Return how often each expert saw each kind, by image, int64 (N, E, D).
-
-    experts: (N, T), 0 to E − 1.  kinds: (N, T), 1 to D, or 0 where it is not known.
-    """
-    cell = experts * (dialects + 1) + kinds
-    width = number * (dialects + 1)
-    rows = np.arange(len(cell))[:, None] * width
-    counted = np.bincount((rows + cell).ravel(), minlength=len(cell) * width)
-    return counted.reshape(-1, number, dialects + 1)[:, :, 1:]
-
-
-def token_kinds(pixels: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's kind (N, T) of images uint8 whose last channel says it."""
-    return truth_of_tokens(pixels[:, -1:].float() / 255, layout)
+    changed: tuple[ChangedPurity, ...]
 
 
 def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> TruthLayer:
@@ -145,9 +163,45 @@ def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> T
     )
 
 
-def expert_purity(table: np.ndarray) -> float:
-    """Return the share of tokens of their expert's most frequent kind; table (E, D) of counts."""
-    return float(table.max(axis=1).sum() / table.sum())
+def purity_of_changed(subject: MeasuredModel) -> ChangedRouting:
+    """Return the purity under noise and under attack, of the same images evenly spread."""
+    model, test = subject.model, subject.data.test
+    few = evenly_spaced_indices(len(test.labels), CHANGED)
+    images = np.array(test.images[few])
+    labels = model.targets(torch.from_numpy(np.array(test.labels[few])))
+    target = Target(model, subject.data.task, images, labels, BATCH, SEED)
+    clean = target.clean_images()
+    noisy = noise_variants(clean, few.tolist(), SIGMAS, SEED, model.image.channels)
+    attacked = attack_variants(target, ATTACK, EPSILONS)
+    kinds = [token_kinds(torch.from_numpy(images), layout).numpy() for layout in model.layouts]
+
+    def row(variant: ChangedImages, strength: float) -> ChangedPurity:
+        _, records = target.predict_images(variant.pixels)
+        tables = [
+            expert_truth_tables(
+                record.probs.argmax(dim=-1).numpy(), of_layer, record.probs.shape[-1], truth
+            )
+            for record, of_layer in zip(records, kinds, strict=True)
+        ]
+        purity = bootstrap_interval(
+            lambda drawn: purity_over_layers([one[drawn].sum(axis=0) for one in tables]),
+            len(few),
+            RESAMPLES,
+            lowest=0.0,
+            highest=1.0,
+        )
+        return ChangedPurity(
+            kind=variant.kind,
+            strength=strength,
+            purity=purity.value,
+            purity_low=purity.low,
+            purity_high=purity.high,
+        )
+
+    truth = model.image.truth
+    variants = [ChangedImages("clean", "clean", clean), *noisy, *attacked]
+    strengths = (0.0, *SIGMAS, *EPSILONS)
+    return ChangedRouting(rows=[row(*pair) for pair in zip(variants, strengths, strict=True)])
 
 
 def mutual_information(table: np.ndarray) -> float:

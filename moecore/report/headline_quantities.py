@@ -15,6 +15,7 @@ from moecore.report.measures.robustness import (
     attacks_of,
     largest_epsilon,
 )
+from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.comparison import ComparisonTable
 from moecore.report.tables.number_format import NumberFormat
@@ -121,6 +122,13 @@ class QuantityByMethod(NamedTuple):
             return Interval(1 - interval.value)
         low, high = interval.limits
         return Interval(1 - interval.value, 1 - high, 1 - low)
+
+    @property
+    def floor_and_ceiling(self) -> dict[str, Interval]:
+        """Return a score of dense and told, where both were trained; {} of what is no score."""
+        if self.words not in SCORED or not {DENSE, CEILING} <= set(self.cells):
+            return {}
+        return {method: self.interval(method) for method in (DENSE, CEILING)}
 
     def told(self, values: str) -> str:
         """Its words with the values in their place."""

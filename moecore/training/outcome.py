@@ -53,6 +53,7 @@ class Settling(Config):
 
     agreement_with_final: Agreement = ()  # after each epoch
     agreement_consecutive: Agreement = ()  # between epochs
+    purity: tuple[float, ...] = ()  # after each epoch, where the truth is known; mean over layers
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[EpochTissueRouting, ...] = ()  # of data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs

@@ -5,13 +5,20 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
+from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
-from moecore.measure.truth import (
-    Truth,
+from moecore.measure.routing_metrics.epochs import EpochWatch
+from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
+    purity_by_epoch,
+)
+from moecore.measure.truth import (
+    EPSILONS,
+    SIGMAS,
+    Truth,
     mutual_information,
     truth_layer,
 )
@@ -31,6 +38,7 @@ IMAGE = ImageSpec(
     task=Classification(classes=("a", "b")),
     truth=3,
 )
+CARD = {"name": "noise", "task": IMAGE.task.model_dump()}
 EXPERTS = torch.tensor([[0, 0], [0, 1], [1, 1], [2, 2]])
 KINDS = torch.tensor([[1, 1], [2, 2], [2, 0], [3, 1]])
 
@@ -48,7 +56,7 @@ def subject(router, seed: int = 0) -> MeasuredModel:
     pixels = random.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     kinds = random.integers(1, 4, (40, 1, 2, 2), dtype=np.uint8).repeat(4, 2).repeat(4, 3)
     split = Split(np.concatenate([pixels, kinds], axis=1), np.arange(40) % 2)
-    return MeasuredModel(model, Prepared({}, split, split, split))
+    return MeasuredModel(model, Prepared(CARD, split, split, split))
 
 
 def test_by_hand():
@@ -67,6 +75,24 @@ def test_by_hand():
 def test_purity_is_by_expert():
     """Both experts saw the first kind most: 3 + 3 of 10; by kind it would be 3 + 2."""
     assert expert_purity(np.array([[3, 2], [3, 2]])) == 0.6
+
+
+def test_purity_by_epoch():
+    """Kinds 1 1 2 2 0. First by chance (layers: 2 + 0 and 1 + 1 of 4), then one layer is pure."""
+    kinds = np.array([[1, 1, 2, 2, 0]])
+    first = [[[0, 0, 0, 0, 1], [0, 1, 0, 1, 0]], [[1, 1, 0, 0, 0], [0, 1, 0, 1, 1]]]
+    epochs = [np.array([epoch], np.int16) for epoch in first]
+    assert purity_by_epoch(epochs, kinds, 2, 2) == [0.5, 0.75]
+
+
+def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
+    """Of the same images, untrained: what the measurement finds."""
+    measured = subject(NoisyTopK(k=1))
+    watch = EpochWatch(tmp_path, measured.model, measured.data, (), epochs=2, seed=0)
+    watch.look(1)
+    watch.look(2)
+    purity = np.mean([layer.purity for layer in Truth().measure(measured, kept).layers])
+    assert watch.collect_settling().purity == pytest.approx([purity] * 2)
 
 
 def test_experts_are_listed_by_their_match():
@@ -94,6 +120,8 @@ def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance():
     for layer in result.layers:
         assert (layer.purity, layer.adjusted, layer.matched) == pytest.approx((1, 1, 1))
         assert layer.p == pytest.approx(1 / 201) and layer.purity_chance < 0.6
+    assert [row.strength for row in result.changed] == [0, *SIGMAS, *EPSILONS]
+    assert all(row.purity == 1 for row in result.changed), "what is seen changes, the truth not"
     drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
     kinds = torch.from_numpy(np.random.default_rng(3).integers(1, 4, (40, 4)))
     shuffled = truth_layer(kinds - 1, kinds[drawn], 3, 3)
@@ -111,6 +139,31 @@ def test_the_null_covers(monkeypatch):
         for _ in range(60)
     ]
     assert np.mean(np.array(found) < 0.05) < 0.15 and np.mean(found) == pytest.approx(0.5, abs=0.12)
+
+
+def test_purity_of_changed_images():
+    """Clean it is the layers' mean, which noise and attack change; by hand for one noise."""
+    measured = subject(NoisyTopK(k=1))
+    result = Truth().measure(measured, kept)
+    clean, *changed = result.changed
+    assert clean.purity == pytest.approx(np.mean([layer.purity for layer in result.layers]))
+    assert clean.purity_low <= clean.purity <= clean.purity_high
+    images = measured.data.test.images
+    directions = noise_directions(np.arange(40), (2, 8, 8), 0)
+    pixels = add_noise(images, directions, 0.2)
+    pixels[:, 1] = torch.from_numpy(images[:, 1]) / 255
+    kinds = images[:, 1, ::4, ::4].reshape(40, 4)
+    purities = [
+        sum(
+            max((kinds[chosen == expert] == kind).sum() for kind in (1, 2, 3))
+            for expert in range(3)
+        )
+        / 160
+        for record in measured.model(pixels).routing
+        for chosen in [record.probs.argmax(-1)[:, 1:].numpy()]
+    ]
+    assert changed[2].strength == 0.2 and changed[2].purity == pytest.approx(np.mean(purities))
+    assert len({row.purity for row in changed}) > 1
 
 
 def test_it_is_measured_of_routers_on_data_whose_truth_is_known():

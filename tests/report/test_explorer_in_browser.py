@@ -7,9 +7,11 @@ from playwright.sync_api import Browser, Page
 
 from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.routers.told import Told
 from moecore.report.page.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
+from tests.measure.test_truth import subject as measured_on_dialects
 from tests.report.explored import DENSE, alone, phase, results, skipped, study
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
@@ -335,6 +337,23 @@ def test_one_layer_and_large_colour_images(browser: Browser, folder):
         assert page.locator("#layer option").all_inner_texts() == ["1 of 1"]
         assert page.locator(".cell").count() == 256
         assert clipped(page) == []
+
+
+def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
+    """Told that a patch is of kind n the router chooses expert n − 1; noise leaves the truth."""
+    model = measured_on_dialects(Told())
+    explored = alone(model)
+    result = explored.phases["pretrain"].first(Explorer)["vmoe"]
+    assert {one.kind for one in result.shown} == {"clean", "noise", "attack"}
+    assert all(one.picture.shape[1] == 1 for one in result.shown)
+    assert result.layers[0].crops.shape[1] == 1
+    kinds = model.data.test.images[result.images[2], -1, ::4, ::4].ravel().tolist()
+    path = written(folder / "kinds.html", explored)
+    for state in ("#image=2", "#image=2&kind=noise&step=4", "#image=2&kind=attack&step=1"):
+        with opened(browser, address(path, state), 1400, "light") as page:
+            assert numbers(page) == [f"{kind - 1}k{kind}" for kind in kinds]
+            assert f"true kind {kinds[3]}" in page.locator(".details h3").inner_text()
+            assert clipped(page) == []
 
 
 def test_names_are_shown_as_they_are(browser: Browser, whole):

@@ -3,20 +3,44 @@
 import numpy as np
 import pytest
 
-from moecore.measure.truth import Result
-from moecore.report.measures.truth import phase_blocks, share_of_routings_worth
-from moecore.report.typed_results import Measured, Phase
+from moecore.measure.truth import ChangedPurity, Result
+from moecore.report.figures.overview import overview_charts
+from moecore.report.headline_quantities import phase_quantities
+from moecore.report.measures.truth import phase_blocks, purity_curves, share_of_routings_worth
+from moecore.report.tables.comparison import build_table, compare_methods
+from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
-from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
+from tests.report import generated
 
 RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 
 def trained(right: int, seed: int) -> Measured:
     scores = (np.arange(10) + seed) % 10 < right
-    outcome = Outcome.model_construct(test_items=encode_item_values(scores.astype(float)))
-    return Measured({Outcome: outcome, Result: Result(images=10, layers=())})
+    outcome = generated.trained(0, seed, False, "pretrain").model_copy(
+        update={
+            "purity": (0.3, right / 10),
+            "test_score": generated.estimate(right / 10, 0.0, 1.0),
+            "test_items": encode_item_values(scores.astype(float)),
+        }
+    )
+    result = Result(images=10, layers=(), changed=changed(right))
+    return Measured({Outcome: outcome, Result: result})
+
+
+def changed(right: int) -> list[ChangedPurity]:
+    rows = [("clean", 0.0, 0.0), ("noise", 0.2, 0.02), ("attack", 8 / 255, 0.01)]
+    return [
+        ChangedPurity(
+            kind=kind,
+            strength=strength,
+            purity=right / 10 - less,
+            purity_low=None,
+            purity_high=None,
+        )
+        for kind, strength, less in rows
+    ]
 
 
 def phase(**right: int) -> Phase:
@@ -24,7 +48,7 @@ def phase(**right: int) -> Phase:
         method: {seed: trained(number, seed) for seed in range(3)}
         for method, number in right.items()
     }
-    return Phase("pretrain", {}, Classification(classes=("a", "b")), models)
+    return Phase("pretrain", {}, generated.TASK, models)
 
 
 def test_a_method_between_floor_and_ceiling():
@@ -34,6 +58,25 @@ def test_a_method_between_floor_and_ceiling():
     (block,) = phase_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
+    compared = compare_methods(Results({"pretrain": phase(**RIGHT)}))
+    cells = {method: compared[method]["pretrain"]["headroom_recovered"] for method in RIGHT}
+    assert cells["dense"]["mean"] == 0 and cells["told"]["mean"] == 1
+    _, low, high = share.interval()
+    ours = (cells["vmoe"][key] for key in ("mean", "low", "high"))
+    assert tuple(ours) == pytest.approx((0.4, low, high))
+
+
+def test_the_first_figure_has_floor_and_ceiling():
+    """Dashed lines at 0.4 and 0.9, all points in the panel; without the ceiling there are none."""
+    for methods, expected in ((RIGHT, [0.4, 0.9]), ({"dense": 4, "vmoe": 6}, [])):
+        found = Results({"pretrain": phase(**methods)})
+        (known,) = found.phases.values()
+        (picture,) = overview_charts(known, phase_quantities(known, build_table(found, known)))
+        axes = picture.figure.axes[0]
+        dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+        assert dashed == pytest.approx(expected)
+        left, right = axes.get_xlim()
+        assert all(left <= x <= right for line in axes.lines for x in line.get_xdata())
 
 
 @pytest.mark.parametrize("method", RIGHT)
@@ -41,3 +84,14 @@ def test_without_floor_or_ceiling_or_worth_there_is_no_share(method):
     others = {name: number for name, number in RIGHT.items() if name != method}
     assert share_of_routings_worth(phase(**others), "vmoe") is None
     assert share_of_routings_worth(phase(**RIGHT | {"told": 4}), method) is None
+
+
+def test_purity_over_epochs_under_noise_and_under_attack():
+    """vmoe: 0.6 clean, 2 points less with σ = 0.2, 1 less with ε = 8/255."""
+    axes = [picture.figure.axes[0] for picture in purity_curves(phase(**RIGHT))]
+    curves = [one.lines[1].get_xydata() for one in axes]
+    expected = [[1, 0.3], [2, 0.6]], [[0, 0.6], [0.2, 0.58]], [[0, 0.6], [8, 0.59]]
+    assert np.array(curves) == pytest.approx(np.array(expected))
+    compared = compare_methods(Results({"pretrain": phase(**RIGHT)}))["vmoe"]["pretrain"]
+    purities = (compared[name]["mean"] for name in ("purity_noise_0_2", "purity_attack_8"))
+    assert tuple(purities) == pytest.approx((0.58, 0.59))

@@ -62,6 +62,7 @@ class GalleryImages(NamedTuple):
     places: np.ndarray  # (N,)
     split: Split
     task: Task
+    channels: int  # those that are shown, the first ones
 
 
 def expert_galleries_by_layer(
@@ -165,4 +166,4 @@ def _crop_favourite(
     gallery: GalleryImages, favourite: FavouritePatch, layout: TokenLayout
 ) -> Tensor:
     (image,) = image_batches(gallery.split.images[favourite.image][None], 1)
-    return patch_crop(image[0], favourite.patch, layout)
+    return patch_crop(image[0, : gallery.channels], favourite.patch, layout)

@@ -19,6 +19,7 @@ from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs,
 from moecore.measure.routing_metrics.consistency import epoch_agreement
 from moecore.measure.routing_metrics.imed import class_expert_probs
 from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, expert_agreement
+from moecore.measure.routing_metrics.purity import purity_by_epoch, token_kinds
 from moecore.measure.routing_metrics.regions import (
     probed_epochs,
     read_epoch_tissue_routing,
@@ -26,7 +27,7 @@ from moecore.measure.routing_metrics.regions import (
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import spread_to_one_grid
+from moecore.nn.routing_traces import finest_layout, spread_to_one_grid
 from moecore.statistics.crossed import encode_item_values
 from moecore.training.outcome import Settling
 
@@ -77,19 +78,25 @@ class EpochWatch(NamedTuple):
         epochs = range(1, self.epochs + 1)
         kept = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
         agreement = epoch_agreement([tensors["first"].flatten(1).numpy() for tensors in kept])
+        first = [tensors["first"].numpy() for tensors in kept]
         mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
         return Settling(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
-            agreement_items=agreement_items(
-                [tensors["first"].numpy() for tensors in kept], self.data.validation.people
-            ),
+            agreement_items=agreement_items(first, self.data.validation.people),
+            purity=self._purity(first) if self.model.image.truth else (),
             class_maps={str(epoch): _round_maps(kept[epoch - 1]["maps"]) for epoch in mapped},
             region_routing=read_epoch_tissue_routing(self.folder, self.data, self.epochs),
             watched=()
             if self.data.task.long
             else read_epoch_traces(self.folder, self.data, self.epochs),
         )
+
+    def _purity(self, first: Sequence[np.ndarray]) -> list[float]:
+        images = torch.from_numpy(np.array(self.data.validation.images[:IMAGES]))
+        kinds = token_kinds(images, finest_layout(self.model.layouts)).numpy()
+        number = self.model.experts_and_router.experts.number
+        return purity_by_epoch(first, kinds, number, self.model.image.truth)
 
 
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:

@@ -45,13 +45,15 @@ class ChangedImages(NamedTuple):
 
 
 def noise_variants(
-    clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int
+    clean: Tensor, places: Sequence[int], sigmas: Sequence[float], seed: int, channels: int
 ) -> Iterator[ChangedImages]:
     """Gaussian noise along one direction an image, as the measurement ``stability`` draws it.
 
-    The background of a volume, which is 0, stays as it is.
+    The background of a volume, which is 0, stays as it is, and so do channels behind the first
+    ``channels``, which no model sees: they say the truth.
     """
     drawn = noise_directions(np.array(places), tuple(clean.shape[1:]), seed)
+    drawn[:, channels:] = 0
     if clean.ndim == 5:
         drawn = drawn * (clean != 0)
     for sigma in sigmas:

@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moecore.report.figures.direct_labels import label_points
-from moecore.report.figures.drawing import line_look, new_figure, share_axis, styled
+from moecore.report.figures.drawing import GUIDE, line_look, new_figure, share_axis, styled
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.view import Picture
+from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
@@ -31,15 +32,17 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
         method: {key: line_look(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
     }
+    bounds = describe_bounds(quantities.score)
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
         yield Picture(
             draw_scatter(quantities.score, quantities.attacked, looks),
             f"{phase.name}: overview of scores",
-            f"The best place is the {corner} corner. Lines: 95\u00a0% intervals."
+            f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
             + (" Numbers: the methods beside." if len(looks) > NAMED else ""),
         )
+        bounds = ""
     else:
         rest.insert(0, quantities.score)
     shown = [quantity for quantity in rest if quantity is not None]
@@ -52,7 +55,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
         told = "Overlap: IoU of the experts that a token is sent to, with and without."
         caption = f"{told} {caption}"
     label = f"{phase.name}: overview of routing and cost"
-    yield Picture(draw_method_rows(shown, looks), label, caption)
+    yield Picture(draw_method_rows(shown, looks), label, bounds + caption)
 
 
 @styled
@@ -74,6 +77,7 @@ def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Loo
         whiskers += axes.plot(whisker_ends(x), [y.value] * 2, **thin)
         whiskers += axes.plot([x.value] * 2, whisker_ends(y), **thin)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
+    draw_floor_and_ceiling(axes, score)
     axes.set_xlim(limits_with_margin([x for one in whiskers for x in one.get_xdata()], form))
     axes.set_ylim(limits_with_margin([y for one in whiskers for y in one.get_ydata()], form))
     axes.set(title="Clean and under attack", xlabel=score.column.label)
@@ -106,6 +110,7 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
             axes.plot(whisker_ends(interval), [place] * 2, **thin)
             axes.plot(interval.value, place, linestyle="", markersize=8, **looks[method])
             ends += whisker_ends(interval)
+        draw_floor_and_ceiling(axes, quantity)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         axes.set_xlim(panel_limits(quantity, ends))
         print_values(axes, quantity, methods)
@@ -119,9 +124,24 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
     return figure
 
 
+def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
+    """Draw dashed lines at the score without routing, and at that of routing by the truth."""
+    for interval in score.floor_and_ceiling.values():
+        axes.axvline(interval.value, color=GUIDE, linewidth=1, linestyle="--", zorder=1)
+
+
+def describe_bounds(score: QuantityByMethod | None) -> str:
+    """Say what the dashed lines are, before other words; "" where there are none."""
+    if score is None or not score.floor_and_ceiling:
+        return ""
+    return f"Dashed: without routing ({DENSE}), and routed by the truth ({CEILING}). "
+
+
 def panel_limits(quantity: QuantityByMethod, ends: Sequence[float]) -> tuple[float, float]:
-    """Return a panel's limits: from zero, except where differing errors would then look alike."""
+    """Return a panel's limits: from zero, except where what differs would then look alike."""
     near = [end for end in ends if end]
+    if quantity.floor_and_ceiling:
+        return limits_with_margin(near, quantity.column.form)
     if quantity.column.name in ERRORS and near and min(near) > FAR * max(near):
         return limits_with_margin(near, quantity.column.form)
     return limits_with_margin(ends, quantity.column.form, from_zero=True)
@@ -147,6 +167,8 @@ def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str])
             if quantity.column.form == "share":
                 text = quantity.format.value(value)
             side, shift = {True: ("right", 4), False: ("left", -4)}[value > middle]
+            if method in quantity.floor_and_ceiling:  # beside its line
+                shift = -shift
             look = {"ha": side, "va": "bottom", "fontsize": 8, "textcoords": "offset points"}
             axes.annotate(text, (value, place), (shift, 7), **look)
 

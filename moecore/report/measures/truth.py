@@ -4,19 +4,27 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moecore.measure.truth import Result
-from moecore.report.column import Column, decode_items, mean_or_none
-from moecore.report.figures.charts import Labels, draw_heatmap, format_shares
+from moecore.measure.truth import EPSILONS, SIGMAS, ChangedPurity, Result
+from moecore.report.column import Column, ColumnPerRow, decode_items, mean_or_none
+from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, format_shares
 from moecore.report.figures.training_figures import row_shares
-from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures
-from moecore.report.page.view import Block
+from moecore.report.measures.result_display import (
+    Figures,
+    Shown,
+    draw_method_curves,
+    first_seed_pictures,
+)
+from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import CEILING, DENSE
+from moecore.report.tables.number_format import PIXEL
 from moecore.report.typed_results import Phase, drop_none
 from moecore.statistics.crossed import Difference, headroom_recovered
 from moecore.statistics.intervals import Interval
 from moecore.training.outcome import Outcome
 
 NOTE = "over test images; mean over MoE layers"
+UNITS = {"noise": (1, "σ"), "attack": (PIXEL, f"ε in 1/{PIXEL}")}  # how strengths are printed
+LIMITS = (0.0, 1.0)
 NUMBERED = 20  # dialects: with more, the table has colours only
 
 
@@ -25,6 +33,21 @@ def layer_mean_reader(field: str) -> Callable[[Result], float | None]:
     return lambda result: mean_or_none([getattr(row, field) for row in result.layers])
 
 
+def changed_key(kind: str, strength: float) -> str:
+    """Return noise_0_2, or attack_8 of ε = 8/255."""
+    return f"{kind}_{UNITS[kind][0] * strength:.3g}".replace(".", "_")
+
+
+def changed_words(key: str, row: ChangedPurity) -> tuple[str]:
+    """Say how the images of a column were changed."""
+    scale, unit = UNITS[row.kind]
+    return (f"{row.kind}, {unit} = {scale * row.strength:.3g}",)
+
+
+CHANGES = [
+    *(changed_key("noise", sigma) for sigma in SIGMAS),
+    *(changed_key("attack", epsilon) for epsilon in EPSILONS),
+]
 COLUMNS = (
     Column(
         "purity",
@@ -68,6 +91,22 @@ COLUMNS = (
         "share",
         f"tokens that are right under the best one-to-one matching of experts and kinds, {NOTE}",
     ),
+    ColumnPerRow(
+        lambda result: {
+            changed_key(row.kind, row.strength): row for row in result.changed if row.strength
+        },
+        Column(
+            "purity_{}",
+            "Purity, {}",
+            lambda row: Interval(row.purity, row.purity_low, row.purity_high),
+            "higher",
+            "share",
+            f"of some of the images with this change, {NOTE}",
+            detail=True,
+        ),
+        lambda ahead: CHANGES,
+        changed_words,
+    ),
 )
 
 
@@ -106,19 +145,46 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
     return headroom_recovered(*sides)
 
 
+def purity_curves(phase: Phase) -> list[Picture]:
+    """Return the purity after each epoch, under noise and under attack, a line per method."""
+    words = "Mean over MoE layers."
+    drawn = draw_method_curves(
+        phase,
+        Outcome,
+        lambda outcome: dict(enumerate(outcome.purity, 1)),
+        ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
+        words,
+        limits=LIMITS,
+    )
+    for kind, (scale, unit) in UNITS.items():
+        drawn += draw_method_curves(
+            phase,
+            Result,
+            lambda result, kind=kind, scale=scale: {
+                scale * row.strength: row.purity
+                for row in result.changed
+                if row.kind in ("clean", kind)
+            },
+            ChartSpec(f"Purity under {kind}", unit, "Purity", share=True),
+            words,
+            limits=LIMITS,
+        )
+    return drawn
+
+
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Yield what of routing's worth each method finds, and which kinds each expert sees."""
     words = []
     for method in phase.first(Result):
         share = share_of_routings_worth(phase, method)
-        if share is None or share.half() is None or method == CEILING:
+        if share is None or share.half() is None:
             continue
         _, *limits = (f"{100 * one:.0f}" for one in share.interval() if one is not None)
         words.append(
             f"{method} finds {100 * share.value:.0f} % [{' – '.join(limits)}] of what routing is "
             f"worth: {CEILING} would be 100 %, {DENSE} 0 %."
         )
-    pictures = first_seed_pictures(phase, Result, figures)
+    pictures = [*purity_curves(phase), *first_seed_pictures(phase, Result, figures)]
     yield Block("Experts and truth", words, pictures=pictures, about="purity")
 
 

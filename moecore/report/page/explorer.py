@@ -14,7 +14,7 @@ from moecore.report.typed_results import Phase, Results
 from moecore.training.outcome import Outcome
 
 FILE = "explorer.html"  # beside the page
-PACKED = ("pixels", "origins", "layers")  # keys whose texts are packed arrays
+PACKED = ("pixels", "origins", "layers", "kinds")  # keys whose texts are packed arrays
 NOT_MEASURED = (
     "There is nothing to explore yet: no method's single images were measured. Name explorer in "
     "run.measurements of params.yaml and run `moecore run`; the stage measure then writes "

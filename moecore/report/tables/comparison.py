@@ -13,6 +13,7 @@ from moecore.report.claims import significance
 from moecore.report.column import PlannedPhase, ResultColumn
 from moecore.report.measures import sizes
 from moecore.report.measures.result_display import list_displays
+from moecore.report.measures.truth import share_of_routings_worth
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
@@ -120,7 +121,8 @@ def compare_methods(results: Results) -> dict[str, Any]:
     """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
     And ``against``: the tests against the baseline MoE and the dense model, by name; only where
-    there is a paired test. And ``data``: phase → its data, where labels have a unit; and ``sizes``.
+    there is a paired test. And ``headroom_recovered``, of methods between dense and told. And
+    ``data``: phase → its data, where labels have a unit; and ``sizes``.
     """
     compared: dict[str, Any] = {
         method: {name: {} for name in results.phases} for method in results.methods
@@ -146,6 +148,10 @@ def compare_methods(results: Results) -> dict[str, Any]:
                 for method, tested in tests.items():
                     against = compared[method][name][metric.name].setdefault("against", {})
                     against[reference] = significance.tested_to_json(tested)
+        for method in phase.models:
+            if share := share_of_routings_worth(phase, method):
+                cell = Cell(share.interval(), share.kind, share.seeds)
+                compared[method][name]["headroom_recovered"] = cell_to_json(cell, "share")
     return compared
 
 

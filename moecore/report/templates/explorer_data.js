@@ -19,9 +19,10 @@ async function unpack(place) {
 }
 
 // All arrays of a model are there once this is done.
-async function unpackModel({ layers, shown }) {
+async function unpackModel({ layers, shown, kinds }) {
   const pictures = [...layers.map((one) => one.crops), ...shown.map((one) => one.picture)];
   const places = [
+    kinds,
     ...pictures.map((picture) => picture?.pixels ?? null),
     ...shown.flatMap((one) => [one.origins, ...one.trace.layers]),
   ];
@@ -50,6 +51,11 @@ function bestExpert({ model, shown, layer, image }, token) {
   const { best, none } = record(model, shown, layer);
   const expert = best[image * tokens(model) + token];
   return expert === none ? null : expert;
+}
+
+// A token's true kind, which generated data know; 0 where nobody does.
+function kindOf({ model, image }, token) {
+  return model.kinds === null ? 0 : arrays.get(model.kinds)[image * tokens(model) + token];
 }
 
 // The first experts of a token: [{expert, share, chosen}].
@@ -141,7 +147,7 @@ function paint(canvas, picture, image, plane, level) {
       const place = start + row * strides[plane.row] + x * strides[plane.column];
       const target = 4 * (y * width + x);
       for (let colour = 0; colour < 3; colour++) {
-        const channel = image * channels + (channels === 3 ? colour : 0);
+        const channel = image * channels + (channels >= 3 ? colour : 0);
         pixels.data[target + colour] = bytes[channel * all + place];
       }
       pixels.data[target + 3] = 255;
@@ -199,7 +205,8 @@ function placeName(model, token) {
 function patchWords(view, token) {
   const { now, was, changed } = change(view, token);
   const words = `${placeName(view.model, token)}: expert ${now ?? "none"}`;
-  return changed ? `${words}; ${where(view.shown).toLowerCase()} ${was ?? "none"}` : words;
+  const known = kindOf(view, token) ? `${words}; true kind ${kindOf(view, token)}` : words;
+  return changed ? `${known}; ${where(view.shown).toLowerCase()} ${was ?? "none"}` : known;
 }
 
 function labelWords(phase, model, image) {
@@ -222,7 +229,8 @@ function answerWords({ model, shown, image, phase }) {
 function countWords(view) {
   const { model, shown, kind, missing } = view;
   if (missing) return [`no ${kind} was looked at in this model`];
-  if (shown === model.shown[0]) return ["clean image"];
+  const small = model.kinds === null ? [] : ["; k: the true kind"];
+  if (shown === model.shown[0]) return ["clean image", ...small];
   const all = Array.from({ length: patches(model) }, (_, patch) =>
     change(view, model.special + patch));
   const compared = all.filter((one) => one.compared).length;
@@ -231,5 +239,5 @@ function countWords(view) {
   if (shown.kind === "epoch") words.push(" until the end");
   if (compared < all.length) words.push(`; ${all.length - compared} are not in the clean image`);
   if (shown.picture === null && shown.kind !== "epoch") words.push("; drawn is the clean one");
-  return words;
+  return [...words, ...small];
 }

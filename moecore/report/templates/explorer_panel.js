@@ -21,6 +21,17 @@ function track(share) {
   return make("span", { class: "track" }, fill);
 }
 
+// Beside an expert's number the true kind of the patch; nothing where nobody knows it.
+function kindMark(view, token) {
+  const kind = kindOf(view, token);
+  return kind ? [make("small", { class: "kind" }, `k${kind}`)] : [];
+}
+
+function kindWords(view, token) {
+  const kind = kindOf(view, token);
+  return kind ? [`, true kind ${kind}`] : [];
+}
+
 const number = (share) => make("span", { class: "number" }, percent(share));
 
 // The elements of a panel stay, so that the focus does; draw() fills them.
@@ -125,7 +136,7 @@ class Panel {
         class: `cell${changed ? " changed" : ""}${dim ? " dim" : ""}`,
         style: `--tint: ${colour(now)}`,
         "aria-selected": String(token === view.token), "aria-label": patchWords(view, token),
-      }, make("span", {}, words));
+      }, make("span", {}, words, ...kindMark(view, token)));
     };
     cells.replaceChildren(...rows.map((row) => make("div", { role: "row" }, ...row.map(cell))));
   }
@@ -144,7 +155,8 @@ class Panel {
     if (changed) words = `${where(view.shown)}: expert ${was ?? "none"}`;
     if (!compared) words = "The clean image does not show this patch.";
     this.details.replaceChildren(
-      make("h3", {}, placeName(view.model, token)), make("p", { class: "quiet" }, what),
+      make("h3", {}, placeName(view.model, token), ...kindWords(view, token)),
+      make("p", { class: "quiet" }, what),
       make("ol", { class: "bars" }, ...rows),
       make("p", { class: changed ? "note" : "quiet" }, words),
     );

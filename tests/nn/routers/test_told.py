@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moecore.attacks.apgd import Apgd
+from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import image_generators
 from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
@@ -75,3 +76,10 @@ def test_attacks_leave_the_truth(attack):
     attacked = attack(model, IMAGE.task, images, torch.tensor([0, 1]), 8 / 255, drawn)
     assert torch.equal(attacked[:, 1], images[:, 1])
     assert not torch.equal(attacked[:, 0], images[:, 0])
+
+
+def test_attacks_in_bfloat16_leave_the_truth():
+    images = pictures([[1, 2, 3, 1], [3, 3, 2, 2]])
+    target = Target(VIT.build(IMAGE, MOE).eval(), IMAGE.task, images, torch.tensor([0, 1]), 2)
+    attacked = target._replace(precision="bfloat16").attacked(Pgd(steps=1, form="strong"), 8 / 255)
+    assert torch.equal(attacked[:, 1], images[:, 1])

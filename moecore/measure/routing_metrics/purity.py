@@ -1,0 +1,59 @@
+"""The purity of experts on data whose truth is known: whether a token's expert tells its kind.
+
+N images, L MoE layers, T tokens per image, E experts, D kinds of tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from moecore.core.routing_records import TokenLayout
+from moecore.nn.backbones.base_model import truth_of_tokens
+
+
+def expert_truth_tables(
+    experts: np.ndarray, kinds: np.ndarray, number: int, dialects: int
+) -> np.ndarray:
+    """Return how often each expert saw each kind, by image, int64 (N, E, D).
+
+    experts: (N, T), 0 to E − 1.  kinds: (N, T), 1 to D, or 0 where it is not known.
+    """
+    cell = experts * (dialects + 1) + kinds
+    width = number * (dialects + 1)
+    rows = np.arange(len(cell))[:, None] * width
+    counted = np.bincount((rows + cell).ravel(), minlength=len(cell) * width)
+    return counted.reshape(-1, number, dialects + 1)[:, :, 1:]
+
+
+def token_kinds(pixels: Tensor, layout: TokenLayout) -> Tensor:
+    """Return each token's kind (N, T) of images uint8 whose last channel says it."""
+    return truth_of_tokens(pixels[:, -1:].float() / 255, layout)
+
+
+def expert_purity(table: np.ndarray) -> float:
+    """Return the share of tokens of their expert's most frequent kind; table (E, D) of counts."""
+    return float(table.max(axis=1).sum() / table.sum())
+
+
+def purity_over_layers(tables: Sequence[np.ndarray]) -> float:
+    """Return the mean purity of the layers' tables (E, D)."""
+    return float(np.mean([expert_purity(table) for table in tables]))
+
+
+def purity_by_epoch(
+    first: Sequence[np.ndarray], kinds: np.ndarray, number: int, dialects: int
+) -> list[float]:
+    """Return the mean purity of the layers after each epoch.
+
+    first: per epoch each token's first expert, integers (N, L, T).  kinds: (N, T), as above.
+    """
+    return [
+        purity_over_layers(
+            [
+                expert_truth_tables(layer, kinds, number, dialects).sum(axis=0)
+                for layer in epoch.astype(np.int64).swapaxes(0, 1)
+            ]
+        )
+        for epoch in first
+    ]
