@@ -78,26 +78,6 @@ def test_pgd_follows_the_formula(form, length):
     torch.testing.assert_close(found, current, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("attack", [attack for attack in ALL if not attack.together], ids=named)
-def test_an_image_is_attacked_alike_in_any_batch_and_order(attack):
-    images, labels = case(6)
-    model = Smooth()
-    whole = run(attack, model, images, labels, 0.1)
-    order, drawn = [4, 2, 0, 5, 1, 3], image_generators(0, [4, 2, 0, 5, 1, 3])
-    parts = [
-        attack(
-            model,
-            CLASSES,
-            images[order[i : i + 4]],
-            labels[order[i : i + 4]],
-            0.1,
-            drawn[i : i + 4],
-        )
-        for i in (0, 4)
-    ]
-    assert torch.allclose(whole[order], torch.cat(parts), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "attack",
     [Pgd(steps=1, form="strong"), Apgd(steps=2)],
