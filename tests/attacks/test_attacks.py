@@ -108,21 +108,6 @@ def test_a_random_start_is_drawn_by_the_generator(attack):
         attack(model, CLASSES, images, labels, 0.1, image_generators(0, range(2)))
 
 
-@pytest.mark.parametrize("attack", ALL, ids=named)
-def test_leaves_the_model_and_the_images_alone(attack):
-    images, labels = case()
-    kept, model = images.clone(), Smooth().train()
-    weights = [parameter.clone() for parameter in model.parameters()]
-    model.second.requires_grad_(False)
-    state = torch.get_rng_state()
-    with torch.no_grad():
-        run(attack, model, images, labels, 0.1)
-    assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    assert model.first.requires_grad and not model.second.requires_grad
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert torch.equal(images, kept) and torch.equal(state, torch.get_rng_state())
-
-
 def test_no_gradient_of_a_parameter_is_computed():
     model, seen = vit({"kind": "noisy_top_k"}), []
 

@@ -10,11 +10,13 @@ from moecore.core.part_families import list_classes, list_own_names
 from moecore.data.expected_data import read_task
 from moecore.face import backbones, experts, regularizers, routers
 from moecore.measure.base import own_measurements
+from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.testing import (
     check_attack,
     check_backbone,
+    check_calibrator,
     check_experts,
     check_measurement,
     check_regularizer,
@@ -137,6 +139,11 @@ def test_attacks(attack):
 @pytest.mark.parametrize(("backbone", "image"), BACKBONES, ids=repr)
 def test_backbones(backbone, image):
     check_backbone(backbone, image)
+
+
+@pytest.mark.parametrize("calibrator", list_classes(Calibrator).values())
+def test_calibrators(calibrator):
+    check_calibrator(calibrator)
 
 
 def test_a_teacher():
