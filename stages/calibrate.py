@@ -7,7 +7,7 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure import calibration
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calibrator
+from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calibrator_fits_task
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
@@ -17,7 +17,7 @@ from moecore.training.runtime import tune_runtime
 
 # By what it predicts; each fits, writes its folder and returns what it measured.
 CALIBRATED = {
-    "classes": calibration.calibrate_temperature,
+    "classes": calibration.calibrate_classes,
     "numbers": age_calibration.calibrate_ages,
 }
 
@@ -30,7 +30,7 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.calibrate
     data = Prepared.open(Path("artifacts/data") / phase)
-    check_calibrator(settings, data.task, phase)
+    check_calibrator_fits_task(settings, data.task, phase)
     item = f"{phase}/{method}/{seed}"
     files = CalibrationFiles(
         item=item,

@@ -37,7 +37,7 @@ def out_of_fold(method: str, seed: int) -> None:
         work_folder(item, params, inputs, __file__) as work,
         record_run("out_of_fold", params, **named, work=work, inputs=inputs) as run,
     ):
-        if not params.calibrator.needs_out_of_fold:
+        if params.calibrator.split != "out_of_fold":
             with whole_folder(Path("artifacts", item)) as folder:
                 write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})
             run.result(Skipped(skipped="the calibration is fitted on other predictions"))

@@ -1,7 +1,6 @@
 """Calibration for data whose labels are ages: correct, measure, and write what a user needs."""
 
 from pathlib import Path
-from typing import cast
 
 from moecore.brain.age_measurement import AgeResult, summarize_age_errors
 from moecore.brain.age_predictions import Ages, CalibratorFit, fit_age_line
@@ -17,7 +16,6 @@ from moecore.core.plain import to_jsonable
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles
-from moecore.measure.calibrators.linear import Linear
 from moecore.nn.predict import predict_in_batches
 
 
@@ -32,10 +30,8 @@ def calibrate_ages(
         outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
         predicted[split] = outputs[:, 0].double().numpy()
     ages = Ages.of(data, predicted, files.model / "model.safetensors")
-    # The stage chose this function by the calibrator's kind.
-    calibrator = cast(Linear, settings.calibrator)
-    line = fit_age_line(ages, calibrator, files.out_of_fold, settings.on_refusal)
-    result = summarize_age_errors(ages, line, calibrator.fit_on)
+    line = fit_age_line(ages, settings.calibrator, files.out_of_fold, settings.on_refusal)
+    result = summarize_age_errors(ages, line)
     write_calibration_folder(files.out, ages, line, result, files.item)
     return result
 

@@ -21,7 +21,7 @@ from moecore.brain.age_errors import (
 from moecore.brain.age_predictions import Ages, CalibratorFit
 from moecore.brain.training_cohort import AgeInterval
 from moecore.core.config import Config
-from moecore.measure.calibrators.linear import FitOn
+from moecore.measure.calibrators.base import FitOn
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate, mean_share
 from moecore.tasks.regression import Regression
@@ -65,7 +65,7 @@ class AgeResult(Config):
     )
 
 
-def summarize_age_errors(ages: Ages, line: CalibratorFit, fit_on: FitOn) -> AgeResult:
+def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     """Table S1 with intervals, the median predictor, errors by group, and the points."""
     task = cast(Regression, ages.data.task)
     test_ages = ages.known("test")
@@ -83,7 +83,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit, fit_on: FitOn) -> AgeR
         simulated=ages.data.card["simulated"],
         n_test=len(test_ages),
         n_fit=line.n,
-        fit_on=fit_on,
+        fit_on=line.split,
         refused=line.refused,
         raw=table["raw"],
         pooled=table.get("pooled"),
@@ -120,7 +120,7 @@ def conformal_interval(ages: Ages, line: CalibratorFit) -> AgeInterval:
     if radius is not None:
         coverage = Estimate.of(mean_share(errors <= radius, ages.data.test.people))
     method = "split conformal, |residuals| of one volume of each validation participant"
-    if line.fitted is not None and line.fitted.fit_on == "validation":
+    if line.fitted is not None and line.split == "validation":
         # Then the residuals are a little too small, and the interval too narrow.
         method += "; these also fitted the line"
     return AgeInterval(

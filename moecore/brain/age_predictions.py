@@ -14,7 +14,7 @@ from moecore.brain.prediction_table import CorrectedAges, correct_ages, read_pre
 from moecore.core.files import UserError, file_checksum
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.calibration import OnRefusal
-from moecore.measure.calibrators.linear import FittedLinear, Linear
+from moecore.measure.calibrators.base import Calibrator, FitOn, FittedCalibrator
 
 
 class Ages(NamedTuple):
@@ -45,7 +45,7 @@ class Ages(NamedTuple):
         """One fact of every volume's subject, "" where it is unknown."""
         return [row[name] for row in self.subjects[split]]
 
-    def correct_split(self, split: str, fitted: FittedLinear | None) -> CorrectedAges:
+    def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
         """The predictions of a split as they come and corrected."""
         return correct_ages(self.predicted[split], self.column(split, "sex"), fitted)
 
@@ -53,13 +53,14 @@ class Ages(NamedTuple):
 class CalibratorFit(NamedTuple):
     """The calibrator, or why there is none, and how many pairs it was fitted to."""
 
-    fitted: FittedLinear | None
+    fitted: FittedCalibrator | None
     refused: str | None
     n: int
+    split: FitOn
 
 
 def fit_age_line(
-    ages: Ages, calibrator: Linear, out_of_fold: Path, on_refusal: OnRefusal = "stop"
+    ages: Ages, calibrator: Calibrator, out_of_fold: Path, on_refusal: OnRefusal = "stop"
 ) -> CalibratorFit:
     """The calibrator fitted to the pairs that it names.
 
@@ -67,23 +68,24 @@ def fit_age_line(
     asks for it. Raises UserError where these are of other volumes, and where the fit is refused,
     unless ``on_refusal`` is "report": then the reason stands in the result.
     """
-    if calibrator.needs_out_of_fold:
+    if calibrator.split == "out_of_fold":
         rows = _read_training_predictions(ages, out_of_fold)
         predicted = np.array([float(row["predicted_age"]) for row in rows])
         known = np.array([float(row["age"]) for row in rows])
         sexes = [row["sex"] for row in rows]
     else:
-        split = calibrator.fit_on
-        predicted = ages.predicted[split]
-        known = ages.known(split)
-        sexes = ages.column(split, "sex")
+        predicted = ages.predicted[calibrator.split]
+        known = ages.known(calibrator.split)
+        sexes = ages.column(calibrator.split, "sex")
     try:
-        return CalibratorFit(calibrator.fit(predicted, known, sexes, ages.sha256), None, len(known))
+        fitted = calibrator.fit(predicted, known, sexes)
     except UserError as error:
         if on_refusal == "stop":
             raise
         warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
-        return CalibratorFit(None, str(error), len(known))
+        return CalibratorFit(None, str(error), len(known), calibrator.split)
+    fitted = fitted.model_copy(update={"predictor_sha256": ages.sha256})
+    return CalibratorFit(fitted, None, len(known), calibrator.split)
 
 
 def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from moecore.core.files import UserError, atomic_text_file
 from moecore.core.plain import spreadsheet_cell
-from moecore.measure.calibrators.linear import FittedLinear
+from moecore.measure.calibrators.base import FittedCalibrator
 
 NO_GROUP = "none"  # where nothing is corrected
 
@@ -61,7 +61,7 @@ class CorrectedAges(NamedTuple):
 
 
 def correct_ages(
-    raw: np.ndarray, sexes: Sequence[str], fitted: FittedLinear | None
+    raw: np.ndarray, sexes: Sequence[str], fitted: FittedCalibrator | None
 ) -> CorrectedAges:
     """Raw predictions (N,) with both corrections. No age is looked at."""
     raw = np.asarray(raw, np.float64)

@@ -16,7 +16,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, write_sealed
 from moecore.core.part_families import list_classes
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibrators.base import Calibrator
+from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.word_confidence import FITTED, TokenLossAndConfidence, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
@@ -67,8 +67,8 @@ class Result(Config):
     """The temperature, and the test split before and after it."""
 
     kind: Literal["temperature"] = "temperature"
-    temperature: float
-    at_limit: bool
+    temperature: float | None = Field(None, description="null of another calibrator")
+    at_limit: bool = False
     test_images: int
     scores: str | tuple[float, ...] = Field(
         description="one a test image, as the task packs them; both before and after"
@@ -80,7 +80,7 @@ class Result(Config):
     after: PredictionQuality
 
 
-def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
+def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> None:
     """Raise UserError where the calibrator is none for the labels of a phase."""
     if task.kind in settings.calibrator.tasks:
         return
@@ -97,13 +97,12 @@ def check_calibrator(settings: Calibrate, task: Task, phase: str) -> None:
     )
 
 
-def calibrate_temperature(
+def calibrate_classes(
     subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles
 ) -> Result:
-    """One temperature from the validation split, written to ``files.out``."""
-    # The stage chose this function by the calibrator's kind.
-    calibrator = cast(Temperature, settings.calibrator)
-    if subject.data.task.long:
+    """The calibrator, fitted to the validation split and written to ``files.out``."""
+    calibrator = settings.calibrator
+    if subject.data.task.long and isinstance(calibrator, Temperature):
         return _calibrate_words(subject, settings, calibrator, files)
     data = subject.data
     said = {
@@ -116,8 +115,8 @@ def calibrate_temperature(
     task = data.task
     among = task.top5(said["test"], labels)
     return Result(
-        temperature=fitted.temperature,
-        at_limit=fitted.at_limit,
+        temperature=fitted.temperature if isinstance(fitted, FittedTemperature) else None,
+        at_limit=isinstance(fitted, FittedTemperature) and fitted.at_limit,
         test_images=len(said["test"]),
         scores=task.encode_scores(task.scores(said["test"], labels)),
         top5=None if among is None else task.encode_scores(among),
@@ -147,7 +146,7 @@ def _calibrate_words(
     )
 
 
-def _write_fit(fitted: FittedTemperature, files: CalibrationFiles) -> None:
+def _write_fit(fitted: FittedCalibrator, files: CalibrationFiles) -> None:
     write_sealed(files.out / "calibrator.json", fitted.model_dump(mode="json"))
 
 

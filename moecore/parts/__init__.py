@@ -13,6 +13,7 @@ from moecore.measure.base import MeasuredModel as MeasuredModel
 from moecore.measure.base import Measurement as Measurement
 from moecore.measure.base import PartStore as PartStore
 from moecore.measure.calibrators.base import Calibrator as Calibrator
+from moecore.measure.calibrators.base import FittedCalibrator as FittedCalibrator
 from moecore.nn.backbones.base_model import Backbone as Backbone
 from moecore.nn.dispatch import SparsePlan as SparsePlan
 from moecore.nn.experts.base import Experts as Experts

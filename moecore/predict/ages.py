@@ -24,7 +24,7 @@ from moecore.brain.training_cohort import (
 from moecore.core.config import read_settings
 from moecore.core.files import UserError, file_checksum
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.calibrators.linear import FittedLinear
+from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.input_volumes import NewVolume, find_volumes, prepare_volumes
 from moecore.training.artifacts import load_model
@@ -35,7 +35,7 @@ class Calibration(NamedTuple):
     """What the stage ``calibrate`` left beside a model."""
 
     reference: TrainingCohortRanges
-    fitted: FittedLinear | None  # None where its fit was refused
+    fitted: FittedCalibrator | None  # None where its fit was refused
 
 
 class NewAges(NamedTuple):
@@ -115,4 +115,4 @@ def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
     path = folder / "calibrator.json"
     if not path.exists():
         return Calibration(reference, None)
-    return Calibration(reference, read_settings(path, FittedLinear, "a fitted linear calibrator"))
+    return Calibration(reference, read_fitted(path, "numbers"))

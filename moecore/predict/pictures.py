@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.config import read_settings
 from moecore.core.files import UserError, atomic_text_file
 from moecore.core.inside import path_inside
 from moecore.core.plain import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
+from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -68,11 +68,11 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
             remark,
         )
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
-    fitted = FittedTemperature(temperature=1.0)
+    fitted: FittedCalibrator = FittedTemperature(temperature=1.0)
     remark = f"probabilities are not calibrated: there is no {path}"
     if path.is_file():
-        fitted = read_settings(path, FittedTemperature, "a fitted temperature")
-        remark = f"probabilities are calibrated: temperature {fitted.temperature:.4g} of {path}"
+        fitted = read_fitted(path, "classes")
+        remark = f"probabilities are calibrated: {fitted.summary} of {path}"
     elif calibrator is not None:
         raise UserError(f"{path}: no such file; --calibrator is a folder that `calibrate` wrote")
 

@@ -22,7 +22,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
 
     attack: settings, or their class, whose defaults are then checked. Images stay in [0, 1] and
     within ε of the clean ones, and have all their bits for ε = 0; the same seeds give the same
-    images whatever the batch; the model is left as it was. An attack that climbs the task's loss
+    images whatever the batch; the model is left as it was, and global draws. An attack that climbs the task's loss
     raises it.
     """
     settings = settings_of(attack)
@@ -31,6 +31,8 @@ def check_attack(attack: Attack | type[Attack]) -> None:
         settings, settings.refuses(task) is None, "it attacks a classification or a regression"
     )
     target = small_target(task)
+    target.model.head.requires_grad_(False)
+    random = torch.get_rng_state()
     clean = target.clean_images()
     before = copy.deepcopy(target.model.state_dict())
     attacked = target.attacked(settings, EPSILON)
@@ -42,6 +44,7 @@ def check_attack(attack: Attack | type[Attack]) -> None:
     for batch in (1, len(clean)):
         again = target._replace(batch=batch).attacked(settings, EPSILON)
         assert_that(settings, torch.allclose(again, attacked, atol=1e-5), promise)
+    assert_that(settings, torch.equal(random, torch.get_rng_state()), "it draws no global number")
     _check_model_is_unchanged(settings, target.model, before)
     if settings.climbs_task:
         losses = [_task_loss(target, images) for images in (clean, attacked)]
@@ -72,8 +75,10 @@ def _check_images(attack: Any, clean: Tensor, attacked: Tensor) -> None:
 
 def _check_model_is_unchanged(attack: Any, model: nn.Module, before: dict[str, Tensor]) -> None:
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    clean = all(one.grad is None and one.requires_grad for one in model.parameters())
-    assert_that(attack, same and clean, "it leaves the model as it was, without gradients")
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    clean = all(one.grad is None for one in model.parameters())
+    alike = same and clean and frozen == ["head.weight", "head.bias"]
+    assert_that(attack, alike, "it leaves the model as it was, without gradients")
 
 
 def _task_loss(target: Target, images: Tensor) -> float:

@@ -78,26 +78,6 @@ def test_pgd_follows_the_formula(form, length):
     torch.testing.assert_close(found, current, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("attack", [attack for attack in ALL if not attack.together], ids=named)
-def test_an_image_is_attacked_alike_in_any_batch_and_order(attack):
-    images, labels = case(6)
-    model = Smooth()
-    whole = run(attack, model, images, labels, 0.1)
-    order, drawn = [4, 2, 0, 5, 1, 3], image_generators(0, [4, 2, 0, 5, 1, 3])
-    parts = [
-        attack(
-            model,
-            CLASSES,
-            images[order[i : i + 4]],
-            labels[order[i : i + 4]],
-            0.1,
-            drawn[i : i + 4],
-        )
-        for i in (0, 4)
-    ]
-    assert torch.allclose(whole[order], torch.cat(parts), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "attack",
     [Pgd(steps=1, form="strong"), Apgd(steps=2)],
@@ -126,21 +106,6 @@ def test_a_random_start_is_drawn_by_the_generator(attack):
         attack(model, CLASSES, images, labels, 0.1)
     with pytest.raises(ValueError, match="2 generators for 6 images"):
         attack(model, CLASSES, images, labels, 0.1, image_generators(0, range(2)))
-
-
-@pytest.mark.parametrize("attack", ALL, ids=named)
-def test_leaves_the_model_and_the_images_alone(attack):
-    images, labels = case()
-    kept, model = images.clone(), Smooth().train()
-    weights = [parameter.clone() for parameter in model.parameters()]
-    model.second.requires_grad_(False)
-    state = torch.get_rng_state()
-    with torch.no_grad():
-        run(attack, model, images, labels, 0.1)
-    assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    assert model.first.requires_grad and not model.second.requires_grad
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert torch.equal(images, kept) and torch.equal(state, torch.get_rng_state())
 
 
 def test_no_gradient_of_a_parameter_is_computed():

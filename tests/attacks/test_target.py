@@ -181,15 +181,6 @@ def test_an_attack_on_volumes_reaches_the_optimum(attack):
     )
 
 
-@pytest.mark.parametrize("attack", [Fgsm(), Pgd(steps=4, form="strong"), Apgd(steps=4)])
-def test_epsilon_0_and_the_bounds_of_pixels(attack):
-    edge = VOLUMES.clone()
-    edge[0], edge[1] = 0.98, 0.01
-    assert torch.equal(run(attack, Regressor(WEIGHT), edge, LABELS, 0.0), edge)
-    found = run(attack, Regressor(WEIGHT), edge, LABELS, 0.1)
-    assert found.min() >= 0 and found.max() <= 1 and (found - edge).abs().max() <= 0.1 + 1e-6
-
-
 def test_the_gradient_is_the_error_s():
     found = image_gradient(Regressor(WEIGHT), YEARS, VOLUMES, LABELS).flatten(1)
     assert torch.allclose(found, torch.stack([WEIGHT, -WEIGHT]))

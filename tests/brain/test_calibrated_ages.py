@@ -51,7 +51,7 @@ def line(ages):
 
 @pytest.fixture(scope="module")
 def found(ages, line):
-    return summarize_age_errors(ages, line, "train")
+    return summarize_age_errors(ages, line)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_the_interval(found, ages, line):
         and "also fitted" not in found.interval.method
     )
     other = fit_age_line(ages, Linear(fit_on="validation"), None)
-    assert "also fitted" in summarize_age_errors(ages, other, "validation").interval.method
+    assert "also fitted" in summarize_age_errors(ages, other).interval.method
 
 
 def test_predictions_of_every_volume(folder, ages, line, found):
@@ -198,7 +198,7 @@ def test_the_card_says_simulated_and_what_it_is_not_for(folder, ages, line, foun
         tmp_path / "out",
         real,
         line,
-        summarize_age_errors(real, line, "train"),
+        summarize_age_errors(real, line),
         "pretrain/vmoe/0",
     )
     text = (tmp_path / "out/MODEL_CARD.md").read_text()
@@ -213,7 +213,7 @@ def test_a_refused_fit_stops_or_is_reported(ages, tmp_path):
         fit_age_line(flat, Linear(), None)
     with pytest.warns(UserWarning, match="Nothing is corrected"):
         refused = fit_age_line(flat, Linear(), None, "report")
-    found = summarize_age_errors(flat, refused, "train")
+    found = summarize_age_errors(flat, refused)
     assert (
         "slope of 0" in found.refused
         and found.pooled is None
@@ -262,10 +262,10 @@ def test_too_few_validation_participants_have_no_interval(ages, line, tmp_path):
     few = ages._replace(
         subjects={**ages.subjects, "validation": ages.subjects["validation"][:1] * 24}
     )
-    found = summarize_age_errors(few, line, "train")
+    found = summarize_age_errors(few, line)
     assert found.interval.radius is None and found.interval.coverage is None
     write_calibration_folder(
-        tmp_path / "out", few, CalibratorFit(line.fitted, None, 60), found, "x"
+        tmp_path / "out", few, CalibratorFit(line.fitted, None, 60, "train"), found, "x"
     )
     assert (
         read_predictions(tmp_path / "out/predictions.csv")[-1]["interval_low"] == ""

@@ -4,6 +4,7 @@ Calibrators of ages and of class probabilities; the checks of a small cohort tha
 """
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -14,17 +15,19 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.config import read_settings
 from moecore.core.files import UserError
+from moecore.core.outside_packages import more_packages
 from moecore.measure import cohort_checks
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
     Calibrate,
     CalibrationFiles,
     Result,
-    calibrate_temperature,
-    check_calibrator,
+    calibrate_classes,
+    check_calibrator_fits_task,
     labels_as_tensor,
     prediction_quality,
 )
+from moecore.measure.calibrators.base import read_fitted
 from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
@@ -42,6 +45,7 @@ from moecore.tasks.classification_metrics import (
     class_nll,
     reliability_bins,
 )
+from moecore.testing import check_calibrator
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import (
     compute_without_cache,
@@ -51,6 +55,7 @@ from tests.measure.subjects import (
     write_digits,
     write_models,
 )
+from tests.my_lab import forget_package, write_my_lab
 
 SETTINGS = Calibrate(calibrator={"kind": "temperature"}, batch=16)
 
@@ -62,7 +67,7 @@ def made(tmp_path_factory):
     data = write_digits(folder)
     subject = MeasuredModel(trained(data, None), data)
     files = CalibrationFiles("x", folder, folder, folder / "out")
-    return subject, calibrate_temperature(subject, SETTINGS, files), folder
+    return subject, calibrate_classes(subject, SETTINGS, files), folder
 
 
 def test_quality_by_hand():
@@ -108,7 +113,7 @@ def test_the_test_split_before_and_after(made):
 )
 def test_a_calibrator_of_another_task_is_refused(kind, task, says):
     with pytest.raises(UserError, match=f"calibrate.*{says}"):
-        check_calibrator(Calibrate(calibrator={"kind": kind}), task, "pretrain")
+        check_calibrator_fits_task(Calibrate(calibrator={"kind": kind}), task, "pretrain")
 
 
 def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
@@ -123,6 +128,48 @@ def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
     path.write_text(path.read_text().replace(f"{found.temperature}", "9.25"))
     with pytest.raises(UserError, match="calibrator.json: damaged, its content is not what was"):
         read_settings(path, FittedTemperature, "a calibrator")
+
+
+BIASED = """
+from typing import ClassVar, Literal
+from moecore.parts import Calibrator, FittedCalibrator
+
+class FittedBiased(FittedCalibrator):
+    kind: Literal["my_lab.biased"] = "my_lab.biased"
+    bias: tuple[float, ...]
+
+    def apply(self, predictions, groups=None):
+        return predictions + predictions.new_tensor(self.bias)
+
+class Biased(Calibrator):
+    predicts: ClassVar = "classes"
+    tasks: ClassVar = ("classification",)
+    fitted: ClassVar = FittedBiased
+    kind: Literal["my_lab.biased"] = "my_lab.biased"
+
+    def fit(self, predictions, labels, groups=None):
+        counts = labels.bincount(minlength=predictions.shape[1]) + 1.0
+        bias = (counts / counts.sum()).log() - predictions.log_softmax(dim=1).mean(dim=0)
+        return FittedBiased(bias=tuple(bias.tolist()))
+"""
+
+
+def test_a_calibrator_of_ones_own(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(write_my_lab(tmp_path, biased=BIASED).parent)])
+    subject, _, folder = made
+    with more_packages(["my_lab"]):
+        own = Calibrate(calibrator={"kind": "my_lab.biased"}, batch=16)
+        check_calibrator(own.calibrator)
+        files = CalibrationFiles("x", folder, folder, tmp_path)
+        result = calibrate_classes(subject, own, files)
+        assert result.temperature is None and result.after.nll != result.before.nll
+        read = read_fitted(tmp_path / "calibrator.json", "classes")
+        assert (read.kind, len(read.bias), read.summary) == ("my_lab.biased", 10, "my_lab.biased")
+        with pytest.raises(UserError, match="my_lab.biased, which calibrates classes; allowed"):
+            read_fitted(tmp_path / "calibrator.json", "numbers")
+    forget_package()
+    with pytest.raises(UserError, match="calibrator.json: kind: my_lab.biased is of a package"):
+        read_fitted(tmp_path / "calibrator.json", "classes")
 
 
 def settings(**changes) -> CohortChecks:
@@ -163,9 +210,6 @@ def test_sessions_that_are_too_far_apart_are_no_rescan(subject):
     assert "no test participant has two sessions" in reasons["rescan"]
 
 
-HASH = "0" * 64
-
-
 def drawn(
     n: int = 200, slope: float = 0.8, intercept: float = 11.0, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -185,7 +229,7 @@ def slow(predictions, ages) -> tuple[float, float]:
 
 
 def fitted(predictions, ages, groups, **settings) -> FittedLinear:
-    return Linear(**settings).fit(predictions, ages, groups, HASH)
+    return Linear(**settings).fit(predictions, ages, groups)
 
 
 def test_a_case_by_hand():
@@ -228,7 +272,6 @@ def test_table_s1_second_row_follows_from_its_first():
         fit_on="train",
         pooled=FittedLine(intercept=5.08, slope=0.935, n=100),
         groups={},
-        predictor_sha256=HASH,
     )
     predictions, ages, _ = drawn(slope=0.887, intercept=9.026)
     a, b = slow(predictions, ages)

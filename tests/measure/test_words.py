@@ -24,7 +24,7 @@ from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_temperature
+from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_classes
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
 from moecore.measure.word_confidence import final_tokens
@@ -147,7 +147,7 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
 def test_the_temperature_of_a_text(subject, tmp_path):
     settings = Calibrate(calibrator=Temperature())
     files = CalibrationFiles("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
-    found = calibrate_temperature(subject, settings, files)
+    found = calibrate_classes(subject, settings, files)
     data = subject.data
     logits, _ = predict_in_batches(subject.model, data.validation.images, 64, routing=False)
     labels = torch.from_numpy(np.array(data.validation.labels)).long()

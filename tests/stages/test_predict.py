@@ -64,7 +64,7 @@ def trained(tmp_path_factory):
             calibrator_folder(target),
             ages,
             line,
-            summarize_age_errors(ages, line, "train"),
+            summarize_age_errors(ages, line),
             "pretrain/dense/0",
         )
     return target, data, model

@@ -52,7 +52,7 @@ def with_all_methods(study: Study) -> Study:
 @pytest.mark.parametrize("file", [SHIPPED, *sorted(ROOT.glob("pipelines/*/params.yaml"))])
 def test_our_methods_make_a_step(file):
     before = torch.get_rng_state()
-    assert list(step_misfits(with_all_methods(read_study(load_yaml(file))))) == []
+    assert list(step_misfits(with_all_methods(read_study(load_yaml(file))), [])) == []
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -109,8 +109,15 @@ def test_parts_of_a_text_tower_are_tried_too(folder):
     write_my_lab(folder, cosine=COSINE.replace(SOFTMAX, "logits.sigmoid()"))
     text = "    text: {router: {kind: my_lab.cosine, k: 1}, experts: {kind: mlp, number: 3}}\n"
     (folder / "params.yaml").write_text(PARAMS.replace("pretrain: {ep", f"{text}pretrain: {{ep"))
-    misfits = step_misfits(read_study(load_yaml("params.yaml")))
+    misfits = step_misfits(read_study(load_yaml("params.yaml")), [])
     assert [keys[2:] for keys, _ in misfits] == [("router",), ("text", "router")]
+
+
+def test_a_part_that_refuses_so_small_a_model_is_noted(folder):
+    refusing = 'from moecore import UserError\n        raise UserError("width: found 8")'
+    write_my_lab(folder, calm=CALM.replace("return ", f"{refusing}\n        return "))
+    note = "my_lab.calm was not tried in small: width: found 8"
+    assert note in check_study(also=unknown_metrics).notes
 
 
 def test_a_measurement_that_the_report_would_drop_is_named(folder):

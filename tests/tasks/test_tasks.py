@@ -17,17 +17,18 @@ from moecore.core.streams import BatchDraws, generator_for
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
+from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
 from moecore.tasks.retrieval_recall import (
     hit_probability_under_ties,
     image_to_text_recall,
     text_to_image_recall,
 )
+from moecore.testing import check_task
 
 ONE = Classification(classes=("a", "b", "c"))
 SETS = MultiLabel(classes=("a", "b", "c"))
 AGE = Regression(target="age", unit="years", mean=50.0, deviation=20.0)
-TASKS = (ONE, SETS, AGE)
 
 # Logits ln p of probabilities p: the best classes of the four images are 0, 2, 1, 1.
 PROBS = torch.tensor([[0.5, 0.2, 0.3], [0.3, 0.2, 0.5], [0.2, 0.7, 0.1], [0.1, 0.6, 0.3]])
@@ -120,14 +121,6 @@ def test_a_running_sum_passes_what_is_not_finite():
         AGE.scores(said, AGES[:2])
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
-def test_the_interval_is_around_the_mean_score(task):
-    scores = task.scores(*given_of(task))
-    found = task.interval(scores)
-    assert found.value == pytest.approx(float(scores.double().mean()))
-    assert found.low < found.value < found.high
-
-
 def test_the_worst_of_two():
     right = torch.tensor([True, True, False, False])
     other = torch.tensor([True, False, True, False])
@@ -192,21 +185,18 @@ def test_labels_of_another_task_are_refused(task, labels, said):
         task.check(labels.numpy(), "digits: labels of train")
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
-@given(seed=st.integers(0, 1000), count=st.integers(1, 9))
-def test_the_mean_loss_is_the_mean_of_the_losses(task, seed, count):
-    generator = torch.Generator().manual_seed(seed)
-    prediction = 10 * torch.randn(count, task.outputs, generator=generator)
-    labels = {
-        "classification": torch.randint(0, 3, (count,), generator=generator),
-        "multi_label": torch.randint(0, 2, (count, 3), generator=generator).to(torch.uint8),
-        "regression": torch.rand(count, generator=generator) * 60 + 20,
-    }[task.kind]
-    each = task.loss(prediction, labels, reduction="none")
-    assert each.shape == (count,)
-    assert float(task.loss(prediction, labels)) == pytest.approx(float(each.mean()), rel=1e-5)
-    assert task.attack_loss(prediction, labels).shape == (count,)
-    assert task.test_loss(prediction, labels).dtype == torch.float64
+WORDS = NextToken(words=7)
+WRONG = {ONE: np.array([0, 3]), SETS: np.array([[1, 2, 0]]), AGE: np.array([math.nan])}
+WRONG[WORDS] = np.array([[7]])
+
+
+@pytest.mark.parametrize("task", WRONG, ids=lambda task: task.kind)
+def test_every_task(task):
+    if task is WORDS:
+        prediction, labels = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5), dtype=torch.int32)
+    else:
+        prediction, labels = given_of(task)
+    check_task(task, prediction, labels.numpy(), WRONG[task])
 
 
 TASK = ImageText(words=9, context=4, captions=2, end=2, vocabulary="0" * 64, width=3)

@@ -8,20 +8,28 @@ import torch
 from moecore.attacks.fgsm import Fgsm
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingContext
+from moecore.data.sources.digits import Digits
 from moecore.measure.base import Measurement
+from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
+from moecore.tasks.regression import Regression
 from moecore.testing import (
     check_attack,
+    check_backbone,
     check_experts,
     check_measurement,
     check_regularizer,
     check_router,
+    check_source,
+    check_task,
+    check_teacher,
 )
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.load import Load
+from moecore.training.teachers.base import Teacher
 
 
 class Sound(NoisyTopKRouter):
@@ -149,6 +157,56 @@ def test_an_attack():
 
     with pytest.raises(AssertionError, match="^Strong: no pixel moves by more than ε$"):
         check_attack(Strong)
+
+
+class Mingled(Vit):
+    def build(self, image, moe=None):
+        model = super().build(image, moe)
+        model.norm.register_forward_hook(lambda norm, given, out: out - out.mean(dim=0))
+        return model
+
+
+class Drawn(Teacher):
+    kind: Literal["drawn"] = "drawn"
+
+    def build(self, image):
+        return Vit(patch=4, width=16, depth=1, heads=2).build(image)
+
+
+class Summed(Regression):
+    def loss(self, prediction, labels, label_smoothing=0.0, reduction="mean"):
+        return super().loss(prediction, labels, reduction="none").sum()
+
+
+class Restless(Digits):
+    calls: list[int] = []
+
+    def prepare(self, folder):
+        self.calls.append(1)
+        return self.model_copy(update={"seed": len(self.calls)}).prepare_digits(folder)
+
+    prepare_digits = Digits.prepare
+
+
+YEARS = torch.tensor([40.0, 60.0]).numpy()
+
+
+@pytest.mark.parametrize(
+    ("check", "part", "promise"),
+    [
+        (check_backbone, Mingled(patch=4, width=16, depth=1, heads=2), "told alike in any batch"),
+        (check_teacher, Drawn(), "alike for every seed"),
+        (lambda task: check_task(task, torch.ones(2, 1), YEARS, YEARS), Summed(target="age"), "B,"),
+    ],
+)
+def test_what_is_built_and_learned(check, part, promise):
+    with pytest.raises(AssertionError, match=f"^{type(part).__name__}: .*{promise}"):
+        check(part)
+
+
+def test_a_source(tmp_path):
+    with pytest.raises(AssertionError, match="^Restless: the same settings write the same bytes$"):
+        check_source(Restless(), tmp_path)
 
 
 class Result(Config):

@@ -7,15 +7,25 @@ from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.core.part_families import list_classes, list_own_names
-from moecore.face import experts, regularizers, routers
+from moecore.data.expected_data import read_task
+from moecore.face import backbones, experts, regularizers, routers
 from moecore.measure.base import own_measurements
+from moecore.measure.calibrators.base import Calibrator
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.testing import (
     check_attack,
+    check_backbone,
+    check_calibrator,
     check_experts,
     check_measurement,
     check_regularizer,
     check_router,
+    check_teacher,
 )
+from moecore.testing.small_models import IMAGE
+from moecore.training.settings import Training
+from moecore.training.teachers.dense import Dense
 
 CAPACITY = {"capacity_factor": 0.5, "batch_priority": True}
 ORDERED = {"k": 1, "capacity_factor": 0.5, "group_size": 1}  # causal: seats in the words' order
@@ -59,6 +69,33 @@ ATTACKS = [
     for attack in (Fgsm(), Pgd(steps=3), Pgd(steps=3, form="strong"), Apgd(steps=5))
     for objective in OBJECTIVES
 ]
+TEXT = {"channels": 4, "size": (4,), "mean": (0.0,) * 4, "std": (1.0,) * 4}
+CAPTIONS = {"words": 9, "context": 4, "captions": 2, "end": 2, "vocabulary": "0" * 64}
+STAGED = {"patch": 1, "width": 16, "depths": (2, 2), "heads": (2, 4)}
+VOLUME = IMAGE.model_copy(update={"size": (8, 12, 4)})
+VIT = backbones.Vit(patch=4, width=16, depth=2, heads=2)
+CUBES = backbones.Vit3d(patch=4, width=24, depth=2, heads=2)
+BACKBONES = [
+    *((VIT.model_copy(update={"pooling": name}), IMAGE) for name in ("mean", "class+distillation")),
+    *(
+        (CUBES.model_copy(update=changes), VOLUME)
+        for changes in ({"stem": "pooled", "pool": 2}, {"stem": "conv", "positions": "sinusoidal"})
+    ),
+    *((kind(**STAGED, window=4), IMAGE) for kind in (backbones.Swin, backbones.SwinV2)),
+    (backbones.SwinMoe(**STAGED, window=3), IMAGE),
+    (backbones.SingleLayer(hidden=5), IMAGE),
+    *(
+        (
+            backbones.LanguageModel(width=8, depth=2, heads=2, span=4, layers=layers),
+            ImageSpec(**TEXT, task=read_task({"kind": "next_token", "words": 11})),
+        )
+        for layers in ("smoe", "momentum", "adam")
+    ),
+    (
+        backbones.TwoTowers(image=VIT, text=TextTowerSettings(width=16, depth=1, heads=2)),
+        IMAGE.model_copy(update={"task": read_task({"kind": "image_text", **CAPTIONS})}),
+    ),
+]
 ELSEWHERE = {  # what they measure is not in the small model and data, or it is time
     "cohort_checks",
     "cost",
@@ -99,6 +136,20 @@ def test_attacks(attack):
     check_attack(attack)
 
 
+@pytest.mark.parametrize(("backbone", "image"), BACKBONES, ids=repr)
+def test_backbones(backbone, image):
+    check_backbone(backbone, image)
+
+
+@pytest.mark.parametrize("calibrator", list_classes(Calibrator).values())
+def test_calibrators(calibrator):
+    check_calibrator(calibrator)
+
+
+def test_a_teacher():
+    check_teacher(Dense(model=VIT, training=Training(epochs=1, batch=8, learning_rate=0.1)))
+
+
 @pytest.mark.parametrize("measurement", MEASUREMENTS)
 def test_measurements(measurement):
     check_measurement(measurement)
@@ -111,6 +162,7 @@ def test_measurements(measurement):
         (experts.Experts, EXPERTS),
         (regularizers.Regularizer, REGULARIZERS),
         (Attack, ATTACKS),
+        (backbones.Backbone, [backbone for backbone, _ in BACKBONES]),
     ],
 )
 def test_no_part_is_left_out(family, parts):

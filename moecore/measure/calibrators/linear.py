@@ -16,10 +16,7 @@ from pydantic import Field, field_validator
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.measure.calibrators.base import Calibrator
-
-POOLED = "pooled"
-FitOn = Literal["train", "validation", "out_of_fold"]
+from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
 
 
 class FittedLine(Config):
@@ -45,7 +42,7 @@ class FittedLine(Config):
         return (predictions - self.intercept) / self.slope
 
 
-class FittedLinear(Config):
+class FittedLinear(FittedCalibrator):
     """The fitted lines: one for all, and one for each group that had enough."""
 
     kind: Literal["linear"] = "linear"
@@ -56,9 +53,6 @@ class FittedLinear(Config):
     groups: dict[str, FittedLine] = Field(description="Lines by group (sex).")
     fallbacks: dict[str, str] = Field(
         {}, description="Groups of the fit that got no line of their own → why."
-    )
-    predictor_sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$", description="Of the model.safetensors that predicted."
     )
 
     def apply(self, predictions: np.ndarray, groups: Sequence[str] | None = None) -> np.ndarray:
@@ -96,6 +90,7 @@ class Linear(Calibrator):
 
     predicts: ClassVar[Literal["numbers"]] = "numbers"
     tasks: ClassVar[tuple[str, ...]] = ("regression",)
+    fitted: ClassVar[type[FittedCalibrator]] = FittedLinear
 
     kind: Literal["linear"] = "linear"
     fit_on: FitOn = Field(
@@ -106,26 +101,23 @@ class Linear(Calibrator):
     )
 
     @property
-    def needs_out_of_fold(self) -> bool:
-        """Return whether it is fitted to what the stage ``out_of_fold`` predicts."""
-        return self.fit_on == "out_of_fold"
+    def split(self) -> FitOn:
+        """Return whose predictions it is fitted to."""
+        return self.fit_on
 
     def fit(
-        self,
-        predictions: np.ndarray,
-        targets: np.ndarray,
-        groups: Sequence[str],
-        predictor_sha256: str,
+        self, predictions: np.ndarray, labels: np.ndarray, groups: Sequence[str] | None = None
     ) -> FittedLinear:
-        """The lines of ``predictions`` (N,) on ``targets`` (N,), both in the target's unit.
+        """The lines of ``predictions`` (N,) on ``labels`` (N,), both in the target's unit.
 
-        groups: (N,) names, "" is unknown. A group whose own line is refused (too few pairs, one
-        age, a slope below the floor) falls back to the pooled line, with a warning.
+        groups: (N,) names, "" is unknown; None: of all. A group whose own line is refused (too few
+        pairs, one age, a slope below the floor) falls back to the pooled line, with a warning.
         Raises UserError for shapes that differ, n < 3, NaN or infinite values, equal targets, and a
         pooled |b| below ``min_slope``.
         """
         predictions = _check_finite("predictions", predictions)
-        targets = _check_finite("ages", targets)
+        targets = _check_finite("ages", labels)
+        groups = [""] * len(targets) if groups is None else groups
         if not len(predictions) == len(targets) == len(groups):
             counts = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
             raise UserError(
@@ -148,7 +140,6 @@ class Linear(Calibrator):
             pooled=pooled,
             groups=lines,
             fallbacks=fallbacks,
-            predictor_sha256=predictor_sha256,
         )
 
     def _fit_line(self, predictions: np.ndarray, targets: np.ndarray) -> FittedLine:

@@ -3,7 +3,7 @@
 N images, K classes. Source: Guo et al. (2017).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar, Literal
 
@@ -11,15 +11,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.measure.calibrators.base import Calibrator
+from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 
 LOWEST = 0.05  # reached where every validation image is right
 HIGHEST = 20.0  # reached where logits tell no labels
 
 
-class FittedTemperature(Config):
+class FittedTemperature(FittedCalibrator):
     """A fitted temperature."""
 
     kind: Literal["temperature"] = "temperature"
@@ -30,9 +29,14 @@ class FittedTemperature(Config):
         False, description="True where the best temperature lies beyond a limit."
     )
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, predictions: Tensor, groups: Sequence[str] | None = None) -> Tensor:
         """Calibrated logits, (N, K) to (N, K); the order of the classes stays, and the accuracy."""
-        return logits / self.temperature
+        return predictions / self.temperature
+
+    @property
+    def summary(self) -> str:
+        """Return the temperature."""
+        return f"temperature {self.temperature:.4g}"
 
 
 class Temperature(Calibrator):
@@ -40,13 +44,16 @@ class Temperature(Calibrator):
 
     predicts: ClassVar[Literal["classes"]] = "classes"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "next_token")
+    fitted: ClassVar[type[FittedCalibrator]] = FittedTemperature
 
     kind: Literal["temperature"] = "temperature"
 
-    def fit(self, logits: Tensor, labels: Tensor) -> FittedTemperature:
+    def fit(
+        self, predictions: Tensor, labels: Tensor, groups: Sequence[str] | None = None
+    ) -> FittedTemperature:
         """Return the temperature of the smallest NLL, given its slope dNLL/dβ at β = 1/T."""
-        _check_logits(logits, labels)
-        logits = logits.detach().double().cpu()
+        _check_logits(predictions, labels)
+        logits = predictions.detach().double().cpu()
         labels = labels.long().cpu()
         return self.fit_slope(
             lambda beta: float(nll_derivative_by_row(logits, labels, beta).mean())

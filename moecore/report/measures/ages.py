@@ -148,7 +148,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     words = (
         f"{first.n_test} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
         f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
-        f"(ŷ − a)/b was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
+        f"was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
     )
     drawn = pictures_by_name(phase, AgeResult, figures)
     block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])

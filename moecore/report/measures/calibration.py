@@ -42,7 +42,7 @@ COLUMNS = (
         "ECE, calibrated",
         attrgetter("after.ece"),
         "lower",
-        note="with the temperature of the validation split",
+        note="fitted to the validation split",
     ),
     Column("nll_after", "NLL, calibrated", attrgetter("after.nll"), "lower"),
     Column("brier_after", "Brier, calibrated", attrgetter("after.brier"), "lower"),
@@ -56,10 +56,11 @@ def figures(result: Result) -> Figures:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     first = phase.first(Result)
-    fitted = ", ".join(f"{method} {temperature(result)}" for method, result in first.items())
+    said = {name: temperature(one) for name, one in first.items() if one.temperature is not None}
+    fitted = ", ".join(f"{method} {value}" for method, value in said.items())
     captions = {
         "before": "A point is a bin of confidence; the larger, the more images.",
-        "after": f"Temperatures: {fitted}.",
+        "after": f"Temperatures: {fitted}." if fitted else "",
     }
     drawn = []
     for when, caption in captions.items():

@@ -56,9 +56,10 @@ def check_study(
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
     ]
+    untried: list[str] = []
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
-        others += [] if others else step_misfits(study)
+        others += [] if others else step_misfits(study, untried)
         if also is not None and not others:  # it reads what all these rules have held good
             others += also(study, stages)
     lines = [*problems, *missing, *format_misfits(document, others)]
@@ -69,7 +70,7 @@ def check_study(
     notes = [
         f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()
     ]
-    notes += [
+    notes += untried + [
         note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note
     ]
     return CheckedStudy(study, tuple(notes))

@@ -119,16 +119,6 @@ def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(t
     assert ((words[which][:, digits.labels] == data.test.labels[:, None]) & same).any(axis=1).all()
 
 
-def test_what_would_be_written_is_foreseen(tmp_path):
-    for settings in ({}, {"form": "mosaic"}, {"change": "colour"}, {"families": 2}):
-        source, data = prepared(tmp_path / str(settings), **settings)
-        foreseen = source.preview()
-        assert foreseen.problem is None and foreseen.name == data.card["name"]
-        assert foreseen.truth == data.card["truth"]
-        assert (foreseen.channels, foreseen.size) == (data.card["channels"], data.card["size"])
-        assert foreseen.images == data.card["images"]
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -150,9 +140,6 @@ def test_what_cannot_be_is_said_before_and_by_prepare(settings, said, tmp_path):
         source.prepare(tmp_path)
 
 
-def test_two_seeds_are_other_dialects_and_one_seed_the_same(tmp_path):
-    first, again, other = (
-        prepared(tmp_path / str(index), seed=seed)[1].test.images
-        for index, seed in enumerate((0, 0, 1))
-    )
-    assert np.array_equal(first, again) and not np.array_equal(first, other)
+def test_two_seeds_are_other_dialects(tmp_path):
+    first, other = (prepared(tmp_path / str(seed), seed=seed)[1].test.images for seed in (0, 1))
+    assert not np.array_equal(first, other)

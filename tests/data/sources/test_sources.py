@@ -29,7 +29,7 @@ from tests.data.making import cifar_content, fashion_folder, image_classes, phot
 
 
 def test_digits(tmp_path):
-    card = Digits(size=16, seed=1).prepare(tmp_path)
+    Digits(size=16, seed=1).prepare(tmp_path)
     opened = Prepared.open(tmp_path)
     assert (
         sum(map(len, (opened.train.labels, opened.validation.labels, opened.test.labels))) == 1797
@@ -38,10 +38,6 @@ def test_digits(tmp_path):
     seen = {image.tobytes() for image in opened.train.images}
     # the set itself has hardly any doubles
     assert len(seen & {image.tobytes() for image in opened.test.images}) <= 2
-    assert (
-        card == Digits(size=16, seed=1).prepare(tmp_path / "b")
-        and card["files"] != Digits(size=16).prepare(tmp_path / "c")["files"]
-    )
 
 
 def test_digits_at_their_own_size_are_scaled_to_bytes(tmp_path):
@@ -152,10 +148,6 @@ def test_image_folder_without_splits(tmp_path, channels):
     }
     assert card["task"]["classes"] == ["cat", "dog"] and card["licence"] == "ours"
     assert Prepared.open(tmp_path / "out").train.images.shape == (36, channels, 8, 8)
-    assert settings.prepare(tmp_path / "again") == card
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        [*card["files"], "card.json"]
-    )
 
 
 @pytest.mark.parametrize("name", ["validation", "val"])

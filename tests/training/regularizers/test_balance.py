@@ -224,11 +224,6 @@ def test_only_the_teachers_probs_are_read():
     assert student.grad is None and teacher.grad.abs().sum() > 0
 
 
-def test_teacher_router_without_guidance_is_explained():
-    with pytest.raises(UserError, match="teacher_router: there is no teacher guidance"):
-        TeacherRouter()(step(record(probs=TEACHER_PROBS)))
-
-
 def step_of(scores, belongs):
     record = RoutingRecord(*[scores] * 5)
     return ObjectiveInputs(

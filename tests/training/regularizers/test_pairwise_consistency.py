@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, TokenLayout
 from moecore.training.regularizers.jensen_shannon import JensenShannon, jensen_shannon
 from moecore.training.regularizers.pairwise_consistency import (
@@ -190,14 +189,6 @@ def test_layers_are_summed():
         draw_two_views(SPREAD, SPREAD)
     ).item() == pytest.approx(2 * one)
     assert PairwiseConsistency.needs == {"routing", "two_views"}
-
-
-def test_one_view_and_dense_models_are_refused():
-    with pytest.raises(UserError, match=r"pairwise_consistency: the batch has 1 view\(s\)"):
-        PairwiseConsistency()(draw_two_views(SPREAD, views=1))
-    dense = draw_two_views(SPREAD)
-    with pytest.raises(UserError, match="no MoE layer"):
-        PairwiseConsistency()(dense._replace(output=ModelOutput(torch.zeros(2))))
 
 
 # p = (1, 0), q = (½, ½), m = (¾, ¼): KL(p ‖ m) = ln(4/3); KL(q ‖ m) = ½ ln(2/3) + ½ ln 2 = ½

@@ -15,6 +15,7 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
+from moecore.testing import check_teacher
 from moecore.training.method import Method
 from moecore.training.teachers.open_clip import MEAN, STD, OpenClip
 from moecore.training.teachers.timm import Timm
@@ -186,9 +187,9 @@ def test_experts_of_its_mlps_say_what_it_says_though_pixels_are_normalised_other
 
 
 def test_larger_images_take_interpolated_positions(checkpoint):
-    model = OpenClip(checkpoint=checkpoint).build(IMAGE.model_copy(update={"size": 32}))
-    assert model.layout.grid == (4, 4)
-    assert model(torch.rand(1, 3, 32, 32)).prediction.shape == (1, JOINT + 1)
+    teacher, larger = OpenClip(checkpoint=checkpoint), IMAGE.model_copy(update={"size": 32})
+    check_teacher(teacher, larger)
+    assert teacher.build(larger).layout.grid == (4, 4)
 
 
 def test_what_does_not_fit_is_refused(checkpoint, tmp_path):
@@ -247,9 +248,7 @@ def test_the_teacher_is_timms_model_with_timms_normalisation(timm_checkpoint):
 def test_another_resolution_and_grey_images(timm_checkpoint):
     _, path = timm_checkpoint
     grey = IMAGENET.model_copy(update={"channels": 1, "size": 64, "mean": (0.1,), "std": (1.0,)})
-    teacher = Timm(name=NAME, checkpoint=path).build(grey)
-    assert teacher.pos_embed.shape == (1, 17, 192)
-    assert teacher(torch.rand(2, 1, 64, 64)).prediction.shape == (2, 1000)
+    check_teacher(Timm(name=NAME, checkpoint=path), grey)
 
 
 def test_what_cannot_be_a_teacher_is_refused():
