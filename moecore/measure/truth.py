@@ -15,7 +15,7 @@ from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.nn.backbones.base_model import truth_of_tokens
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.statistics.intervals import bootstrap_interval
 
 PERMUTATIONS = 200
@@ -33,7 +33,7 @@ class Truth(Measurement):
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Return why not, in words: it needs routers, and tokens whose kind is known."""
         if not subject.model.image.truth:
-            return "nobody knows the truth of these images' tokens; it needs the source dialects"
+            return "nobody knows the truth of these data's tokens; it needs dialects or ciphers"
         if subject.model.moe is None:
             return "the model has no routers"
         return None
@@ -100,9 +100,10 @@ def expert_truth_tables(
     return counted.reshape(-1, number, dialects + 1)[:, :, 1:]
 
 
-def token_kinds(pixels: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's kind (N, T) of images uint8 whose last channel says it."""
-    return truth_of_tokens(pixels[:, -1:].float() / 255, layout)
+def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
+    """Return each token's kind (N, T) of images as they are stored, whose last channel says it."""
+    (last,) = image_batches(images[:, -1:], len(images))
+    return truth_of_tokens(last, layout)
 
 
 def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> TruthLayer:

@@ -8,6 +8,7 @@ from moecore.report.measures.truth import phase_blocks, share_of_routings_worth
 from moecore.report.typed_results import Measured, Phase
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks.classification import Classification
+from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 
 RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
@@ -34,6 +35,12 @@ def test_a_method_between_floor_and_ceiling():
     (block,) = phase_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
+
+
+def test_of_a_text_less_is_better():
+    nats = {name: 10 - number for name, number in RIGHT.items()}
+    share = share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
+    assert share.value == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("method", RIGHT)

@@ -146,8 +146,8 @@ class BackboneModel(Model):
     def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
         super().__init__(config, image, moe)
         if moe is not None and "truth" in moe.router.wants and not image.truth:
-            problem = f"found {moe.router.kind}, but nobody knows the truth of these images' tokens"
-            raise UserError(f"router.kind: {problem}; allowed: data of the source dialects")
+            problem = f"found {moe.router.kind}, but nobody knows the truth of these data's tokens"
+            raise UserError(f"router.kind: {problem}; allowed: data of dialects or ciphers")
         axes = [1] * len(image.shape)
         for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
             # not persistent: they are settings of the model, not weights
@@ -266,8 +266,11 @@ def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
 def truth_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return int64 (B, T): which kind each token is of, from the last channel of images in [0, 1].
 
-    0 where nothing is said: of special tokens, and of what lies beyond the image.
+    0 where nothing is said: of special tokens, and of what lies beyond the image. The last channel
+    of text (B, C, M) is the kinds of its last block.
     """
+    if images.ndim == 3:
+        return images[:, -1].long()
     return (cut_tokens(images[:, -1:], layout).amax(dim=-1) * 255).round().long()
 
 
