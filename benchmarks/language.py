@@ -137,7 +137,7 @@ def race(words: int, rounds: int) -> None:
 def memory() -> None:
     """Print what a perplexity over WikiText-103's words adds to the process."""
     model = built(267_735, True).eval()
-    drawn = torch.randint(267_735, (96 * (BLOCK + 1),))
+    drawn = torch.randint(267_735, (1, 96 * (BLOCK + 1)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     text_perplexity(model, drawn, 96)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,7 +12,8 @@ are blocks of M tokens with those that are read before them, int32 (N, C, M), an
 next tokens (N, M): see moecore/data/text/words.py.
 
 Images whose truth is known have one channel more where the card says ``truth``: n at the pixels
-of a token of kind n, from 1 to that many; no model sees it.
+of a token of kind n, from 1 to that many; no model sees it. Such text has ``…_truth.npy``, uint8
+(n,), each token's kind, and images (N, 2C, M): the kinds of all blocks after their words.
 
 Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
 ``train_offsets.npy`` int64 (N + 1,).
@@ -101,6 +102,13 @@ class Prepared(NamedTuple):
         """All tokens of a split of text, int32 (n,), memory-mapped."""
         return np.load(self.folder / f"{split}_tokens.npy", mmap_mode="r", allow_pickle=False)
 
+    def text_rows(self, split: str) -> np.ndarray:
+        """All tokens of a split of text and, in a second row where they are known, their kinds.
+
+        int32 (R, n).
+        """
+        return _text_rows(self.folder, self.card, split)
+
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
         """Open a prepared folder and hold shape and type of every array against the card.
@@ -155,11 +163,22 @@ def _open_volumes(folder: Path, card: dict[str, Any], task: Task, split: str) ->
 
 
 def _open_text(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
-    path = folder / f"{split}_tokens.npy"
-    tokens = open_array(path, (card["tokens"][split],), np.int32)
-    images, labels = block_windows(tokens, card["size"][0], card["channels"] - 1)
-    task.check(labels, f"{path}: tokens")
+    rows = _text_rows(folder, card, split)
+    block, context = card["size"][0], card["channels"] - 1
+    images, labels = block_windows(rows[0], block, context)
+    task.check(labels, f"{folder / f'{split}_tokens.npy'}: tokens")
+    if len(rows) > 1:
+        images = np.concatenate([images, block_windows(rows[1], block, context)[0]], axis=1)
     return Split(images, labels)
+
+
+def _text_rows(folder: Path, card: dict[str, Any], split: str) -> np.ndarray:
+    shape = (card["tokens"][split],)
+    tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
+    if "truth" not in card:
+        return tokens[None]
+    kinds = open_array(folder / f"{split}_truth.npy", shape, np.uint8)
+    return np.stack([tokens, kinds.astype(np.int32)])
 
 
 def _labels(folder: Path, task: Task, split: str, number: int) -> np.ndarray:

@@ -50,7 +50,7 @@ class Truth(Measurement):
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Return why not, in words: it needs routers, and tokens whose kind is known."""
         if not subject.model.image.truth:
-            return "nobody knows the truth of these images' tokens; it needs the source dialects"
+            return "nobody knows the truth of these data's tokens; it needs dialects or ciphers"
         if subject.model.moe is None:
             return "the model has no routers"
         return None
@@ -77,7 +77,9 @@ class Truth(Measurement):
                 )
                 for index, (record, layout) in enumerate(layers)
             ],
-            changed=load_or_compute(
+            changed=()
+            if subject.data.task.long  # words have no pixels to change
+            else load_or_compute(
                 parts, "changed", ChangedRouting, lambda: purity_of_changed(subject)
             ).rows,
         )

@@ -45,7 +45,9 @@ class WordSwaps(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs a text."""
+        """Why not, in words: it needs a text, and to know its stop words."""
+        if subject.model.image.truth:
+            return "in ciphers nobody sees which words are stop words, and these are spared"
         return None if subject.data.task.long else "the data is no text, and words are swapped"
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.nn.backbones.base_model import Model
+from moecore.nn.backbones.base_model import EncodeOptions, Model
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.tasks.next_token import NextToken
 
@@ -97,29 +97,32 @@ def block_scores_with_routing(
 def text_perplexity(
     model: LanguageTransformer, tokens: Tensor, streams: int, whole: bool = True
 ) -> float:
-    """exp of the mean nats of the next tokens of a text (n,), in evaluation mode, in fp32.
+    """exp of the mean nats of the next tokens of a text, in evaluation mode, in fp32.
+
+    tokens: (R, n), the words and, where they are known, their kinds.
 
     The text is cut into so many streams of one length, which are read block after block from an
     empty cache; with ``whole`` a last incomplete block is left out, as papers do. Few streams are
     read in parts, side by side: what a word's prediction depends on is read before each part.
     """
     block = model.image.shape[0]
-    length = len(tokens) // streams
+    number_of_words = tokens.shape[1]
+    length = number_of_words // streams
     least = 1
     if whole:
         least = block
     if length <= least:
-        most = len(tokens) // (block + 1)
-        problem = f"the text has {len(tokens):,} words, and {streams} streams read it"
+        most = number_of_words // (block + 1)
+        problem = f"the text has {number_of_words:,} words, and {streams} streams read it"
         raise UserError(
             f"perplexity: {problem}; allowed: 1 to {most} streams of a block of {block}"
         )
     known = length - 1 if not whole else (length - 1) // block * block  # words with one after them
     number = math.ceil(known / block)
-    text = tokens[: streams * length].view(streams, length).long().to(model_device(model))
-    words, right = (
-        pad(text[:, start : start + known], (0, number * block - known), value=-1).view(
-            streams, number, block
+    text = tokens[:, : streams * length].view(-1, streams, length).long().to(model_device(model))
+    rows, (right, *_) = (
+        pad(text[:, :, start : start + known], (0, number * block - known), value=-1).view(
+            -1, streams, number, block
         )
         for start in (0, 1)
     )
@@ -131,8 +134,8 @@ def text_perplexity(
         for place in range(-lead, size):
             at = torch.arange(parts, device=text.device) * size + place
             there = ((at >= 0) & (at < number))[:, None]
-            own = words[:, at.clamp(0, number - 1)].where(there, -1).flatten(0, 1)
-            (final, _, _), states = model.read(own, states, before=max(0, -place))
+            own, *kinds = rows[:, :, at.clamp(0, number - 1)].where(there, -1).flatten(1, 2)
+            (final, _, _), states = model.read(own, states, EncodeOptions(), max(0, -place), *kinds)
             labels = right[:, at.clamp(0, number - 1)].where(there, -1).flatten(0, 1)
             if place >= 0:
                 nats = _word_nats(model, final[labels >= 0], labels[labels >= 0])

@@ -82,7 +82,7 @@ def model_signature(image: "ImageSpec") -> Any:
     answer_shape = (-1, task.cells * task.outputs)
     answer_name = "scores"
     if task.long:
-        inputs = [TensorSpec(words, (-1, image.channels, *image.shape), "words")]
+        inputs = [TensorSpec(words, (-1, image.stored_channels, *image.shape), "words")]
         answer_shape = (-1, *image.shape, task.outputs)
     elif isinstance(task, ImageText):
         inputs = [images, TensorSpec(words, (-1, task.context), "captions")]

@@ -92,7 +92,7 @@ def build_training_job(
         guide = guide.to(device)
     learned: Loaded | Stream
     if "tokens" in data.card:  # a text is read as a stream; its windows are not moved
-        tokens = torch.from_numpy(np.array(data.tokens("train")))
+        tokens = torch.from_numpy(np.array(data.text_rows("train")))
         learned = Stream(tokens.to(device), *data.card["size"])
     else:
         learned = load_split_for_device(train, device)

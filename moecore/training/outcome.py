@@ -160,10 +160,10 @@ def evaluate_text(model: Model, data: Prepared, settings: Training) -> SplitScor
     """Evaluate text: blocks are scored one by one, and perplexity is that of whole streams."""
     scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
     validation = text_block_scores(model, data.validation.images, _label_tensor(data.validation))
-    tokens = torch.from_numpy(np.array(data.tokens("test")))
+    text = torch.from_numpy(np.array(data.text_rows("test")))
     assert isinstance(model, LanguageTransformer)
-    printed = text_perplexity(model, tokens, settings.batch)
-    every = text_perplexity(model, tokens, 1, whole=False)
+    printed = text_perplexity(model, text, settings.batch)
+    every = text_perplexity(model, text, 1, whole=False)
     return SplitScores(
         scores, validation, float(scores.mean()), ExtraTestMetrics(ppl=printed, ppl_all=every)
     )

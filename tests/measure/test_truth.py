@@ -23,12 +23,14 @@ from moecore.measure.truth import (
     truth_layer,
 )
 from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.tasks.classification import Classification
+from tests.nn.backbones.test_language_model import WORDS, text
 
 IMAGE = ImageSpec(
     channels=1,
@@ -57,6 +59,18 @@ def subject(router, seed: int = 0) -> MeasuredModel:
     kinds = random.integers(1, 4, (40, 1, 2, 2), dtype=np.uint8).repeat(4, 2).repeat(4, 3)
     split = Split(np.concatenate([pixels, kinds], axis=1), np.arange(40) % 2)
     return MeasuredModel(model, Prepared(CARD, split, split, split))
+
+
+def text_subject(router) -> MeasuredModel:
+    """A fresh language model, and 40 blocks of drawn words and kinds, each read with one before."""
+    torch.manual_seed(0)
+    spec = text(4, 1).model_copy(update={"truth": 3})
+    moe = MoESettings(router=router, experts=Mlp(number=3), blocks="all")
+    model = LanguageModel(width=8, depth=2, heads=2, span=4).build(spec, moe).eval()
+    random = np.random.default_rng(0)
+    words, kinds = random.integers(WORDS, size=(40, 2, 4)), random.integers(1, 4, (40, 2, 4))
+    split = Split(np.concatenate([words, kinds], axis=1).astype(np.int32), words[:, 1])
+    return MeasuredModel(model, Prepared({}, split, split, split))
 
 
 def test_by_hand():
@@ -114,8 +128,9 @@ def test_mutual_information_is_scikit_learns():
     assert mutual_information(table) == pytest.approx(expected)
 
 
-def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance():
-    result = Truth().measure(subject(Told()), kept)
+@pytest.mark.parametrize("made", [subject, text_subject])
+def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
+    result = Truth().measure(made(Told()), kept)
     assert result.images == 40 and len(result.layers) == 2
     for layer in result.layers:
         assert (layer.purity, layer.adjusted, layer.matched) == pytest.approx((1, 1, 1))

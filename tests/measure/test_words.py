@@ -84,6 +84,13 @@ def test_stop_words_and_punctuation_are_spared(subject):
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
 
 
+def test_in_ciphers_it_is_skipped(subject):
+    ciphers = built(LanguageModel(width=8, depth=2, heads=2, span=6), MOE, subject.data, 1.5)
+    ciphers.image = ciphers.image.model_copy(update={"truth": 2})
+    assert WordSwaps.applies(subject) is None
+    assert WordSwaps.applies(subject._replace(model=ciphers)) is not None
+
+
 def test_rows_are_those_of_a_text_with_unknown_words(subject):
     settings = WordSwaps(shares=(0.1, 0.4))
     found = measured_twice(settings, subject)

@@ -10,6 +10,7 @@ from moecore.report.measures.truth import phase_blocks, purity_curves, share_of_
 from moecore.report.tables.comparison import build_table, compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
+from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from tests.report import generated
 
@@ -77,6 +78,12 @@ def test_the_first_figure_has_floor_and_ceiling():
         assert dashed == pytest.approx(expected)
         left, right = axes.get_xlim()
         assert all(left <= x <= right for line in axes.lines for x in line.get_xdata())
+
+
+def test_of_a_text_less_is_better():
+    nats = {name: 10 - number for name, number in RIGHT.items()}
+    share = share_of_routings_worth(phase(**nats)._replace(task=NextToken(words=9)), "vmoe")
+    assert share.value == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("method", RIGHT)

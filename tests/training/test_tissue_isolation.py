@@ -319,7 +319,7 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     made = LanguageModel(**given).build(SPEC, method.moe)
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
-    train = Stream(counting(300, 0), BLOCK)
+    train = Stream(counting(300, 0)[None], BLOCK)
     return TrainingJob(made, train, load_split_for_device(split, "cpu"), Objective(method.losses))
 
 
@@ -373,11 +373,13 @@ def test_perplexity_is_that_of_the_stream():
         nats.append(model.image.task.token_loss(model.predict(final), following).flatten())
     every = torch.cat(nats)
     assert len(every) == 61
-    assert abs(text_perplexity(model, tokens, 1, whole=False) - float(every.mean().exp())) < 1e-4
-    assert abs(text_perplexity(model, tokens, 1) - float(every[:60].mean().exp())) < 1e-4
+    assert (
+        abs(text_perplexity(model, tokens[None], 1, whole=False) - float(every.mean().exp())) < 1e-4
+    )
+    assert abs(text_perplexity(model, tokens[None], 1) - float(every[:60].mean().exp())) < 1e-4
     two = torch.cat([tokens[:31], tokens[31:]]).view(2, 31)
-    apart = [text_perplexity(model, part, 1) for part in two]
+    apart = [text_perplexity(model, part[None], 1) for part in two]
     together = torch.tensor(apart).log().mean().exp()
-    assert abs(text_perplexity(model, tokens, 2) - float(together)) < 1e-4, (
+    assert abs(text_perplexity(model, tokens[None], 2) - float(together)) < 1e-4, (
         "each from an empty cache"
     )

@@ -30,7 +30,7 @@ from moecore.tasks.classification import Classification
 CHUNK = 4096
 STREAM = 8  # of the splits' random streams; those below are other sources'
 NAMES = 11  # the stream of the exchanges of names
-LEAST = 50  # training images of a dialect
+LEAST = 50  # training images, or paragraphs, of a dialect
 
 
 class Dialects(Source):
@@ -93,9 +93,8 @@ class Dialects(Source):
 
     @property
     def shares(self) -> np.ndarray:
-        """Return how often each dialect occurs, (D,), which add up to 1."""
-        weights = np.arange(1.0, self.dialects + 1) ** -self.zipf
-        return weights / weights.sum()
+        """Return ``zipf_shares`` of its dialects."""
+        return zipf_shares(self.dialects, self.zipf)
 
     @property
     def title(self) -> str:
@@ -165,10 +164,7 @@ class Dialects(Source):
 
         Raises UserError where there are too many dialects, or too few images of one.
         """
-        fewest = self.shares[-1] * self.train * self.cells
-        if fewest < LEAST:
-            problem = f"found {self.zipf}, which leaves about {fewest:.0f} of the last dialect"
-            raise UserError(f"zipf: {problem} in training; allowed: {LEAST} or more of each")
+        check_rarest_dialect(self.zipf, self.shares, self.train * self.cells)
         kinds = (self.dialects, size, self.seed, channels, self.families)
         change = draw_change(self.change, *kinds)
         random = np.random.default_rng([self.seed, NAMES])
@@ -211,3 +207,17 @@ class Dialects(Source):
             planes = np.broadcast_to(planes, (*planes.shape[:2], *seen.shape[2:]))
             whole = np.concatenate([seen, planes], axis=1)
             yield compose_mosaics(whole.reshape(-1, self.cells, *whole.shape[1:]), self.side)
+
+
+def zipf_shares(dialects: int, zipf: float) -> np.ndarray:
+    """Return how often each dialect occurs, (D,), which add up to 1: n to the power of −zipf."""
+    weights = np.arange(1.0, dialects + 1) ** -zipf
+    return weights / weights.sum()
+
+
+def check_rarest_dialect(zipf: float, shares: np.ndarray, items: int) -> None:
+    """Raise UserError where fewer than LEAST of so many training items are of the last dialect."""
+    fewest = shares[-1] * items
+    if fewest < LEAST:
+        problem = f"found {zipf}, which leaves about {fewest:.0f} of the last dialect"
+        raise UserError(f"zipf: {problem} in training; allowed: {LEAST} or more of each")

@@ -16,6 +16,7 @@ from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
 from moecore.data.text.words import (
     SPLITS,
+    NumberedText,
     ReadingStyle,
     TextSettings,
     build_vocabulary,
@@ -32,32 +33,27 @@ LEAST_WORDS = 8  # of a paragraph
 LEAST_LETTERS = 0.7  # share of its characters
 
 
-class Docstrings(TextSettings):
-    """Paragraphs of prose, each once, in the order of packages and files; a line each.
-
-    A file's split is decided by the sha256 of its path in the package, so a new release of one
-    package moves no file of another. Words rarer than LEAST in training are ``<unk>``.
-    """
+class DocstringSettings(TextSettings):
+    """Fields of the sources that read docstrings, and how they are read."""
 
     reading: ClassVar[ReadingStyle] = "prose"
 
-    kind: Literal["docstrings"] = "docstrings"
     packages: tuple[str, ...] = Field(
         PACKAGES, min_length=1, description="installed distributions whose docstrings are read"
     )
     validation: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
     test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where a package lacks."""
+    def read(self) -> NumberedText:
+        """Return the text of all splits; UserError where a package lacks."""
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
         seen: set[str] = set()
         versions = {name: find_distribution(name).version for name in self.packages}
         for name in sorted(self.packages):
             for path, text in read_modules(name):
                 for paragraph in extract_prose(text, path):
-                    if paragraph not in seen:
-                        seen.add(paragraph)
+                    if (identity := self.identify_paragraph(paragraph)) not in seen:
+                        seen.add(identity)
                         lines[self._split(path)].append(lower_words(paragraph))
         vocabulary = build_vocabulary(lines["train"], LEAST)
         numbers = {word: number for number, word in enumerate(vocabulary)}
@@ -69,7 +65,7 @@ class Docstrings(TextSettings):
             "packages": versions,
             "lines": {split: len(part) for split, part in lines.items()},
         }
-        return write_text(folder, self, tokens, vocabulary, about)
+        return NumberedText(tokens, vocabulary, about)
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; how many words there are is not known before."""
@@ -82,6 +78,10 @@ class Docstrings(TextSettings):
             find_distribution(name)
         return {}
 
+    def identify_paragraph(self, paragraph: str) -> str:
+        """Return what two paragraphs must share for the later one to be left out."""
+        return paragraph
+
     def _split(self, path: str) -> str:
         place = int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) / 2**32
         if place < self.test:
@@ -89,6 +89,20 @@ class Docstrings(TextSettings):
         if place < self.test + self.validation:
             return "validation"
         return "train"
+
+
+class Docstrings(DocstringSettings):
+    """Paragraphs of prose, each once, in the order of packages and files; a line each.
+
+    A file's split is decided by the sha256 of its path in the package, so a new release of one
+    package moves no file of another. Words rarer than LEAST in training are ``<unk>``.
+    """
+
+    kind: Literal["docstrings"] = "docstrings"
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout and return its card; UserError where a package lacks."""
+        return write_text(folder, self, self.read())
 
 
 def find_distribution(name: str) -> Distribution:

@@ -14,7 +14,15 @@ from pydantic import Field
 from moecore.core.files import UserError, file_checksum
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
-from moecore.data.text.words import END, SPLITS, UNKNOWN, ReadingStyle, TextSettings, write_text
+from moecore.data.text.words import (
+    END,
+    SPLITS,
+    UNKNOWN,
+    NumberedText,
+    ReadingStyle,
+    TextSettings,
+    write_text,
+)
 from moecore.tasks.next_token import NextToken
 
 SPLIT_FILES = {
@@ -50,7 +58,7 @@ class Wikitext(TextSettings):
             vocabulary.append(UNKNOWN)
         sources = {path.name: file_checksum(path) for path in files.values()}
         about = {"name": self.name, "licence": self.licence, "source": self.root, "read": sources}
-        return write_text(folder, self, tokens, vocabulary, about)
+        return write_text(folder, self, NumberedText(tokens, vocabulary, about))
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; words are counted only then."""

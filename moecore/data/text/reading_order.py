@@ -24,20 +24,21 @@ class Stream(NamedTuple):
     at a random token of the first block, so that blocks are cut elsewhere.
     """
 
-    tokens: Tensor  # (n,) int32
+    tokens: Tensor  # (R, n) int32: words and, where they are known, their kinds
     block: int  # M
 
     @property
     def labels(self) -> Tensor:
         """The token after each, (n − 1,)."""
-        return self.tokens[1:]
+        return self.tokens[0, 1:]
 
     def length(self, batch: int) -> int:
         """Tokens of each of ``batch`` streams. Raises UserError where that leaves no block."""
-        length = len(self.tokens) // batch
+        number = self.tokens.shape[1]
+        length = number // batch
         if length <= 2 * self.block:
-            given = f"batch is {batch}, and the text has {len(self.tokens):,} training tokens"
-            most = max(0, len(self.tokens) // (2 * self.block + 1))
+            given = f"batch is {batch}, and the text has {number:,} training tokens"
+            most = max(0, number // (2 * self.block + 1))
             raise UserError(f"{given}; allowed: 1 to {most} streams of two blocks of {self.block}")
         return length
 
@@ -48,16 +49,16 @@ class Stream(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return what step ``step`` (from 0) learns from: words (b, 1, M), the next ones (b, M),
+        """Return what step ``step`` (from 0) learns from: rows (b, R, M), the next words (b, M),
         and whether streams begin anew. rows: which of the ``batch`` streams; None for all.
         """
         length = self.length(batch)
         reading = reading_at_step(length, self.block, seed, step)
-        streams = self.tokens[: batch * length].view(batch, length)
+        streams = self.tokens[:, : batch * length].view(-1, batch, length)
         if rows is not None:
-            streams = streams[rows.to(streams.device)]
-        part = streams[:, reading.place : reading.place + self.block + 1].long()
-        return part[:, None, :-1], part[:, 1:], reading.anew
+            streams = streams[:, rows.to(streams.device)]
+        part = streams[:, :, reading.place : reading.place + self.block + 1].long()
+        return part[:, :, :-1].transpose(0, 1), part[0, :, 1:], reading.anew
 
 
 def count_blocks(length: int, block: int, first: int) -> int:

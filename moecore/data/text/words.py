@@ -2,14 +2,14 @@
 
 ``{train,validation,test}_tokens.npy`` are int32 (n,), ``vocabulary.txt`` has a word a line, in the
 order of the token numbers. A split's items are blocks of M tokens, each read with the C − 1 blocks
-before it: see ``block_windows``.
+before it: see ``block_windows``. Where each token's kind is known, ``…_truth.npy`` are uint8 (n,).
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -26,6 +26,15 @@ WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
 NONE = -1  # the token before a text's first
 # How a text becomes words: in lower case with punctuation apart, or apart by blanks as it is.
 ReadingStyle = Literal["prose", "blanks"]
+
+
+class NumberedText(NamedTuple):
+    """The splits of a text, before they are written."""
+
+    tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
+    vocabulary: Sequence[str]
+    about: Mapping[str, Any]  # name, licence and source, and what else the card is to say
+    truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: not known
 
 
 class TextSettings(Source):
@@ -101,28 +110,25 @@ def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndar
     return images, labels
 
 
-def write_text(
-    folder: Path,
-    settings: TextSettings,
-    tokens: Mapping[str, np.ndarray],
-    vocabulary: Sequence[str],
-    about: Mapping[str, Any],
-) -> dict[str, Any]:
+def write_text(folder: Path, settings: TextSettings, written: NumberedText) -> dict[str, Any]:
     """Write the prepared layout to ``folder`` and return its card.
 
-    about: name, licence and source of the text, and what else the card is to say. Raises UserError
-    where a split has no full block.
+    Raises UserError where a split has no full block.
     """
     folder = Path(folder)
+    tokens, vocabulary, about, truth = written
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         if len(tokens[split]) <= settings.block:
             short = f"the split {split} has {len(tokens[split])} tokens"
             raise UserError(f"{about['name']}: {short}; a block of {settings.block} needs more")
         save_array(folder / f"{split}_tokens.npy", tokens[split])
+        if truth:
+            save_array(folder / f"{split}_truth.npy", truth[split])
     text = "".join(f"{word}\n" for word in vocabulary)
     write_whole(folder / "vocabulary.txt", text)
     files = [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
+    files += [f"{split}_truth.npy" for split in truth]
     unknown = list(vocabulary).index(UNKNOWN)
     channels = settings.context + 1
     card = {

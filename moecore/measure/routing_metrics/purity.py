@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moecore.core.routing_records import TokenLayout
 from moecore.nn.backbones.base_model import truth_of_tokens
+from moecore.nn.predict import image_batches
 
 
 def expert_truth_tables(
@@ -26,9 +27,10 @@ def expert_truth_tables(
     return counted.reshape(-1, number, dialects + 1)[:, :, 1:]
 
 
-def token_kinds(pixels: Tensor, layout: TokenLayout) -> Tensor:
-    """Return each token's kind (N, T) of images uint8 whose last channel says it."""
-    return truth_of_tokens(pixels[:, -1:].float() / 255, layout)
+def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
+    """Return each token's kind (N, T) of images as they are stored, whose last channel says it."""
+    (last,) = image_batches(images[:, -1:], len(images))
+    return truth_of_tokens(last, layout)
 
 
 def expert_purity(table: np.ndarray) -> float:

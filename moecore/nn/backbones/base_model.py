@@ -147,8 +147,8 @@ class BackboneModel(Model):
     def __init__(self, config: Any, image: ImageSpec, moe: MoESettings | None) -> None:
         super().__init__(config, image, moe)
         if moe is not None and "truth" in moe.router.wants and not image.truth:
-            problem = f"found {moe.router.kind}, but nobody knows the truth of these images' tokens"
-            raise UserError(f"router.kind: {problem}; allowed: data of the source dialects")
+            problem = f"found {moe.router.kind}, but nobody knows the truth of these data's tokens"
+            raise UserError(f"router.kind: {problem}; allowed: data of dialects or ciphers")
         if image.task.cells > 1 and not self.answers_cells:
             problem = f"found {config.kind}, which does not answer the cells of a mosaic"
             raise UserError(f"model.kind: {problem}; allowed: vit, or another form of data")
@@ -268,11 +268,14 @@ def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def truth_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
-    """Return int64 (B, T): which kind each token is of, from the last channel of images in [0, 1].
+    """Return int64 (B, T): which kind most of each token is of; images in [0, 1], last channel.
 
-    0 where nothing is said: of special tokens, and of what lies beyond the image.
+    0 where nothing is said: of special tokens, and of what lies beyond the image. The last channel
+    of text (B, C, M) is the kinds of its last block.
     """
-    return (cut_tokens(images[:, -1:], layout).amax(dim=-1) * 255).round().long()
+    if images.ndim == 3:
+        return images[:, -1].long()
+    return (cut_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
 def average_head_predictions(heads: tuple[Tensor, ...]) -> Tensor:

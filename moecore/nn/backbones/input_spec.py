@@ -23,7 +23,8 @@ class ImageSpec(Config):
     truth: int = Field(
         0,
         ge=0,
-        description="kinds of tokens that one channel more names, unseen by models; 0: none",
+        description="kinds of tokens that one channel more names, of text a second row of blocks, "
+        "unseen by models; 0: none",
     )
 
     @model_validator(mode="after")
@@ -50,7 +51,9 @@ class ImageSpec(Config):
     @property
     def stored_channels(self) -> int:
         """Channels of an image as it is stored and handed to a model."""
-        return self.channels + bool(self.truth)
+        if not self.truth:
+            return self.channels
+        return 2 * self.channels if len(self.shape) == 1 else self.channels + 1
 
     @property
     def outputs(self) -> int:

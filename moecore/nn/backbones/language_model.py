@@ -58,12 +58,13 @@ class LanguageModel(Backbone):
         """The model for such text; UserError for images and routers that look ahead."""
         if len(image.shape) != 1:
             problem = f"model.kind: found language_model, but the data have {len(image.shape)} axes"
-            raise UserError(f"{problem}; allowed: text (docstrings, wikitext), or another model")
+            allowed = "text (docstrings, wikitext, ciphers), or another model"
+            raise UserError(f"{problem}; allowed: {allowed}")
         if self.width % self.heads:
             allowed = f"a divisor of model.width = {self.width}"
             raise UserError(f"model.heads: found {self.heads}; allowed: {allowed}")
         if moe is not None:
-            moe.check_text()
+            moe.check_text(truth=bool(image.truth))
         return LanguageTransformer(self, image, moe)
 
 
@@ -71,7 +72,8 @@ class LanguageTransformer(BackboneModel):
     """``model(tokens)`` with word numbers (B, C, M) gives ModelOutput(prediction (B, M, V) for the
     last block, routing of fields (B, M, E), heads).
 
-    The blocks before the last one are read for their cache; −1 is the token before a text's first.
+    Where the truth is known, words are (B, 2C, M), the kinds of all blocks after their words. The
+    blocks before the last one are read for their cache; −1 is the token before a text's first.
     Where the model remembers (``remember``), and is in training, the cache goes on from step to
     step and every stream is one block.
     """
@@ -121,16 +123,20 @@ class LanguageTransformer(BackboneModel):
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         """Return what the blocks make of word numbers (B, C, M): of the last M of them."""
+        words, kinds = images, torch.zeros_like(images)
+        if self.image.truth:
+            words, kinds = images.chunk(2, dim=1)
         if self.training and self.memory is not None:
-            last, states = self.read(images[:, -1], self.memory.own(), options)
+            last, states = self.read(words[:, -1], self.memory.own(), options, 0, kinds[:, -1])
             self.memory.store_states(states)
             return last
         states = self.initial_states(len(images), images.device)
         with torch.no_grad():
-            for before in range(images.shape[1] - 1, 0, -1):
+            for before in range(words.shape[1] - 1, 0, -1):
                 earlier = options._replace(blocks=())
-                _, states = self.read(images[:, -1 - before], states, earlier, before)
-        return self.read(images[:, -1], states, options)[0]
+                place = -1 - before
+                _, states = self.read(words[:, place], states, earlier, before, kinds[:, place])
+        return self.read(words[:, -1], states, options, 0, kinds[:, -1])[0]
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
         return self.encode(images).routing
@@ -151,18 +157,20 @@ class LanguageTransformer(BackboneModel):
         states: Tensor,
         options: EncodeOptions = EncodeOptions(),
         before: int = 0,
+        kinds: Tensor | None = None,
     ) -> tuple[Encoded, Tensor]:
         """One block of tokens (B, M) after the cache ``states`` (depth, B, L, d).
 
         Returns what ``encode`` does, and the cache after it, without gradient. before: so many
         blocks of tokens before the first that is looked at; layers that it cannot see from there
-        are left out, and their cache as it was.
+        are left out, and their cache as it was. kinds: of the tokens, (B, M); None: not known.
         """
         seen = self.config.depth - math.ceil(before * self.config.depth / self.reach)
         words = words.long()
         there = (words >= 0).unsqueeze(-1)
         state = BlockState(self.embedding(words.clamp_min(0)))
-        contexts = self.routing_contexts(words, options)
+        kinds = torch.zeros_like(words) if kinds is None else kinds
+        contexts = self.routing_contexts(torch.stack([words, kinds], dim=1), options)
         records: tuple[RoutingRecord, ...] = ()
         block_features: dict[int, Tensor] = {}
         after = []

@@ -38,11 +38,15 @@ class MoESettings(Config):
         """Return ``build_moe_feed_forward`` of its router and experts."""
         return build_moe_feed_forward(self.router, self.experts, width)
 
-    def check_text(self, key: str = "router", causal: bool = True) -> None:
-        """Raise UserError for a router that reads what no text has or, if causal, looks ahead."""
-        if lacking := sorted(self.router.wants & NOT_IN_TEXTS):
+    def check_text(self, key: str = "router", causal: bool = True, truth: bool = False) -> None:
+        """Raise UserError for a router that reads what no text has or, if causal, looks ahead.
+
+        truth: whether this text says the kinds of its tokens, as that of the source ciphers.
+        """
+        there = frozenset({"truth"} if truth else ())
+        if lacking := sorted(self.router.wants & NOT_IN_TEXTS - there):
             problem = f"found {self.router.kind}, which reads {', '.join(lacking)}"
-            raise UserError(f"{key}.kind: {problem}; texts have none; allowed: {CAUSAL}")
+            raise UserError(f"{key}.kind: {problem}; this text has none; allowed: {CAUSAL}")
         if causal:
             self.router.check_causal(key)
 

@@ -136,12 +136,13 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
     None where one of the three was not trained, or routing is worth nothing that can be seen.
     """
     trained = phase.of(Outcome)
+    sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
     for name in (method, DENSE, CEILING):
         items = drop_none(decode_items(outcome.test_items) for outcome in trained.get(name, []))
         if len(items) < phase.seeds:
             return None
-        sides.append(np.stack(items))
+        sides.append(sign * np.stack(items))
     return headroom_recovered(*sides)
 
 

@@ -90,7 +90,7 @@ def test_windows_are_blocks_with_what_is_before_them():
 
 
 def test_streams_are_read_block_after_block_and_again_from_elsewhere():
-    text = Stream(torch.arange(43, dtype=torch.int32), 4)
+    text = Stream(torch.arange(43, dtype=torch.int32)[None], 4)
     assert text.length(2) == 21 and text.steps(2) == 5
     first = [text.take(2, 0, step) for step in range(5)]
     assert [anew for _, _, anew in first] == [True, False, False, False, False]

@@ -38,10 +38,12 @@ def read_logits(model: LanguageTransformer, words: Tensor) -> Tensor:
     return model(words).prediction
 
 
-def assert_causal(moe: MoESettings) -> None:
+def assert_causal(moe: MoESettings, truth: int = 0) -> None:
+    """A word is changed and, where there is a truth, its kind."""
     torch.manual_seed(0)
-    words = torch.randint(WORDS, (2, 1, BLOCK))
-    model = LanguageModel(width=8, depth=2, heads=2, span=4).build(text(BLOCK, 0), moe).double()
+    words = torch.randint(WORDS, (2, 1 + bool(truth), BLOCK))
+    spec = text(BLOCK, 0).model_copy(update={"truth": truth})
+    model = LanguageModel(width=8, depth=2, heads=2, span=4).build(spec, moe).double()
     for training in (True, False):
         model.train(training)
         logits = read_logits(model, words)
@@ -66,6 +68,13 @@ def test_a_later_word_never_moves_an_earlier_logit(name):
         assert_causal(moe)
 
 
+def test_nor_does_the_truth_of_later_words():
+    moe = moe_of({"kind": "told"})
+    assert_causal(moe, truth=WORDS)
+    with pytest.raises(UserError, match=r"^router.kind: found told, which reads truth"):
+        LanguageModel(width=8, heads=2).build(text(), moe)
+
+
 LOOKAHEADS = [
     ("kind", {"kind": "expert_choice", "k": 1}),
     ("kind", {"kind": "soft_slots"}),
@@ -82,7 +91,7 @@ def test_what_looks_ahead_is_refused_and_would_move_earlier_logits(key, router, 
     moe = moe_of(router)
     with pytest.raises(UserError, match=f"^router.{key}: found .*; allowed"):
         LanguageModel(width=8, heads=2).build(text(), moe)
-    monkeypatch.setattr(MoESettings, "check_text", lambda self: None)
+    monkeypatch.setattr(MoESettings, "check_text", lambda self, truth: None)
     with pytest.raises(AssertionError):
         assert_causal(moe)
 

@@ -10,13 +10,16 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.backbones.base_model import truth_of_tokens
+from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
+from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from tests.measure.test_truth import IMAGE
+from tests.nn.backbones.test_language_model import stream, text
 
 MOE = MoESettings(router=Told(), experts=Mlp(number=3), blocks="all")
 VIT = Vit(patch=4, width=16, depth=2, heads=2)
@@ -59,9 +62,35 @@ def test_every_kind_is_read_back():
     assert torch.equal(read[:, layout.special :], kinds) and not read[:, : layout.special].any()
 
 
+@torch.no_grad()
+def test_a_text_is_routed_by_the_kinds_after_its_words():
+    spec = text(4, 3).model_copy(update={"truth": 3})
+    settings = LanguageModel(width=8, depth=3, heads=2, span=4, dropout=0.0)
+    made = settings.build(spec, MOE).eval()
+    rows = torch.stack([stream(40), torch.randint(4, (40,))])
+    states = made.initial_states(1, rows.device)
+    (final, records, _), _ = made.read(rows[:1], states, kinds=rows[1:])
+    expected = (rows[1] - 1).clamp_min(0)
+    assert all(torch.equal(one.chosen.int().argmax(-1)[0], expected) for one in records)
+
+    windows = torch.stack([rows[:, start : start + 16].reshape(8, 4) for start in range(0, 24, 4)])
+    torch.testing.assert_close(made.encode(windows).tokens.flatten(0, 1), final[0, 12:36])
+
+    nats = spec.task.token_loss(made.predict(final[:, :-1]), rows[:1, 1:])
+    assert text_perplexity(made, rows, 1, whole=False) == pytest.approx(float(nats.mean().exp()))
+
+    made.train().remember(1)
+    steps = [made(rows[None, :, start : start + 4]).prediction for start in range(0, 40, 4)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), made.predict(final))
+
+    blind = settings.build(spec, MOE.model_copy(update={"router": NoisyTopK()})).eval()
+    other = torch.cat([windows[:, :4], windows[:, 4:].flip(0)], dim=1)
+    assert torch.equal(blind(windows).prediction, blind(other).prediction)
+
+
 def test_without_truth_it_is_refused():
     with pytest.raises(
-        UserError, match=r"router.kind: found told.*allowed: data of the source dialects"
+        UserError, match=r"router.kind: found told.*allowed: data of dialects or ciphers"
     ):
         VIT.build(IMAGE.model_copy(update={"truth": 0}), MOE)
 
