@@ -34,6 +34,8 @@ __all__ = [
     "upcycle",
 ]
 
+RENAMED: dict[str, str] = {}  # a public name of the last minor version → its new one
+
 
 def __dir__() -> list[str]:
     return __all__
@@ -46,6 +48,12 @@ if TYPE_CHECKING:
 else:  # where a type checker does not see it, it names what is not public
 
     def __getattr__(name: str) -> Any:
+        if name in RENAMED:
+            import warnings
+
+            text = f"moecore.{name} is now moecore.{RENAMED[name]}"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            name = RENAMED[name]
         if name not in __all__:
             raise AttributeError(f"module 'moecore' has no attribute {name!r}")
         if name == "__version__":

@@ -59,7 +59,8 @@ def check_package_name(name: str) -> str:
     if name == OUR_PACKAGE:
         raise ValueError(f"found {name}, whose parts have short kinds; allowed: other packages")
     if not _is_outside_name(name):
-        raise ValueError(f"found {name}; allowed: the name of an installed package, without dots")
+        allowed = "the name of an installed package, without dots, that is not Python's own"
+        raise ValueError(f"found {name}; allowed: {allowed}")
     return name
 
 

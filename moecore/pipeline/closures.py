@@ -251,12 +251,12 @@ def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
 
 @cache
 def _module_file(name: str, root: Path) -> Path | None:
-    """The file of a module, or None for what is no module, or a package without code."""
-    path = Path(name)
-    if _source_path(path, root).with_suffix(".py").is_file():
-        return path.with_suffix(".py")
-    package = path / "__init__.py"
+    """The file of a module, or None for what is no module, or a package without code.
+
+    Of a file and a package of one name Python imports the package.
+    """
+    module, package = Path(f"{name}.py"), Path(name, "__init__.py")
     if not _source_path(package, root).is_file():
-        return None
+        return module if _source_path(module, root).is_file() else None
     body = _parse_file(package, root).body
     return package if any(not isinstance(node, ast.Expr) for node in body) else None

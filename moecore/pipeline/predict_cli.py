@@ -17,7 +17,7 @@ from typing import Annotated
 from typer import Argument, Option, Typer
 
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
+from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
 from moecore.predict.continuation import Sampling, print_continuation
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
@@ -40,6 +40,11 @@ def predict_files(
     if (prompt is None) == (folder is None):
         raise UserError("predict: allowed: either FOLDER, or --prompt for a model of text")
     allow_packages(package or (), (Path(),))
+    try:
+        for name in package or ():
+            package_folder(check_package_name(name))
+    except ValueError as error:
+        raise UserError(f"--package: {error}") from None
     path = model_folder(model) if model.startswith(SCHEME) else Path(model)
     if prompt is not None:
         sampling = Sampling(words, temperature, top_p, seed)

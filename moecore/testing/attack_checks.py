@@ -22,8 +22,8 @@ def check_attack(attack: Attack | type[Attack]) -> None:
 
     attack: settings, or their class, whose defaults are then checked. Images stay in [0, 1] and
     within ε of the clean ones, and have all their bits for ε = 0; the same seeds give the same
-    images whatever the batch; the model is left as it was, and global draws. An attack that climbs
-    the task's loss raises it.
+    images whatever the batch. The model is left as it was, and so are global draws. An attack that
+    climbs the task's loss raises it.
     """
     settings = settings_of(attack)
     task = CLASSES if settings.refuses(CLASSES) is None else YEARS

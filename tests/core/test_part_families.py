@@ -131,7 +131,10 @@ def test_a_part_lacks_no_constant_of_its_family(folder):
     lacking = 'class Soft(Calibrator):\n    kind: Literal["my_lab.soft"] = "my_lab.soft"\n'
     imports = "from typing import Literal\nfrom moecore.parts import Calibrator\n"
     write_my_lab(folder, soft=imports + lacking)
-    with more_packages(["my_lab"]), pytest.raises(ValueError, match="has: predicts, tasks$"):
+    with (
+        more_packages(["my_lab"]),
+        pytest.raises(ValueError, match="has: fit, fitted, predicts, tasks$"),
+    ):
         find_class(Calibrator, "my_lab.soft")
 
 

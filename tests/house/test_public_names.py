@@ -48,6 +48,12 @@ def test_other_names_are_no_attributes():
         moecore.load_modl  # noqa: B018
 
 
+def test_a_renamed_name_warns_and_leads_to_the_new_one(monkeypatch):
+    monkeypatch.setitem(moecore.RENAMED, "load_modl", "load_model")
+    with pytest.warns(DeprecationWarning, match=r"moecore\.load_modl is now moecore\.load_model"):
+        assert moecore.load_modl is moecore.load_model
+
+
 def test_type_checkers_read_its_types():
     assert (ROOT / "moecore/py.typed").is_file()
     assert '"py.typed"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

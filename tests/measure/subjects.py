@@ -14,7 +14,7 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
-from moecore.measure.base import MeasuredModel, Measurement
+from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
@@ -47,26 +47,6 @@ def built(backbone: Backbone, moe: MoESettings | None, data: Prepared, factor: f
     for parameter in model.parameters():
         parameter.data *= factor
     return model.eval()
-
-
-def measured_twice(settings: Measurement, subject: MeasuredModel) -> Any:
-    """The result, the same again from the parts that were kept, drawing no random number."""
-    kept = {}
-    computed = []
-
-    def parts(name, compute):
-        if name not in kept:
-            computed.append(name)
-            kept[name] = compute()
-        return kept[name]
-
-    before = torch.get_rng_state()
-    first = settings.measure(subject, parts)
-    assert torch.equal(torch.get_rng_state(), before)
-    number = len(computed)
-    assert settings.measure(subject, parts) == first
-    assert len(computed) == len(set(computed)) == number
-    return first
 
 
 class Brightness(nn.Module):

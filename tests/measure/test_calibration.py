@@ -45,12 +45,11 @@ from moecore.tasks.classification_metrics import (
     class_nll,
     reliability_bins,
 )
-from moecore.testing import check_calibrator
+from moecore.testing import check_calibrator, check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import (
     compute_without_cache,
     in_run,
-    measured_twice,
     trained,
     write_digits,
     write_models,
@@ -189,7 +188,7 @@ def found(subject) -> cohort_checks.Result:
     assert cohort_checks.CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ageing_and_rescans, "RESCAN_YEARS", 200)
-        return measured_twice(settings(), subject)
+        return check_measurement(settings(), subject)
 
 
 def test_a_real_cohort(found):

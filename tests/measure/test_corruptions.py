@@ -39,12 +39,12 @@ from moecore.stages import transfer as stage
 from moecore.statistics.intervals import Estimate, bootstrap_mean
 from moecore.statistics.paired import count_paired_hits, paired_difference
 from moecore.tasks.classification import Classification
+from moecore.testing import check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
 from tests.measure.subjects import (
     built,
     compute_without_cache,
     in_run,
-    measured_twice,
     top_k_mlps,
     write_digits,
     write_models,
@@ -70,7 +70,8 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(SETTINGS, MeasuredModel(model, data)) for name, model in models.items()
+        name: check_measurement(SETTINGS, MeasuredModel(model, data))
+        for name, model in models.items()
     }
 
 

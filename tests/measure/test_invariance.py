@@ -28,7 +28,8 @@ from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.hash import Hash
-from tests.measure.subjects import built, compute_without_cache, measured_twice
+from moecore.testing import check_measurement
+from tests.measure.subjects import built, compute_without_cache
 from tests.routed import KINDS, tiny
 
 SETTINGS = Invariance(images=40, batch=30)
@@ -51,7 +52,7 @@ def vit(data):
 def results(data, vit):
     single = built(*MODELS["single"], data, 5)
     return {
-        name: measured_twice(SETTINGS, MeasuredModel(model, data))
+        name: check_measurement(SETTINGS, MeasuredModel(model, data))
         for name, model in {"single": single, "vit": vit}.items()
     }
 

@@ -41,7 +41,8 @@ from moecore.nn.layers.layer_lipschitz_bound import (
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
-from tests.measure.subjects import built, measured_twice
+from moecore.testing import check_measurement
+from tests.measure.subjects import built
 
 SETTINGS = Lipschitz(images=6, lemma_tokens=5)
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 0.5}
@@ -84,7 +85,8 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(SETTINGS, MeasuredModel(model, data)) for name, model in models.items()
+        name: check_measurement(SETTINGS, MeasuredModel(model, data))
+        for name, model in models.items()
     }
 
 

@@ -22,7 +22,8 @@ from moecore.measure.routing_metrics.layer_use import layer_use_by_image, layer_
 from moecore.measure.routing_metrics.view_pairs import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
-from tests.measure.subjects import compute_without_cache, measured_twice
+from moecore.testing import check_measurement
+from tests.measure.subjects import compute_without_cache
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
 
@@ -56,7 +57,7 @@ def results(data, models):
     found = {}
     for name, model in models.items():
         subject = MeasuredModel(model, data, getattr(model, "guide", None))
-        found[name] = measured_twice(SETTINGS, subject)
+        found[name] = check_measurement(SETTINGS, subject)
     return found
 
 

@@ -24,6 +24,7 @@ from moecore.measure.stability import Stability
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
+from moecore.testing import check_measurement
 from tests.measure.subjects import (
     FEW,
     MOVED,
@@ -31,7 +32,6 @@ from tests.measure.subjects import (
     built,
     compute_without_cache,
     images,
-    measured_twice,
     moe,
     subject,
     top_k_mlps,
@@ -113,7 +113,8 @@ def models(data):
 @pytest.fixture(scope="module")
 def results(data, models):
     return {
-        name: measured_twice(SETTINGS, MeasuredModel(model, data)) for name, model in models.items()
+        name: check_measurement(SETTINGS, MeasuredModel(model, data))
+        for name, model in models.items()
     }
 
 
@@ -178,7 +179,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def found(model):
-    return measured_twice(FEW, model)
+    return check_measurement(FEW, model)
 
 
 def arrays(text: str, images: int, tokens: int, experts: int) -> tuple[np.ndarray, ...]:
@@ -354,7 +355,7 @@ def test_large_images_are_shown_smaller():
 def test_volumes(tmp_path):
     model = volumes(tmp_path)
     asked = OF_VOLUMES.model_copy(update={"images": 24})
-    found = measured_twice(asked, model)
+    found = check_measurement(asked, model)
     assert len(found.images) == 6 and found.grid == (4, 4, 4)
     assert found.shown[0].picture.shape == (6, 1, 16, 16, 16)
     assert [one.picture for one in found.shown[1:]] == [None] * 8

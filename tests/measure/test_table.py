@@ -49,12 +49,12 @@ from moecore.report.tables.comparison import compare_methods
 from moecore.report.typed_results import Results
 from moecore.stages.sizes import Params
 from moecore.study.reading.stage_params import read_params
+from moecore.testing import check_measurement
 from tests.measure.subjects import (
     built,
     captioned,
     compute_without_cache,
     digits,
-    measured_twice,
     top_k_mlps,
     train_on_ages,
 )
@@ -175,7 +175,7 @@ def subject(tmp_path_factory) -> MeasuredModel:
 
 @pytest.fixture(scope="module")
 def found(subject) -> routing.Result:
-    return measured_twice(ROUTING, subject)
+    return check_measurement(ROUTING, subject)
 
 
 @pytest.mark.parametrize("what", ["invariance", "corruptions", "stability", "lipschitz"])

@@ -40,13 +40,13 @@ from moecore.report.measures.zero_shot import COLUMNS
 from moecore.tasks import next_token
 from moecore.tasks.classification_metrics import brier_scores, class_confidence, top1_hits
 from moecore.tasks.next_token import NextToken
+from moecore.testing import check_measurement
 from tests.data.making import image_classes
 from tests.measure.subjects import (
     MODELS,
     built,
     captioned,
     compute_without_cache,
-    measured_twice,
     trained,
     write_digits,
 )
@@ -93,7 +93,7 @@ def test_in_ciphers_it_is_skipped(subject):
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):
     settings = WordSwaps(shares=(0.1, 0.4))
-    found = measured_twice(settings, subject)
+    found = check_measurement(settings, subject)
     data, model = subject.data, subject.model
     tokens = np.array(data.tokens("test"))
     vocabulary = read_vocabulary(data.folder, 12)
@@ -274,7 +274,7 @@ def subjects(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(subjects):
-    return {name: measured_twice(SETTINGS, subject) for name, subject in subjects.items()}
+    return {name: check_measurement(SETTINGS, subject) for name, subject in subjects.items()}
 
 
 def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):

@@ -55,6 +55,15 @@ def test_a_source_tree_is_hashed_by_its_files(folder):
     assert changed == {"my_lab/directions.py"}
 
 
+def test_of_a_file_and_a_package_of_one_name_the_package_is_hashed(folder):
+    package = folder / "my_lab/directions/__init__.py"
+    package.parent.mkdir()
+    (folder / "my_lab/directions.py").rename(package)
+    (folder / "my_lab/directions.py").write_text("unit_rows = None")
+    mine = hashes("methods/mine.json")
+    assert "my_lab/directions/__init__.py" in mine and "my_lab/directions.py" not in mine
+
+
 def test_an_installed_wheel_is_hashed_by_its_record(folder):
     """What a package writes into its folder while it runs is not in there."""
     about = folder / "my_lab-0.3.dist-info"

@@ -125,6 +125,8 @@ def test_bad_prompts_and_models_are_refused(trained, tmp_path):
 def test_either_a_folder_or_a_prompt(trained):
     with pytest.raises(SystemExit, match="either FOLDER, or --prompt"):
         main([str(trained), "FOLDER", "--prompt", "x"])
+    with pytest.raises(SystemExit, match="^--package: found os; allowed: "):
+        main([str(trained), "FOLDER", "--package", "os"])
 
 
 def test_the_page_fits(browser, trained, tmp_path):
