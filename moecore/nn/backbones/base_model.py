@@ -147,7 +147,7 @@ class BackboneModel(Model):
         super().__init__(config, image, moe)
         if moe is not None and "truth" in moe.router.wants and not image.truth:
             problem = f"found {moe.router.kind}, but nobody knows the truth of these images' tokens"
-            raise UserError(f"router.kind: {problem}; allowed: data of the source dialects")
+            raise UserError(f"router.kind: {problem}; allowed: data whose card says truth")
         axes = [1] * len(image.shape)
         for name, values in (("pixel_mean", image.mean), ("pixel_std", image.std)):
             # not persistent: they are settings of the model, not weights

@@ -60,7 +60,7 @@ def test_every_kind_is_read_back():
 
 def test_without_truth_it_is_refused():
     with pytest.raises(
-        UserError, match=r"router.kind: found told.*allowed: data of the source dialects"
+        UserError, match=r"router.kind: found told.*allowed: data whose card says truth"
     ):
         VIT.build(IMAGE.model_copy(update={"truth": 0}), MOE)
 
