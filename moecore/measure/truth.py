@@ -50,7 +50,7 @@ class Truth(Measurement):
     def applies(cls, subject: MeasuredModel) -> str | None:
         """Return why not, in words: it needs routers, and tokens whose kind is known."""
         if not subject.model.image.truth:
-            return "nobody knows the truth of these data's tokens; it needs dialects or ciphers"
+            return "nobody knows the truth of these data's tokens; their card says none"
         if subject.model.moe is None:
             return "the model has no routers"
         return None

@@ -148,7 +148,7 @@ class BackboneModel(Model):
         super().__init__(config, image, moe)
         if moe is not None and "truth" in moe.router.wants and not image.truth:
             problem = f"found {moe.router.kind}, but nobody knows the truth of these data's tokens"
-            raise UserError(f"router.kind: {problem}; allowed: data of dialects or ciphers")
+            raise UserError(f"router.kind: {problem}; allowed: data whose card says truth")
         if image.task.cells > 1 and not self.answers_cells:
             problem = f"found {config.kind}, which does not answer the cells of a mosaic"
             raise UserError(f"model.kind: {problem}; allowed: vit, or another form of data")
