@@ -292,10 +292,9 @@ def test_a_dense_model_says_that_there_is_nothing_to_see(browser: Browser, whole
         assert option.inner_text() == "dense (no experts: nothing to see)"
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-def test_volumes_are_three_slices(browser: Browser, folder, width, tmp_path):
+def test_volumes_are_three_slices(browser: Browser, folder, tmp_path):
     path = written(folder / "volumes.html", alone(volumes(tmp_path), OF_VOLUMES))
-    with opened(browser, address(path, "#patch=22"), width, "light") as page:
+    with opened(browser, address(path, "#patch=22"), 390, "light") as page:
         settled(page)
         assert clipped(page) == []
         frames = page.locator("figure:visible")
@@ -315,10 +314,9 @@ def test_volumes_are_three_slices(browser: Browser, folder, width, tmp_path):
         assert "of 64 patches changed" in page.locator(".count").first.inner_text()
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder, width):
+def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder):
     path = written(folder / "many.html", alone(subject(images(classes=1000), moe(400))))
-    with opened(browser, address(path, "#expert=399&step=2"), width, "dark") as page:
+    with opened(browser, address(path, "#expert=399&step=2"), 390, "dark") as page:
         settled(page)
         assert clipped(page) == []
         assert page.locator("[role=option][data-expert]").count() == 400

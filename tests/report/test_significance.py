@@ -344,12 +344,6 @@ def test_a_router_that_learned_nothing_is_a_control(tmp_path):
     assert "vmoe" not in text and "routing overlap is" in text
 
 
-def test_two_methods_and_several_seeds(tmp_path):
-    found = results(tmp_path, {"vmoe": True, "tgr": True}, seeds=(0, 1, 2), phases=["pretrain"])
-    text = answered(found)
-    assert "every other" not in text and "one seed" not in text
-
-
 def test_what_was_not_measured_names_its_stage(tmp_path):
     found = results(tmp_path, phases=["pretrain"])
     for seeds in found.phases["pretrain"].models.values():
