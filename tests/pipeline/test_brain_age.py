@@ -28,7 +28,7 @@ RESULTS = {
     "out_of_fold": brain_out_of_fold.OutOfFoldResult,
 }
 STUDY = ROOT / "pipelines/brain_age"
-METHODS = ("dense", "ermoe", "ermoe_permuted")
+METHODS = ("dense", "ermoe")
 SMALL = {
     "run": {"methods": list(METHODS), "seeds": [0], "phases": ["pretrain"]},
     "data": {"pretrain": {"kind": "phantom", "subjects": 16, "age_groups": 2}},
