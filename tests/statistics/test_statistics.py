@@ -61,12 +61,6 @@ def test_wilson_against_published_values(successes, count, low, high):
     )
 
 
-@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_holds_its_share_inside_zero_and_one(case):
-    share, low, high = wilson(*case)
-    assert 0 <= low <= share <= high <= 1
-
-
 def test_over_seeds_by_hand():
     # Mean 2, deviation 1, t(0.975, 2) = 4.3027: 2 ± 4.3027 / √3.
     assert mean_over_seeds([1, 2, 3]) == (
@@ -137,13 +131,6 @@ def test_mcnemar_against_the_sum_of_binomials(first_only, second_only):
     count = first_only + second_only
     tail = sum(comb(count, i) for i in range(min(first_only, second_only) + 1))
     assert mcnemar(first_only, second_only) == pytest.approx(min(1, 2 * tail / 2**count))
-
-
-@given(COUNTS, COUNTS)
-def test_more_one_sided_is_less_likely(few, more):
-    assert (
-        mcnemar(few + more + 1, few) <= mcnemar(few + more, few) if more else mcnemar(few, few) == 1
-    )
 
 
 def test_newcombes_interval_by_hand_and_as_published():
@@ -218,19 +205,6 @@ def test_holm_by_hand():
         holm([0.5, 0.02, 0.9, 0.02]) == pytest.approx([1.0, 0.08, 1.0, 0.08])
         and holm([]) == []
         and holm([0.2]) == [0.2]
-    )
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_keeps_the_order_and_is_at_most_bonferroni(values):
-    found = holm(values)
-    for p, corrected in zip(values, found, strict=True):
-        assert p <= corrected <= min(1, len(values) * p)
-    assert all(
-        a <= b
-        for (p, a) in zip(values, found, strict=True)
-        for (q, b) in zip(values, found, strict=True)
-        if p < q
     )
 
 
