@@ -1,6 +1,5 @@
-"""What an attack makes larger, by hand: margins, balance, changed routing.
-
-Our APGD against the authors' code, step by step.
+"""What an attack makes larger, by hand: margins, balance, changed routing. Our APGD against the
+authors' code, step by step.
 """
 
 import logging

@@ -1,6 +1,5 @@
-"""Calibration of classes, before and after, and which calibrator fits which task.
-
-Calibrators of ages and of class probabilities; the checks of a small cohort that is not simulated.
+"""Calibration of classes, before and after, and which calibrator fits which task. Calibrators of
+ages and of class probabilities; the checks of a small cohort that is not simulated.
 """
 
 import math

@@ -1,9 +1,6 @@
-"""Errors under corruptions on the digits, for a MoE and a dense model.
-
-Steps along a noise ramp, routing change by image and mean corruption error, against values worked
-by hand.
-
-The transfer of attacks: a matrix of methods, what it says of hidden gradients, and its stage.
+"""Errors under corruptions on the digits, for a MoE and a dense model. Steps along a noise ramp,
+routing change by image and mean corruption error, against values worked by hand. The transfer of
+attacks: a matrix of methods, what it says of hidden gradients, and its stage.
 """
 
 import numpy as np

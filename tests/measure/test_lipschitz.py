@@ -1,6 +1,5 @@
-"""Slopes and Lemma 1 on the digits, for a dense model and for every way of routing.
-
-Lipschitz estimates on models whose slopes are known by hand, and Lemma 1 on layers built by hand.
+"""Slopes and Lemma 1 on the digits, for a dense model and for every way of routing. Lipschitz
+estimates on models whose slopes are known by hand, and Lemma 1 on layers built by hand.
 """
 
 import copy

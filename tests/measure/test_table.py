@@ -1,8 +1,6 @@
-"""Every measurement of the table has the four names, and its results are read back.
-
-Measurements of a model of age on volumes, and those that do not apply to it.
-
-Models of the papers' sizes on the meta device: what they come to, and how that is shown.
+"""Every measurement of the table has the four names, and its results are read back. Measurements of
+a model of age on volumes, and those that do not apply to it. Models of the papers' sizes on the
+meta device: what they come to, and how that is shown.
 """
 
 from typing import get_type_hints

@@ -1,7 +1,5 @@
-"""SparsePlan: rows sorted by expert, and back.
-
-Other numbers for the same experts change no measurement but IMED, for which it matters who is
-whose neighbour.
+"""SparsePlan: rows sorted by expert, and back. Other numbers for the same experts change no
+measurement but IMED, for which it matters who is whose neighbour.
 """
 
 import numpy as np

@@ -1,6 +1,5 @@
-"""Methods that differ through the same calls: train, save, load, predict.
-
-Predictions: any batch size, bytes or pixels; modes and random state stay as they were.
+"""Methods that differ through the same calls: train, save, load, predict. Predictions: any batch
+size, bytes or pixels; modes and random state stay as they were.
 """
 
 import numpy as np

@@ -1,6 +1,5 @@
-"""The study pipelines/brain_age from the simulated cohort to the report, at a tiny size.
-
-Every stage of its dvc.yaml, in order, on its own params.yaml.
+"""The study pipelines/brain_age from the simulated cohort to the report, at a tiny size. Every
+stage of its dvc.yaml, in order, on its own params.yaml.
 """
 
 import json

@@ -1,5 +1,4 @@
 """dvc.yaml says exactly what its stages read: their params, their data and the code behind them.
-
 What would run, why and how long.
 """
 

@@ -1,5 +1,4 @@
 """The studies of the papers: every preset is in order, names its sources and builds its models.
-
 Nothing is trained and no data are needed: models are built without memory (torch's meta device).
 """
 

@@ -1,10 +1,7 @@
-"""What an edit makes stale, asked of DVC and of the hashes of the code on a finished project.
-
-A stage needs nothing that dvc.yaml does not name: each runs where only its dependencies are.
-
-Import closures and fingerprints: a new part changes nothing, an edited one what uses it.
-
-The stage ``code``: one file for every script, measurement, method and section.
+"""What an edit makes stale, asked of DVC and of the hashes of the code on a finished project. A
+stage needs nothing that dvc.yaml does not name: each runs where only its dependencies are. Import
+closures and fingerprints: a new part changes nothing, an edited one what uses it. The stage
+``code``: one file for every script, measurement, method and section.
 """
 
 import ast

@@ -1,8 +1,6 @@
-"""Claims: paired by seed, evaluated by Student's interval, and never silently about something
-that is not there.
-
-The cross-table as Markdown: its columns are those that any method has, its cells means, a
-dash where a method has none.
+"""Claims: paired by seed, evaluated by Student's interval, and never silently about something that
+is not there. The cross-table as Markdown: its columns are those that any method has, its cells
+means, a dash where a method has none.
 """
 
 import json

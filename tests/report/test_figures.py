@@ -1,6 +1,5 @@
-"""Figures: what they draw, how their lines are named, and that they leave matplotlib as it was.
-
-The explorer's page as a text: what is in it, once, and safely.
+"""Figures: what they draw, how their lines are named, and that they leave matplotlib as it was. The
+explorer's page as a text: what is in it, once, and safely.
 """
 
 import json

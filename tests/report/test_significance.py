@@ -1,6 +1,5 @@
-"""What is marked, and by which test: a difference that does not stand is not marked.
-
-The sentence that answers the page's title says what was shown, and no more.
+"""What is marked, and by which test: a difference that does not stand is not marked. The sentence
+that answers the page's title says what was shown, and no more.
 """
 
 import re

@@ -1,12 +1,7 @@
-"""The stage ``measure``: any measurement of any model; what it skips; it goes on after a kill.
-
-From a training to explorer.html by the real stages.
-
-The stage ``out_of_fold``: every training volume is predicted by a model that never saw its
-participant.
-
-The stage ``prepare`` end to end on the digits: the folder, its history; a failure leaves the
-old.
+"""The stage ``measure``: any measurement of any model; what it skips; it goes on after a kill. From
+a training to explorer.html by the real stages. The stage ``out_of_fold``: every training volume is
+predicted by a model that never saw its participant. The stage ``prepare`` end to end on the digits:
+the folder, its history; a failure leaves the old.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""Paired tests and intervals, against numbers worked out by hand and published ones.
-
-Differences over items and seeds: by hand, in both limits, and how often their interval holds.
+"""Paired tests and intervals, against numbers worked out by hand and published ones. Differences
+over items and seeds: by hand, in both limits, and how often their interval holds.
 """
 
 import math

@@ -1,5 +1,4 @@
 """Blocks that are compiled learn the same; a trace of a training names the parts of its steps.
-
 ``python -m moecore.run.local_ranks 2 -m tests.training.test_speed FILE`` writes how far two ranks
 that compile are from two that do not.
 """

@@ -1,6 +1,5 @@
-"""Words, vocabularies, windows, streams, and the sources of text.
-
-Tokenizers of captions, and mosaics whose captions say what they show.
+"""Words, vocabularies, windows, streams, and the sources of text. Tokenizers of captions, and
+mosaics whose captions say what they show.
 """
 
 import json

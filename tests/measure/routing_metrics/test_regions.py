@@ -1,10 +1,6 @@
-"""The routing of tissues alone, with a model whose routing is known.
-
-The two views of an image, kind by kind.
-
-The images that trainings and the explorer look at, and what is kept of them after an epoch.
-
-The trained weights under other settings of the router, and a row of a sweep by hand.
+"""The routing of tissues alone, with a model whose routing is known. The two views of an image,
+kind by kind. The images that trainings and the explorer look at, and what is kept of them after an
+epoch. The trained weights under other settings of the router, and a row of a sweep by hand.
 """
 
 import copy

@@ -1,6 +1,5 @@
-"""Theorems 1 and 2 on data whose answers are known by hand, and on whatever hypothesis draws.
-
-Both theorems on a small sweep.
+"""Theorems 1 and 2 on data whose answers are known by hand, and on whatever hypothesis draws. Both
+theorems on a small sweep.
 """
 
 import math

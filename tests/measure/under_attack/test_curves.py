@@ -1,6 +1,5 @@
-"""What is left under attack, and the worst case over attacks, for each kind of score.
-
-Every line of the audit: it holds where nothing is wrong, and not where that very thing is.
+"""What is left under attack, and the worst case over attacks, for each kind of score. Every line of
+the audit: it holds where nothing is wrong, and not where that very thing is.
 """
 
 import pytest

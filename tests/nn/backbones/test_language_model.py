@@ -1,7 +1,5 @@
 """Span attention, the three kinds of blocks, the cache: against slow references, and what a token
-may see.
-
-The model of MoGE's study: one token, one layer, one classifier.
+may see. The model of MoGE's study: one token, one layer, one classifier.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone.
-
-Experts: an MLP each.
-"""
+"""Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone. Experts: an MLP each."""
 
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Soft attention weights, resized position embeddings, stochastic depth, and a model whose choices
-are softened.
-
-The whole layer against a loop over experts with boolean masks.
+are softened. The whole layer against a loop over experts with boolean masks.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""SoftMoE: mixtures of tokens to slots and back.
-
-A router that learns and is then frozen.
-"""
+"""SoftMoE: mixtures of tokens to slots and back. A router that learns and is then frozen."""
 
 import math
 

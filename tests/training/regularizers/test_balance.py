@@ -1,6 +1,5 @@
-"""The terms that even out or sharpen the use of experts, by hand; the spread also over ranks.
-
-The terms that need a teacher, and those that are told the region: what routing is taught.
+"""The terms that even out or sharpen the use of experts, by hand; the spread also over ranks. The
+terms that need a teacher, and those that are told the region: what routing is taught.
 """
 
 import math

@@ -1,6 +1,5 @@
-"""Group sparsity on a map of experts, by hand, by loops and as its authors wrote it.
-
-The orthogonality penalty: ‖BᵀB − I‖² over the bases of a model.
+"""Group sparsity on a map of experts, by hand, by loops and as its authors wrote it. The
+orthogonality penalty: ‖BᵀB − I‖² over the bases of a model.
 """
 
 import math

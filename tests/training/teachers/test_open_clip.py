@@ -1,6 +1,5 @@
-"""A CLIP in open_clip's layout becomes both towers; the forward passes as CLIP's paper has them.
-
-A timm checkpoint in the real format becomes our frozen teacher.
+"""A CLIP in open_clip's layout becomes both towers; the forward passes as CLIP's paper has them. A
+timm checkpoint in the real format becomes our frozen teacher.
 """
 
 import math
