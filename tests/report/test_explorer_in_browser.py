@@ -12,7 +12,7 @@ from moecore.report.page.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
-from tests.report.explored import DENSE, alone, phase, results, skipped, study
+from tests.report.explored import DENSE, alone, study
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
 
@@ -352,19 +352,3 @@ def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
             assert numbers(page) == [f"{kind - 1}k{kind}" for kind in kinds]
             assert f"true kind {kinds[3]}" in page.locator(".details h3").inner_text()
             assert clipped(page) == []
-
-
-def test_names_are_shown_as_they_are(browser: Browser, whole):
-    result = study().phases["pretrain"].first(Explorer)["vmoe"]
-    image = result.labels.index((0.0,))
-    with opened(browser, address(whole, f"#image={image}"), 1400, "light") as page:
-        settled(page)
-        assert page.locator("#truth b").inner_text() == NASTY
-        assert page.locator("img").count() == 0
-
-
-def test_pages_without_anything_to_see(browser: Browser, folder):
-    found = results({"pretrain": phase(images(), {"dense": skipped()})})
-    with opened(browser, written(folder / "dense.html", found), 390, "light") as page:
-        assert "no method of this study has experts" in page.locator(".missing").inner_text()
-        assert clipped(page) == []

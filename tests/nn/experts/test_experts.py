@@ -1,4 +1,4 @@
-"""Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone. Experts: an MLP each."""
+"""Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone. Experts: MLPs."""
 
 import pytest
 import torch
