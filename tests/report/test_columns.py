@@ -16,20 +16,17 @@ from moecore.report.measures.corruptions import errors_of, errors_of_dense
 from moecore.report.measures.robustness import (
     WORST,
     attack_scores_by_epsilon,
-    attack_title,
     hits_under,
 )
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
-from moecore.report.results import USUAL, read_results
+from moecore.report.results import USUAL
 from moecore.report.tables.comparison import build_table, compare_methods
-from moecore.report.tables.number_format import NumberFormat
-from moecore.study.reading.run_section import Selection
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
-from tests.report.generated import CLASSES, NEW, changed, write_results
+from tests.report.generated import CLASSES, NEW, changed
 from tests.report.test_metrics import names_of, study
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -264,13 +261,6 @@ def test_sweeps(whole):
     assert sweep(phase, "dense", "k", "score") == []
 
 
-def test_sweeps_over_seeds(tmp_path):
-    found = study(tmp_path, seeds=(0, 1, 2), stages=("routing",))
-    first = sweep(found.phases["pretrain"], "vmoe", "k", "score")[0]
-    # k = 1: 0.71, 0.72, 0.73; half width 4.302653 · 0.01 / √3
-    assert first == pytest.approx((1, 0.72, 0.72 - 0.0248414, 0.72 + 0.0248414), abs=1e-6)
-
-
 def test_the_whole_page(text):
     assert_self_contained(text)
     assert text.count("<h4>") == 7 + 2 * 3, "papers, and two tables a method"
@@ -357,30 +347,6 @@ def test_several_labels_an_image(tmp_path):
     assert "test_accuracy" in compare_methods(found)["vmoe"]["pretrain"], (
         "claims know it by this name"
     )
-
-
-def test_adversarially_fine_tuned(tmp_path):
-    phases = ("pretrain", "finetune", "adversarial")
-    write_results(tmp_path, METHODS, [0], list(phases), ["cost"])
-    text = render_report(
-        read_results(
-            Selection(methods=tuple(METHODS), seeds=(0,), phases=phases), "", tmp_path, ["cost"]
-        )
-    )
-    assert_self_contained(text)
-    assert 'href="#adversarial"' in text and "Adversarially fine-tuned on Digits" in text
-
-
-def test_names_of_attacks_and_numbers():
-    assert [attack_title(name) for name in ("pgd-10", "apgd_ce", "square", "pgd-8-strong")] == [
-        "PGD 10",
-        "APGD CE",
-        "square",
-        "PGD 8 strong",
-    ]
-    mebibytes = NumberFormat("bytes")
-    assert mebibytes.value(3 * 2**20) == "3.0 MiB"
-    assert mebibytes.interval(2**20, 2**21) == "1.0 – 2.0"
 
 
 def test_the_cost_of_a_training_step_is_shown_where_the_training_told_it(whole):

@@ -2,7 +2,6 @@
 report themselves.
 """
 
-import json
 import re
 
 import pytest
@@ -127,11 +126,6 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
 
 
 def test_names_of_transforms():
-    assert [column_slug(name) for name in TRANSFORMS] == [
-        "rotation_5",
-        "scaling_0_5",
-        "translation_0_0_1",
-    ]
     paper = next(found for found in REPORTED if found.model == "MoGE").values
     assert {f"imed_{column_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
@@ -142,9 +136,7 @@ def names_of(found):
     return {metric.name for metric in build_table(found, found.phases["pretrain"]).metrics}
 
 
-@pytest.mark.parametrize(
-    "stages", [(), ("routing",), ("calibrate",), ("robustness",), ("routing", "invariance")]
-)
+@pytest.mark.parametrize("stages", [(), ("calibrate",), ("robustness",), ("routing", "invariance")])
 def test_a_study_without_some_stages(tmp_path, stages):
     found = study(tmp_path, stages=stages)
     text, names = render_report(found), names_of(found)
@@ -209,19 +201,6 @@ def test_unrecorded_values_are_left_out(whole):
     values = {"agreement_with_final": (), "agreement_consecutive": (None, 0.5)}
     gap = trained.model_copy(update=values)
     assert [point.x for point in agreement_points([gap], "agreement_consecutive")] == [2]
-
-
-def test_many_methods_stay_readable(tmp_path):
-    found = study(
-        tmp_path, methods={f"m{number}": number > 0 for number in range(8)}, stages=("routing",)
-    )
-    text = render_report(found)
-    assert_self_contained(text)
-    assert (
-        "<summary>Load of the experts" in text
-        and "<summary>Which class goes to which expert" in text
-    )
-    json.dumps(compare_methods(found), allow_nan=False)
 
 
 SETTINGS = """
