@@ -253,17 +253,7 @@ def test_what_is_too_long_is_cut_and_counted():
 
 def test_a_vocabulary_of_words_is_that_of_the_training_captions():
     found = WordSettings().build(["a dog and a cat", "A cat runs", "dog dog"])
-    assert found.vocabulary == (
-        "<pad>",
-        "<start>",
-        "<end>",
-        "<unk>",
-        "a",
-        "dog",
-        "cat",
-        "and",
-        "runs",
-    )
+    assert found.vocabulary == tuple("<pad> <start> <end> <unk> a dog cat and runs".split())
 
 
 def bpe_file(path, words=("a", "b", "ab</w>")):
