@@ -78,7 +78,7 @@ class Truth(Measurement):
                 for index, (record, layout) in enumerate(layers)
             ],
             changed=()
-            if subject.data.task.long  # words have no pixels to change
+            if subject.model.image.task.long  # words have no pixels to change
             else load_or_compute(
                 parts, "changed", ChangedRouting, lambda: purity_of_changed(subject)
             ).rows,

@@ -21,7 +21,7 @@ def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.nda
     are a UserError in one line.
     """
     number, said = len(labels), torch.from_numpy(labels)
-    fits = prediction.shape[-1] == task.outputs and len(prediction) == number
+    fits = prediction.shape[-1] == task.cells * task.outputs and len(prediction) == number
     assert_that(task, fits, "predictions have its outputs")
     again = type(task).model_validate_json(task.model_dump_json())
     assert_that(task, again == task, "its settings are the same behind JSON")

@@ -135,7 +135,8 @@ def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
     for layer in result.layers:
         assert (layer.purity, layer.adjusted, layer.matched) == pytest.approx((1, 1, 1))
         assert layer.p == pytest.approx(1 / 201) and layer.purity_chance < 0.6
-    assert [row.strength for row in result.changed] == [0, *SIGMAS, *EPSILONS]
+    strengths = [0, *SIGMAS, *EPSILONS] if made is subject else []  # words have no pixels
+    assert [row.strength for row in result.changed] == strengths
     assert all(row.purity == 1 for row in result.changed), "what is seen changes, the truth not"
     drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
     kinds = torch.from_numpy(np.random.default_rng(3).integers(1, 4, (40, 4)))

@@ -1,6 +1,5 @@
-"""Every task, method by method, on answers that are known by hand.
-
-Images and captions in one space: losses against sums written out, recall with ties, by hand.
+"""Every task, method by method, on answers that are known by hand. Images and captions in one
+space: losses against sums written out, recall with ties, by hand.
 """
 
 import math
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws, generator_for
+from moecore.tasks.cells import Cells
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import NONE, ImageText
 from moecore.tasks.multi_label import MultiLabel
@@ -29,6 +29,7 @@ from moecore.testing import check_task
 ONE = Classification(classes=("a", "b", "c"))
 SETS = MultiLabel(classes=("a", "b", "c"))
 AGE = Regression(target="age", unit="years", mean=50.0, deviation=20.0)
+MOSAIC = Cells(classes=("a", "b", "c"), grid=2)
 
 # Logits ln p of probabilities p: the best classes of the four images are 0, 2, 1, 1.
 PROBS = torch.tensor([[0.5, 0.2, 0.3], [0.3, 0.2, 0.5], [0.2, 0.7, 0.1], [0.1, 0.6, 0.3]])
@@ -39,6 +40,10 @@ AGES = torch.tensor([40.0, 50.0, 60.0, 80.0])
 SAID = torch.tensor([[44.0], [50.0], [54.0], [70.0]])  # errors 4, 0, −6, −10
 GIVEN = {"classification": (LOGITS, CLASSES), "multi_label": (LOGITS, LABELS)}
 GIVEN["regression"] = (SAID, AGES)
+# Two mosaics: the four images as the cells of each, once in another order.
+MIXED = LOGITS[[2, 0, 1, 3]]
+MOSAICS = torch.stack([LOGITS, MIXED]).flatten(1), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+GIVEN["cells"] = MOSAICS
 
 
 def given_of(task):
@@ -151,6 +156,25 @@ def test_details_by_hand():
     assert found.test_correct is None
 
 
+def test_a_mosaic_is_right_by_the_share_of_its_cells():
+    logits, labels = MOSAICS
+    assert MOSAIC.scores(logits, labels).tolist() == [0.5, 1.0]
+    nats = [-(math.log(0.5) + math.log(0.2) + math.log(0.7) + math.log(0.3)) / 4]
+    nats += [-(math.log(0.7) + math.log(0.5) + math.log(0.5) + math.log(0.6)) / 4]
+    for losses in (
+        MOSAIC.loss(logits, labels, reduction="none"),
+        MOSAIC.attack_loss(logits, labels),
+        MOSAIC.test_loss(logits, labels),
+    ):
+        assert losses.tolist() == pytest.approx(nats)
+    assert MOSAIC.running(logits, labels, torch.tensor([1])) == 2
+    apart = MOSAIC.difference(torch.tensor([0.5, 1.0]), torch.tensor([0.25, 0.75]))
+    assert apart.value == 0.25
+    rows, classes = MOSAIC.by_class(labels)
+    assert rows.tolist() == [0] * 4 + [1] * 4 and torch.equal(classes, labels.flatten())
+    assert MOSAIC.needs_classes("share") and MOSAIC.needs_classes("mix")
+
+
 def test_an_image_stands_once_for_each_of_its_labels():
     rows, classes = ONE.by_class(CLASSES)
     assert rows.tolist() == [0, 1, 2, 3]
@@ -188,6 +212,7 @@ def test_labels_of_another_task_are_refused(task, labels, said):
 WORDS = NextToken(words=7)
 WRONG = {ONE: np.array([0, 3]), SETS: np.array([[1, 2, 0]]), AGE: np.array([math.nan])}
 WRONG[WORDS] = np.array([[7]])
+WRONG[MOSAIC] = np.array([[0, 1, 2]])
 
 
 @pytest.mark.parametrize("task", WRONG, ids=lambda task: task.kind)

@@ -119,6 +119,20 @@ def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(t
     assert ((words[which][:, digits.labels] == data.test.labels[:, None]) & same).any(axis=1).all()
 
 
+def test_every_cell_has_the_label_that_its_dialect_gives_it(tmp_path):
+    source, data = prepared(tmp_path, form="cells")
+    assert (data.card["channels"], data.card["size"], data.task.kind) == (1, 16, "cells")
+    images = np.asarray(data.test.images)
+    cells = images.reshape(-1, 2, 2, 8, 2, 8).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 2, 8, 8)
+    Digits().prepare(tmp_path / "digits")
+    digits = Prepared.open(tmp_path / "digits").test
+    drawn, words = spoken(source)
+    which = cells[:, 1, 0, 0].astype(int) - 1
+    same = (drawn.undo(cells[:, :1], which)[:, None] == digits.images[None]).all(axis=(2, 3, 4))
+    named = words[which][:, digits.labels] == data.test.labels.reshape(-1, 1)
+    assert (named & same).any(axis=1).all()
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

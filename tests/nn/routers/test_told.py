@@ -60,6 +60,8 @@ def test_every_kind_is_read_back():
     layout = VIT.build(IMAGE, MOE).layout
     read = truth_of_tokens(pictures(kinds.tolist()), layout)
     assert torch.equal(read[:, layout.special :], kinds) and not read[:, : layout.special].any()
+    moved = pictures(kinds.tolist()).roll(1, dims=3)  # a column of each patch is its neighbour's
+    assert torch.equal(truth_of_tokens(moved, layout), read)
 
 
 @torch.no_grad()
