@@ -25,7 +25,8 @@ SURE = 127  # a probability of 1 in the other bits
 class Trace(Config):
     """N images in one model. Their tokens lie as the finest of its layers' layouts says."""
 
-    answers: tuple[tuple[int, ...], ...]  # of each image, the best first: places in task.answers
+    # Places in task.answers, of each image the best first; of a mosaic each cell's best
+    answers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]  # their probabilities; of a real target the prediction
     layers: tuple[str, ...]  # of each MoE layer what ``encode_record`` says
 
@@ -92,8 +93,11 @@ def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """Places in ``task.answers`` and their values, (N, A) each, the best of A first.
 
     Probabilities by softmax, or by the sigmoid where an image may have several classes; of a real
-    target the prediction itself in its unit.
+    target the prediction itself in its unit; of a mosaic the best answer of each of A cells.
     """
+    if task.cells > 1:
+        values, answers = prediction.unflatten(1, (task.cells, -1)).softmax(dim=-1).max(dim=-1)
+        return answers, values
     if task.needs_classes("share"):
         shown = prediction if prediction.shape[1] == 1 else prediction[:, :0]  # no embeddings
         return torch.zeros_like(shown, dtype=torch.int64), shown

@@ -135,7 +135,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
 
 def quick_command(jobs: JobCount = None) -> None:
-    """A first look in less than a minute: two methods on small digits, through to the page."""
+    """A first look in less than a minute: how much of what routing is worth does V-MoE find?"""
     from moecore.pipeline.begin_project import write_quick_look
     from moecore.report.tables.summary import main as summary
 

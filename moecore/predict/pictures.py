@@ -25,6 +25,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
 from moecore.predict.page import SHOWN, Shown, picture_tile_with_experts
 from moecore.run.progress import report_progress
+from moecore.tasks.base import Task
 from moecore.training.artifacts import load_card
 
 
@@ -67,6 +68,8 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
             lambda output: Row(prediction=f"{output[0]:.4f}", numbers=(float(output[0]),)),
             remark,
         )
+    if task.cells > 1:
+        return _build_cell_reader(task)
     path = (calibrator or calibrator_folder(model_folder)) / "calibrator.json"
     fitted: FittedCalibrator = FittedTemperature(temperature=1.0)
     remark = f"probabilities are not calibrated: there is no {path}"
@@ -86,6 +89,19 @@ def build_output_reader(model_folder: Path, calibrator: Path | None) -> OutputRe
     return OutputReader(tuple(f"p({name})" for name in task.classes), row, remark)
 
 
+def _build_cell_reader(task: Task) -> OutputReader:
+    """Return the reading of a mosaic's logits (G² · K,) as the best class of each cell."""
+
+    def row(output: Tensor) -> Row:
+        probs = output.unflatten(0, (task.cells, -1)).softmax(dim=-1)
+        best = [task.classes[place] for place in probs.argmax(dim=-1).tolist()]
+        return Row("", ", ".join(best), numbers=tuple(probs.flatten().tolist()))
+
+    cells = range(1, task.cells + 1)
+    columns = tuple(f"p({name}) of cell {cell}" for cell in cells for name in task.classes)
+    return OutputReader(columns, row, "probabilities are not calibrated: each cell has its own")
+
+
 def predict_pictures(
     folder: Path, files: Sequence[Path], model: Model, reading: OutputReader, batch: int
 ) -> tuple[list[Row], list[Shown]]:
@@ -96,6 +112,9 @@ def predict_pictures(
     spec = model.image
     if spec.channels not in MODES:
         raise UserError(f"model: takes images of {spec.channels} channels; pictures have 1 or 3")
+
+    if model.moe is not None and "truth" in model.moe.router.wants:
+        raise UserError("model: is routed by the truth, which pictures do not say")
 
     def decode_file(path: Path) -> np.ndarray | str:
         try:

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -9,8 +11,6 @@ from moecore.attacks.pgd import Pgd
 from tests.attacks.models import CLASSES, Curved, Linear, Smooth, vit
 
 GRADIENT = [Fgsm(), Pgd(steps=4), Pgd(steps=4, form="strong"), Apgd(steps=8)]
-OBJECTIVES = ["cross_entropy", "dlr", "balance", "routing_change"]
-ALL = [attack.model_copy(update={"objective": name}) for attack in GRADIENT for name in OBJECTIVES]
 
 
 def named(attack) -> str:
@@ -46,22 +46,13 @@ def test_reaches_the_optimum_of_a_linear_model(attack):
     assert torch.allclose(run(attack, Linear(weight), images, labels, 0.1), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["cross_entropy", "dlr", "balance", "routing_change"])
 def test_pgd_of_one_step_is_fgsm(objective):
     images, labels = case()
     one, fgsm = Pgd(steps=1, objective=objective), Fgsm(objective=objective)
     assert torch.equal(
         run(one, Smooth(), images, labels, 0.07), run(fgsm, Smooth(), images, labels, 0.07)
     )
-
-
-def test_pgd_takes_its_gradient_at_the_current_iterate():
-    # With all gradients at the clean image, forty steps of ε/40 would add up to the single step of
-    # FGSM.
-    images, labels = case(16)
-    model = Curved(16)
-    many, one = (run(attack, model, images, labels, 0.2) for attack in (Pgd(steps=10), Fgsm()))
-    assert (many - one).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("form", "length"), [("paper", 1.0), ("strong", 2.5)])
@@ -128,29 +119,14 @@ def test_no_gradient_of_a_parameter_is_computed():
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("attack", ALL, ids=named)
+@pytest.mark.parametrize("attack", [*GRADIENT, Pgd(steps=4, objective="balance")], ids=named)
 def test_a_vit_with_experts_is_attacked_as_its_weights_were_never_frozen(attack, monkeypatch):
     images, labels = case(4, side=8)
     model = vit({"kind": "noisy_top_k"})
     found = run(attack, model, images, labels, 0.05)
     assert (found != images).any()
     if attack.kind == "pgd":
-        from contextlib import nullcontext
-
         monkeypatch.setattr(
             "moecore.attacks.gradient.frozen_parameters", lambda model: nullcontext()
         )
         assert torch.equal(found, run(attack, model, images, labels, 0.05))
-
-
-def test_the_gradient_of_an_image_does_not_depend_on_its_batch():
-    images, labels = case(6)
-    model = Curved(16)
-    whole = image_gradient(model, CLASSES, images, labels)
-    alone = torch.cat(
-        [
-            image_gradient(model, CLASSES, x, y)
-            for x, y in zip(images.split(1), labels.split(1), strict=True)
-        ]
-    )
-    assert torch.allclose(whole, alone, rtol=1e-4, atol=1e-4)

@@ -3,7 +3,10 @@
 import csv
 import gzip
 import hashlib
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import nibabel
 import numpy as np
@@ -147,15 +150,23 @@ def write_phantom(root: Path, phantom: Phantom) -> None:
             save(root / who / f"anat/{who}_{name}.nii", values, AFFINE)
 
 
-def cohort(root: Path, people: int = 12) -> Bids:
-    """A whole cohort of ``people`` (ages 20, 23, …; every second a woman) and the source that reads
-    it.
-    """
+@cache
+def _cohort_files(people: int) -> TemporaryDirectory:
+    """Written once a process: to pack the volumes takes longest."""
+    folder = TemporaryDirectory()
     rows = [
         {"participant_id": f"sub-{i:02}", "age": str(20 + 3 * i), "sex": "FM"[i % 2], "site": "a"}
         for i in range(people)
     ]
-    participants(root, rows)
+    participants(Path(folder.name), rows)
     for i, row in enumerate(rows):
-        visit(root, row["participant_id"], i)
+        visit(Path(folder.name), row["participant_id"], i)
+    return folder
+
+
+def cohort(root: Path, people: int = 12) -> Bids:
+    """A whole cohort of ``people`` (ages 20, 23, …; every second a woman) and the source that reads
+    it.
+    """
+    shutil.copytree(_cohort_files(people).name, root, dirs_exist_ok=True)
     return Bids(root=str(root), cache=str(root.parent / "cache"), **SMALL)

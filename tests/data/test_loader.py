@@ -1,5 +1,4 @@
 """Order is a function of (seed, step); what a step sees does not depend on where the images lie.
-
 Splits: disjoint, stratified, exact in number, and a function of the seed.
 """
 

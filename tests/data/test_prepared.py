@@ -1,9 +1,6 @@
-"""The prepared layout: the card tells the truth, and a damaged folder is refused by name.
-
-Work in several threads: results in order, errors where they are due, one thread for BLAS
-meanwhile.
-
-What a source says beforehand is what it then writes, and what is wrong is said, not raised.
+"""The prepared layout: the card tells the truth, and a damaged folder is refused by name. Work in
+several threads: results in order, errors where they are due, one thread for BLAS meanwhile. What a
+source says beforehand is what it then writes, and what is wrong is said, not raised.
 """
 
 import time

@@ -1,6 +1,5 @@
-"""Quartiles of timings, live memory, and FLOPs of models, counted by hand.
-
-Costs on the digits, of a model with experts and of a dense one.
+"""Quartiles of timings, live memory, and FLOPs of models, counted by hand. Costs on the digits, of
+a model with experts and of a dense one.
 """
 
 import gc

@@ -1,9 +1,6 @@
-"""Errors under corruptions on the digits, for a MoE and a dense model.
-
-Steps along a noise ramp, routing change by image and mean corruption error, against values worked
-by hand.
-
-The transfer of attacks: a matrix of methods, what it says of hidden gradients, and its stage.
+"""Errors under corruptions on the digits, for a MoE and a dense model. Steps along a noise ramp,
+routing change by image and mean corruption error, against values worked by hand. The transfer of
+attacks: a matrix of methods, what it says of hidden gradients, and its stage.
 """
 
 import numpy as np
@@ -23,7 +20,7 @@ from moecore.measure import corruptions
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.corruptions import Corruptions, mean_corruption_error
 from moecore.measure.noise_ramp import count_jumps, true_probability
-from moecore.measure.routing_metrics.layer_metrics import change_of_choice, changes_by_image
+from moecore.measure.routing_metrics.layer_metrics import changes_by_image
 from moecore.measure.transfer import (
     Result,
     Transfer,
@@ -76,17 +73,6 @@ def results(data, models):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_every_corruption_and_severity_has_a_row(results, name):
-    found = results[name]
-    names = ("gaussian_noise", "contrast", "fog")
-    expected = [(corruption, severity) for corruption in names for severity in (1, 5)]
-    assert found.images == 40
-    assert [(row.name, row.severity) for row in found.corruptions] == expected
-    for row in found.corruptions:
-        assert 0 <= row.error <= 1
-
-
-@pytest.mark.parametrize("name", list(MODELS))
 def test_means_are_over_severities_then_over_corruptions(results, name):
     found = results[name]
     means = [
@@ -101,6 +87,9 @@ def test_means_are_over_severities_then_over_corruptions(results, name):
 def test_errors_are_those_of_the_images_at_their_places_in_the_split(data, models, results, name):
     test, where = data.test, evenly_spaced_indices(60, 40)
     found = results[name]
+    expected = [(corruption, severity) for corruption in SETTINGS.names for severity in (1, 5)]
+    assert [(row.name, row.severity) for row in found.corruptions] == expected
+    assert found.images == 40
     for row in found.corruptions:
         whole = corrupt_images(test.images, row.name, row.severity, 0, range(60))
         predicted = predict_in_batches(models[name], whole[where], 40)[0].argmax(1).numpy()
@@ -167,16 +156,6 @@ def test_change_of_each_image():
     # nothing shared, and two empty sets
     (found,) = changes_by_image([record(before)], [record(after)])
     assert found.tolist() == pytest.approx([1 / 3, 1 / 2])
-
-
-def test_the_mean_over_images_is_the_routing_change():
-    generator = torch.Generator().manual_seed(0)
-    before, after = (
-        [record(torch.rand(7, 5, 4, generator=generator) < 0.4) for _ in range(3)] for _ in range(2)
-    )
-    means = [float(layer.mean()) for layer in changes_by_image(before, after)]
-    assert means == pytest.approx(change_of_choice(before, after)) and len(means) == 3
-    assert changes_by_image([], []) == []
 
 
 DENSE = {"snow": {1: 0.2, 5: 0.6}, "fog": {1: 0.1, 5: 0.1}}

@@ -21,16 +21,13 @@ from moecore.measure.routing_metrics.imed import (
     partner_images,
     squared_imed,
 )
-from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routers.hash import Hash
 from moecore.testing import check_measurement
 from tests.measure.subjects import built, compute_without_cache
-from tests.routed import KINDS, tiny
 
 SETTINGS = Invariance(images=40, batch=30)
 MOE = {
@@ -139,28 +136,6 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
     d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
     (row,) = (one for one in results["vit"].transforms if one.name == "translation (0.1, 0.1)")
     assert row.d == pytest.approx(float(d.mean()), rel=1e-4)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_it_runs_for_the_layer_of_every_method(data, name):
-    subject = MeasuredModel(tiny(name, ImageSpec.from_card(data.card)), data)
-    assert invariance.Invariance.applies(subject) is None
-    found = SETTINGS.measure(subject, compute_without_cache)
-    assert [row.name for row in found.transforms] == list(TRANSFORMS)
-    assert np.array(found.class_maps).shape == (10, 2, 8)
-    for row in found.transforms:
-        assert 0 <= row.d_low <= row.d <= row.d_high
-        assert 0 < row.d**2 <= 1 / np.pi
-    assert len(found.model_dump_json()) < 100_000
-
-
-def test_a_hash_of_the_position_never_moves(vit, images):
-    moe = vit.moe.model_copy(update={"router": Hash(k=2, by="position")})
-    fixed = vit.config.build(vit.image, moe)
-    clean = invariance.probs_by_layer(predict_in_batches(fixed, images, 40)[1])
-    drawn = {"rotation 15": draw_affines("rotation 15", 40, (12, 12), 0)}
-    (row,) = invariance.moved_distances(fixed, images, clean, drawn, 40, compute_without_cache)
-    assert row.d_high == 0
 
 
 def test_a_class_without_images_has_no_map(data, vit):

@@ -15,8 +15,6 @@ from moecore.measure.robustness import (
     measure,
     target_on_drawn_images,
 )
-from moecore.measure.transfer import Transfer
-from moecore.measure.transfer import measure as measure_transfer
 from moecore.measure.under_attack.curves import measured_curves, worst_case
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import robustness as stage
@@ -266,14 +264,3 @@ def test_the_clean_error_is_the_models(aged, aged_results):
     errors = np.abs(said - test.labels[where])
     rows = aged_results["dense"].attacks["fgsm-inside"]
     assert rows[0].scores == pytest.approx(errors.tolist(), abs=1e-4)
-
-
-def test_attacks_transfer_between_models_of_ages(aged):
-    models = {name: subject.model for name, subject in aged.items()}
-    settings = Transfer(images=10, epsilon=0.1, attack={"kind": "pgd", "steps": 4})
-    found = measure_transfer(models, aged["dense"].data, settings, compute_without_cache)
-    direct = {cell.scored_by: cell for cell in found.cells if cell.made_on == cell.scored_by}
-    for cell in found.cells:
-        worse = direct[cell.scored_by].score.value
-        assert cell.difference.value == pytest.approx(cell.score.value - worse)
-    assert found.reading.holds is True and found.reading.text.startswith("0 of 2")

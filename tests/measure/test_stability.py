@@ -1,6 +1,5 @@
-"""Steadiness under noise: hand-made models whose jumps are known, and models of the digits.
-
-What the explorer keeps of single images, against the records and slow counts.
+"""Steadiness under noise: hand-made models whose jumps are known, and models of the digits. What
+the explorer keeps of single images, against the records and slow counts.
 """
 
 import numpy as np

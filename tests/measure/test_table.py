@@ -1,8 +1,6 @@
-"""Every measurement of the table has the four names, and its results are read back.
-
-Measurements of a model of age on volumes, and those that do not apply to it.
-
-Models of the papers' sizes on the meta device: what they come to, and how that is shown.
+"""Every measurement of the table has the four names, and its results are read back. Measurements of
+a model of age on volumes, and those that do not apply to it. Models of the papers' sizes on the
+meta device: what they come to, and how that is shown.
 """
 
 from typing import get_type_hints
@@ -17,7 +15,6 @@ from moecore.core.plain import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared, evenly_spaced_indices
-from moecore.data.sources.dialects import Dialects
 from moecore.data.views.views import AffineRanges, ViewSettings
 from moecore.measure import routing
 from moecore.measure.base import (
@@ -37,10 +34,8 @@ from moecore.measure.routing_metrics.view_pairs import (
 from moecore.measure.sizes import PaperModel, Result, SizeRow, count_sized_model, measure
 from moecore.measure.sizes import build_on_meta as built_sizes
 from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
 from moecore.report.measures import sizes
 from moecore.report.page.report_page import render_report
@@ -58,76 +53,37 @@ from tests.measure.subjects import (
     top_k_mlps,
     train_on_ages,
 )
-from tests.measure.test_words import text
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.volumes import write_cohort
 
-SMALL = {
-    "routing": {"images": 8, "augmentations": ["flip"], "sweeps": {"k": [1], "images": 4}},
-    "invariance": {"images": 4},
-    "corruptions": {"images": 4, "severities": [1], "names": ["fog"]},
-    "stability": {"images": 4, "steps": 2},
-    "few_shot": {"shots": [1, 2, 1000], "draws": 2},
-    "word_swaps": {"images": 4, "shares": [0.2]},
-    "lipschitz": {"images": 2, "lemma_tokens": 2},
-    "explorer": {"images": 2, "gallery": 8, "attack": {"kind": "fgsm"}},
-    "cost": {"batch": 2, "rounds": 2, "images": 2},
-    "cohort_checks": {},
+ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  # their subjects
+CAPTIONS = {
     "retrieval": {"at": [1, 2]},
     "zero_shot": {"source": {"kind": "digits", "test_limit": 20}},
-    "truth": {"images": 8},
-}
-OF = {
-    "cohort_checks": "volumes",
-    "word_swaps": "text",
-    "retrieval": "captions",
-    "zero_shot": "captions",
-    "truth": "dialects",
 }
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory) -> dict[str, MeasuredModel]:
-    data = digits(tmp_path_factory.mktemp("digits"))
-    model = built(Vit(patch=6, width=16, depth=1, heads=2), top_k_mlps(blocks=(0,)), data, 3)
-    return {
-        "flat": MeasuredModel(model, data),
-        "volumes": volumes(tmp_path_factory.mktemp("cohort")),
-        "text": words(tmp_path_factory.mktemp("text")),
-        "captions": captioned(tmp_path_factory.mktemp("mosaics")),
-        "dialects": in_dialects(tmp_path_factory.mktemp("dialects")),
-    }
+def flat(tmp_path_factory) -> Prepared:
+    return digits(tmp_path_factory.mktemp("digits"))
 
 
-def volumes(folder) -> MeasuredModel:
-    cohort = write_cohort(folder, simulated=False)
-    return MeasuredModel(built(Vit3d(patch=8, width=8, depth=1, heads=1), None, cohort, 1), cohort)
-
-
-def in_dialects(folder) -> MeasuredModel:
-    few = {"train": 400, "validation": 60, "test": 60}
-    Dialects.model_validate({"source": {"kind": "digits"}, "dialects": 3, **few}).prepare(folder)
-    data = Prepared.open(folder)
-    return MeasuredModel(built(SingleLayer(), top_k_mlps(blocks=(0,)), data, 1), data)
-
-
-def words(folder) -> MeasuredModel:
-    data = text(folder / "words")
-    return MeasuredModel(
-        built(LanguageModel(width=8, depth=1, heads=1, span=6), None, data, 1), data
-    )
-
-
-@pytest.mark.parametrize("what", own_measurements())
-def test_results_are_read_back_as_they_were_written(what, subjects, tmp_path):
-    measurement = find_measurement(what)
-    subject = subjects[OF.get(what, "flat")]
-    assert measurement.applies(subject) is None
-    settings = measurement.model_validate(SMALL[what])
+def is_read_back(what: str, asked: dict, subject: MeasuredModel, folder) -> bool:
+    settings = find_measurement(what).model_validate(asked)
     result = settings.measure(subject, compute_without_cache)
-    assert type(result) is get_type_hints(measurement.measure)["return"]
-    write_json(tmp_path / "0.json", to_jsonable(result))
-    assert read_result(tmp_path / "0.json", type(result), what) == result
+    assert type(result) is get_type_hints(settings.measure)["return"]
+    write_json(folder / "0.json", to_jsonable(result))
+    return read_result(folder / "0.json", type(result), what) == result
+
+
+def test_results_are_read_back_as_they_were_written(flat, tmp_path):
+    """The other measurements' are: tests/testing/test_own_parts.py."""
+    model = built(Vit(patch=6, width=16, depth=1, heads=2), top_k_mlps(blocks=(0,)), flat, 3)
+    asked = {"batch": 2, "rounds": 2, "images": 2}
+    assert is_read_back("cost", asked, MeasuredModel(model, flat), tmp_path)
+    mosaics = captioned(tmp_path / "mosaics")
+    for what, asked in CAPTIONS.items():
+        assert is_read_back(what, asked, mosaics, tmp_path)
 
 
 def test_a_result_of_other_code_is_refused(tmp_path):
@@ -148,11 +104,10 @@ def test_why_something_was_skipped_is_read_back(tmp_path):
     assert found == Skipped(skipped="no routing")
 
 
-def test_a_dense_model_is_skipped_where_routing_is_measured(subjects):
-    data = subjects["flat"].data
-    dense = MeasuredModel(built(SingleLayer(), None, data, 1), data)
+def test_a_dense_model_is_skipped_where_routing_is_measured(flat):
+    dense = MeasuredModel(built(SingleLayer(), None, flat, 1), flat)
     skipped = {what for what, found in own_measurements().items() if found.applies(dense)}
-    assert skipped == {"routing", "invariance", "explorer", *OF}
+    assert skipped == {"routing", "invariance", "explorer", *ELSEWHERE}
 
 
 ROUTING = Routing.model_validate(

@@ -1,7 +1,5 @@
-"""SparsePlan: rows sorted by expert, and back.
-
-Other numbers for the same experts change no measurement but IMED, for which it matters who is
-whose neighbour.
+"""SparsePlan: rows sorted by expert, and back. Other numbers for the same experts change no
+measurement but IMED, for which it matters who is whose neighbour.
 """
 
 import numpy as np
@@ -10,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.measure.routing_metrics.imed import imed_by_image
 from moecore.measure.routing_metrics.layer_use import BorderShares, layer_use_metrics
 from moecore.measure.routing_metrics.matching import augmented_row
 from moecore.measure.routing_metrics.sweeps import SweepImages, SweepSettings, run_sweeps
@@ -200,15 +197,3 @@ def test_no_metric_changes(name):
     assert {path: value for path, value in after.items() if path not in words} == pytest.approx(
         {path: value for path, value in before.items() if path not in words}, abs=2e-4
     )
-
-
-def test_imed_does():
-    moved = draw_two_views(IMAGES, PRESETS["affine"], 0).images[:10]
-    distances = []
-    for model in (tiny("vmoe"), relabelled("vmoe", ORDER)):
-        before, after = (
-            tuple(record.probs for record in predict_in_batches(model, images, 10)[1])
-            for images in (IMAGES, moved)
-        )
-        distances.append(float(imed_by_image(before, after)[0].mean()))
-    assert abs(distances[0] - distances[1]) > 1e-3

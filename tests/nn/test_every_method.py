@@ -1,6 +1,5 @@
-"""Methods that differ through the same calls: train, save, load, predict.
-
-Predictions: any batch size, bytes or pixels; modes and random state stay as they were.
+"""Methods that differ through the same calls: train, save, load, predict. Predictions: any batch
+size, bytes or pixels; modes and random state stay as they were.
 """
 
 import numpy as np
@@ -113,16 +112,6 @@ def test_it_trains_on_volumes_and_predicts_years(tmp_path, name):
         assert record.probs.shape == (6, 65, 8) and torch.equal(record.chosen, other.chosen)
 
 
-@pytest.mark.parametrize("name", ["prc", "prc_js"])
-def test_pairs_of_cubes_carry_a_loss(name):
-    """Through 4×4 affines: with small moves most cubes have a partner, so the loss of pairs is not
-    0.
-    """
-    _, values = trained_on_volumes(ON_VOLUMES[name])
-    kind = ON_VOLUMES[name].regularizers[0].kind
-    assert values[0][kind] > 0
-
-
 class Small(nn.Module):
     """Two routed layers over four tokens; dropout and noise in training mode only."""
 
@@ -151,18 +140,6 @@ class Small(nn.Module):
 
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (11, 1, 4, 4), dtype=np.uint8)
-
-
-def test_does_not_depend_on_the_batch_size():
-    whole, records = predict_in_batches(Small(), IMAGES, 100)
-    assert whole.shape == (11, 3) and len(records) == 2 and records[0].probs.shape == (11, 4, 5)
-    for batch in (1, 4, 11):
-        logits, parts = predict_in_batches(Small(), IMAGES, batch)
-        assert torch.allclose(logits, whole, atol=1e-6)
-        for layer, other in zip(parts, records, strict=True):
-            assert torch.equal(layer.chosen, other.chosen) and torch.allclose(
-                layer.logits, other.logits, atol=1e-6
-            )
 
 
 def test_bytes_and_pixels_in_zero_to_one_are_the_same():

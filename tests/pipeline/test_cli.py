@@ -342,15 +342,15 @@ def looked(tmp_path_factory) -> Project:
     shutil.copy(ROOT / "pipelines/stages.yaml", study.parent)
     write_my_lab(study)
     overlay = (study / "overlay.yaml").read_text(encoding="utf-8")
-    own = "vmoe: {regularizers: [{kind: my_lab.calm}]}"
-    overlay = f"packages: [my_lab]\n{overlay}".replace("vmoe: {}", own)
+    own = "    regularizers: [{kind: my_lab.calm}]"
+    overlay = re.sub("^    regularizers: .*", own, f"packages: [my_lab]\n{overlay}", flags=re.M)
     (study / "overlay.yaml").write_text(overlay, encoding="utf-8")
     written = project.moecore("study", "write", "pipelines/quick")
     assert "methods.vmoe.regularizers" in written.stdout, written.stderr
-    wanted = ["-S", "pretrain.epochs=1", "-S", "stability.images=10"]
+    wanted = ["-S", "pretrain.epochs=1", "-S", "data.pretrain.train=1000"]
     done = project.moecore("study", "run", "pipelines/quick", "--jobs", "2", *wanted)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "params.yaml: pretrain.epochs: 8 → 1" in done.stdout
+    assert "params.yaml: pretrain.epochs: 4 → 1" in done.stdout
     return project
 
 
@@ -361,7 +361,7 @@ def test_the_first_look_ends_with_a_page(looked):
     assert "Page: pipelines/quick/reports/index.html" in done.stdout
     assert (looked.folder / "pipelines/quick/reports/index.html").is_file()
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["vmoe", "prc"]
+    assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["dense", "vmoe", "told"]
 
 
 def test_a_part_in_the_studys_folder_is_used_hashed_and_in_its_schema(looked):
@@ -396,6 +396,6 @@ def test_the_notebook_runs(looked):
     drawn = [
         cell for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
     ]
-    assert "of 16 patches went to another expert" in said and "prc   agreement" in said
+    assert "of 4 patches went to another expert" in said and "told  agreement" in said
     assert len(drawn) == 2, "the routing of one image, clean and attacked"
     assert "Warning" not in said

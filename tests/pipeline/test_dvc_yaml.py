@@ -1,5 +1,4 @@
 """dvc.yaml says exactly what its stages read: their params, their data and the code behind them.
-
 What would run, why and how long.
 """
 
@@ -38,7 +37,6 @@ from moecore.pipeline.plan import (
     DvcStatus,
     PlannedStage,
     plan_stages,
-    print_plan,
     query_pipeline_status,
     stages_changed_by_code,
 )
@@ -48,7 +46,6 @@ from moecore.study.reading.stage_params import params_keys
 from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
-from tests.project import check_params
 
 MAIN = load_yaml(str(ROOT / "dvc.yaml")).data["stages"]
 MORE = load_yaml(str(ROOT / "pipelines/stages.yaml")).data["stages"]
@@ -179,11 +176,6 @@ def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
             assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
 
 
-@pytest.mark.parametrize("path", [ROOT, *STUDIES], ids=lambda path: path.name)
-def test_every_params_file_is_in_order(path: Path):
-    check_params(path / "params.yaml")
-
-
 EDGES = [
     ("prepare", "train@a"),
     ("prepare", "train@b"),
@@ -249,30 +241,6 @@ def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
     assert stages_changed_by_code(DvcStatus({}, EDGES)) == {}, "DVC found nothing to hash again"
     lost = {"code": [{"changed outs": {"artifacts/code": "deleted"}}]}
     assert stages_changed_by_code(DvcStatus(lost, EDGES)) is None
-
-
-def test_with_dvc(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("params.yaml").write_text("a: 1\n")
-    stages = {
-        "first": {"cmd": "cp params.yaml out", "params": ["a"], "outs": ["out"]},
-        "second": {"cmd": "cp out last", "deps": ["out"], "outs": ["last"]},
-    }
-    Path("dvc.yaml").write_text(json.dumps({"stages": stages}))
-
-    def shown() -> str:
-        capsys.readouterr()
-        print_plan()
-        return capsys.readouterr().out
-
-    Repo.init(no_scm=True).close()
-    assert "2 stages" in shown()
-    with Repo() as repo:
-        repo.reproduce()
-    assert "Nothing would run" in shown()
-    Path("params.yaml").write_text("a: 2\n")
-    text = shown()
-    assert "a modified" in text and "after first" in text
 
 
 def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):

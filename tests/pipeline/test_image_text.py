@@ -6,8 +6,6 @@ import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from moecore.core.source_layout import ROOT
 from moecore.data.files.decode import decode_image
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
+from moecore.pipeline import predict_cli
 from moecore.study.writing.write_params import write_params
 from moecore.training.artifacts import load_model
 from tests import forked
@@ -181,7 +180,7 @@ def test_the_preset_runs_on_small_files_of_the_same_forms(clip):
     torch.testing.assert_close(now, was, atol=1e-3, rtol=0)  # steps of 1e-5, from CLIP's
 
 
-def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
+def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path, monkeypatch, capsys):
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     for number in range(7):
@@ -193,22 +192,19 @@ def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
     texts.write_text("\n\n".join([*said, said[0]]) + "\n", encoding="utf-8")
     model = folder / "artifacts/finetune/vmoe_text/0"
 
-    def predict(*words: str, model=model):
-        command = [
-            sys.executable,
-            "-m",
-            "moecore.pipeline.predict_cli",
-            str(model),
-            str(pictures),
-            *words,
-        ]
-        env = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOECORE_THREADS", "1")
 
-    done = predict("--texts", str(texts), "--batch", "3")
-    assert done.returncode == 3, done.stderr
-    assert "torn.png: " in done.stderr and "not a picture, or damaged" in done.stderr
-    assert "1 of 3 texts are longer than the context and were cut" in done.stdout
+    def predict(*words: str) -> tuple[object, str]:
+        """The exit code, or the words of a refusal; and what was printed."""
+        with pytest.raises(SystemExit) as end:
+            predict_cli.main([str(model), str(pictures), *words])
+        return end.value.code, "".join(capsys.readouterr())
+
+    code, told = predict("--texts", str(texts), "--batch", "3")
+    assert code == 3, told
+    assert "torn.png: " in told and "not a picture, or damaged" in told
+    assert "1 of 3 texts are longer than the context and were cut" in told
     with open(tmp_path / "predictions.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["file"] for row in rows] == [*(f"{n}.png" for n in range(7)), "torn.png"]
@@ -243,9 +239,9 @@ def test_pictures_and_texts_of_a_user_are_compared(folder, tmp_path):
     assert "1 words that the vocabulary does not have" in page and "cut" in page
     assert page.count("<sub>") >= 3 * 5 and "data:image/png" in page
 
-    assert "it takes --texts FILE" in predict().stderr
+    assert "it takes --texts FILE" in predict()[0]
     empty = tmp_path / "empty.txt"
     empty.write_text("\n\n", encoding="utf-8")
-    assert "found 0 texts; allowed: 1 to 10,000" in predict("--texts", str(empty)).stderr
-    refused = predict("--texts", str(texts), "--calibrator", str(tmp_path))
-    assert "cosines are not calibrated" in refused.stderr
+    assert "found 0 texts; allowed: 1 to 10,000" in predict("--texts", str(empty))[0]
+    refused, _ = predict("--texts", str(texts), "--calibrator", str(tmp_path))
+    assert "cosines are not calibrated" in refused

@@ -38,7 +38,7 @@ NAMES = ("joint", "oracle", "distilled", "upcycled", "ermoe_prc")
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Project:
-    """All five methods pretrained, fine-tuned with k = 1 and measured."""
+    """All five methods pretrained and fine-tuned with k = 1; the routing of two is measured."""
     start, end = PARAMS.index("methods:\n  dense"), PARAMS.index("teacher:\n")
     text = PARAMS[:start] + METHODS + PARAMS[end:]
     text = text.replace("methods: [dense, vmoe, tgr]", f"methods: [{', '.join(NAMES)}]").replace(
@@ -51,6 +51,7 @@ def project(tmp_path_factory) -> Project:
         made.stage("teacher_router", name, "0")
         made.stage("pretrain", name, "0")
         made.stage("finetune", "finetune", name, "0")
+    for name in ("joint", "oracle"):
         made.stage("measure", "routing", "pretrain", name, "0")
     return made
 
@@ -73,11 +74,6 @@ def test_both_trainings_report_what_they_reached(project, name):
         assert len(moved.agreement_with_final) == 2
         assert moved.agreement_with_final[-1] == 1.0
         assert len(moved.agreement_consecutive) == 1
-        layer = measured(project, "routing/pretrain", name)["layers"][0]
-        assert (
-            layer["match_top2_ordered"] <= layer["match_top1"] <= 1
-            and layer["match_top2_ordered"] <= layer["match_top2_sets"]
-        )
 
 
 def test_a_joint_teacher_router_is_kept_beside_the_model_and_differs_from_the_drawn_one(project):

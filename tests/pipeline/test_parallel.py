@@ -1,6 +1,5 @@
-"""Several stages at a time: what a free process takes, and the real thing through DVC.
-
-Stages forked from a server: they print, exit and end as processes of their own would.
+"""Several stages at a time: what a free process takes, and the real thing through DVC. Stages
+forked from a server: they print, exit and end as processes of their own would.
 """
 
 import os
@@ -250,8 +249,10 @@ def test_a_second_driver_is_told_who_is_there_and_a_killed_one_leaves_nothing_ru
     while not any((copied.folder / ".state").rglob("checkpoint.safetensors")):
         assert driver.poll() is None, "it ended before a first checkpoint"
         time.sleep(0.05)
-    second = copied.moecore("run")
+    before = (copied.folder / "params.yaml").read_bytes()
+    second = copied.moecore("run", "-S", "finetune.epochs=3")
     assert second.returncode == 1
+    assert (copied.folder / "params.yaml").read_bytes() == before, "refused before it writes"
     said = f"process {driver.pid} has been running the stages of this folder since 20"
     assert said in second.stderr and f"(`kill {driver.pid}`)" in second.stderr
     driver.kill()

@@ -43,7 +43,7 @@ calibrate: {{calibrator: {{kind: temperature}}}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Every stage ran for both methods, in this folder."""
+    """Every stage ran for the method with experts, in this folder."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("several")
         patch.chdir(home)
@@ -53,24 +53,22 @@ def folder(tmp_path_factory):
         write_code("params.yaml")
         for name in ("pretrain", "finetune", "adversarial"):
             prepare.prepare(name)
-        for method in ("dense", "vmoe"):
-            (home / "artifacts/teacher_router" / method / "0").mkdir(parents=True)
-            save_no_guide(home / "artifacts/teacher_router" / method / "0")
-            pretrain.pretrain(method, 0)
-            finetune.finetune("finetune", method, 0)
-            finetune.finetune("adversarial", method, 0)
+        (home / "artifacts/teacher_router/vmoe/0").mkdir(parents=True)
+        save_no_guide(home / "artifacts/teacher_router/vmoe/0")
+        pretrain.pretrain("vmoe", 0)
+        finetune.finetune("finetune", "vmoe", 0)
+        finetune.finetune("adversarial", "vmoe", 0)
         yield home
 
 
-def measured(folder, phase: str, method: str) -> Outcome:
-    return read_result(folder / f"artifacts/measured/{phase}/{method}/0.json", Outcome, phase)
+def measured(folder, phase: str) -> Outcome:
+    return read_result(folder / f"artifacts/measured/{phase}/vmoe/0.json", Outcome, phase)
 
 
-@pytest.mark.parametrize("method", ["dense", "vmoe"])
-def test_pretraining_reports_precision_at_1(folder, method):
-    found = measured(folder, "pretrain", method)
+def test_pretraining_reports_precision_at_1(folder):
+    found = measured(folder, "pretrain")
     data = Prepared.open(folder / "artifacts/data/pretrain")
-    model = load_model(folder / f"artifacts/pretrain/{method}/0")
+    model = load_model(folder / "artifacts/pretrain/vmoe/0")
     best = predict_in_batches(model, data.test.images, 70)[0].argmax(1).numpy()
     hits = [int(data.test.labels[image, best[image]]) for image in range(150)]
     assert found.task == MultiLabel(classes=tuple("0123456789"))
@@ -89,7 +87,7 @@ def test_pretraining_reports_precision_at_1(folder, method):
 
 
 def test_class_maps_count_an_image_for_each_of_its_labels(folder):
-    maps = np.array(measured(folder, "pretrain", "vmoe").class_maps["4"])
+    maps = np.array(measured(folder, "pretrain").class_maps["4"])
     data, model = (
         Prepared.open(folder / "artifacts/data/pretrain"),
         load_model(folder / "artifacts/pretrain/vmoe/0"),
@@ -99,22 +97,21 @@ def test_class_maps_count_an_image_for_each_of_its_labels(folder):
     np.testing.assert_allclose(maps[:, 0], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["dense", "vmoe"])
-def test_clean_and_adversarial_models_stand_side_by_side(folder, method):
-    clean = measured(folder, "finetune", method)
-    attacked = measured(folder, "adversarial", method)
+def test_clean_and_adversarial_models_stand_side_by_side(folder):
+    clean = measured(folder, "finetune")
+    attacked = measured(folder, "adversarial")
     for found in (clean, attacked):
         assert found.task == Classification(classes=tuple("0123456789"))
         assert found.false_discovery_rate is None
         assert len(found.confusion) == 10
         assert found.test_count == 150
     weights = [
-        (folder / f"artifacts/{phase}/{method}/0/model.safetensors").read_bytes()
+        (folder / f"artifacts/{phase}/vmoe/0/model.safetensors").read_bytes()
         for phase in ("finetune", "adversarial")
     ]
     assert (
         weights[0] != weights[1]
-        and (folder / f"artifacts/history/adversarial/{method}/0/history.jsonl").exists()
+        and (folder / "artifacts/history/adversarial/vmoe/0/history.jsonl").exists()
     )
     assert attacked.curve[0]["train_loss"] > clean.curve[0]["train_loss"], (
         "attacked images are harder"

@@ -5,9 +5,7 @@ import json
 
 import pytest
 
-from moecore.core.files import UserError
 from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.cohort_checks import tissue_error_table
@@ -20,7 +18,6 @@ from moecore.report.results import read_results
 from moecore.report.tables.comparison import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.summary import headline_rows
-from moecore.study.reading.claims_section import Claim
 from moecore.study.reading.run_section import Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed
@@ -65,37 +62,6 @@ def test_the_page_says_simulated_first(text, tmp_path):
         and "simulated data" not in real
         and "scans of people" in real
     )
-
-
-def test_the_page_has_all_parts(text):
-    for words in (
-        "Predicted age",
-        "Which expert answers for which tissue",
-        "random, as csf",
-        "MAE, worst case",
-        "Simulated subjects, aged",
-        "Validation MAE",
-        "10.00 years",
-        "ERMoE-ba",
-        "Ages in training",
-        "64 × 64 × 64 voxels",
-        "Error under PGD 10",
-        "White matter alone",
-        "White matter alone, probe",
-        "Rescan, years apart",
-        "Probe: a linear probe",
-    ):
-        assert words in text, words
-    for words in (
-        "Confusion",
-        "Reliability",
-        "Test accuracy",
-        "ECE, calibrated",
-        "recal",
-        "control)",
-    ):
-        assert words not in text, words
-    assert text.count("(simulated data)") >= 3 * 3
 
 
 def test_numbers_of_compare_json(three):
@@ -246,50 +212,6 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert region_experts_by_volume_kind(alone) is None
 
 
-def test_claims_over_errors(three):
-    claims = [
-        Claim(
-            paper="ERMoE",
-            source="table S1",
-            says="a",
-            metric="test_mae",
-            method="dense",
-            against="vmoe",
-            better="lower",
-        ),
-        Claim(
-            paper="ERMoE",
-            source="table S1",
-            says="b",
-            metric="mae_pooled",
-            method="ermoe_ba",
-            against="dense",
-            better="lower",
-        ),
-    ]
-    holds, differs = evaluate_claims(claims, three)
-    assert (holds.verdict, differs.verdict) == (
-        "holds",
-        "differs",
-    ) and differs.difference.value == pytest.approx(2)
-    assert json.dumps(compare_json_claims([holds]), allow_nan=False)
-    with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
-        evaluate_claims(
-            [
-                Claim(
-                    paper="x",
-                    source="table S1",
-                    says="x",
-                    metric="own_expert",
-                    method="dense",
-                    against="vmoe",
-                    better="higher",
-                )
-            ],
-            three,
-        )
-
-
 def test_table_s1_over_seeds(three, tmp_path):
     grid = table_s1(three.phases["pretrain"])
     assert len(grid.lines) == 3 * 3
@@ -330,16 +252,7 @@ def test_csv_files(three):
     training = list(csv.DictReader(training_csv(three).splitlines()))
     robustness = list(csv.DictReader(robustness_csv(three).splitlines()))
     s1 = list(csv.DictReader(table_s1_csv(three).splitlines()))
-    assert len(training) == 27 and set(training[0]) == {
-        "phase",
-        "method",
-        "seed",
-        "step",
-        "epoch",
-        "train_loss",
-        "train_mae",
-        "validation_mae",
-    }
+    assert len(training) == 27 and {"train_mae", "validation_mae"} < set(training[0])
     assert (
         len(robustness) == 9 * 2 * 3
         and robustness[2]["mae"] == "6.0"

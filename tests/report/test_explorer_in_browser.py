@@ -1,6 +1,7 @@
 """The explorer as a person meets it: every control, by mouse and by keyboard, in every look."""
 
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import pytest
 from playwright.sync_api import Browser, Page
@@ -12,7 +13,7 @@ from moecore.report.page.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
-from tests.report.explored import DENSE, alone, phase, results, skipped, study
+from tests.report.explored import DENSE, alone, study
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
 
@@ -206,17 +207,7 @@ def test_by_keyboard_alone(browser: Browser, whole):
             page.keyboard.press("Tab")
             focused = "document.activeElement.id || document.activeElement.className"
             order.append(page.evaluate(focused))
-        assert order[:9] == [
-            "",
-            "phase",
-            "method",
-            "beside",
-            "layer",
-            "kind",
-            "step",
-            "tint",
-            "images",
-        ]
+        assert order[:9] == ["", *"phase method beside layer kind step tint images".split()]
         assert order[9:15] == ["", "cells", "list", "", "cells", "list"]
         page.locator("#images").focus()
         for key in ("ArrowRight", "ArrowDown", "ArrowLeft"):
@@ -263,17 +254,7 @@ def test_epochs_of_a_training(browser: Browser, whole):
 def test_an_address_brings_the_view_back(browser: Browser, whole):
     with opened(browser, address(whole, PICKED + "&expert=1"), 1400, "light") as page:
         found = state(page)
-        assert found == {
-            "phase": "pretrain",
-            "method": "vmoe",
-            "beside": "prc",
-            "layer": "2",
-            "image": "3",
-            "patch": "4",
-            "kind": "attack",
-            "step": "2",
-            "expert": "1",
-        }
+        assert found == dict(parse_qsl(PICKED[1:])) | {"expert": "1"}
         page.evaluate("location.hash = '#method=prc&beside=&image=99&layer=-3&step=x&kind=blur'")
         page.wait_for_function("state.image === 4")
         found = state(page)
@@ -292,10 +273,9 @@ def test_a_dense_model_says_that_there_is_nothing_to_see(browser: Browser, whole
         assert option.inner_text() == "dense (no experts: nothing to see)"
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-def test_volumes_are_three_slices(browser: Browser, folder, width, tmp_path):
+def test_volumes_are_three_slices(browser: Browser, folder, tmp_path):
     path = written(folder / "volumes.html", alone(volumes(tmp_path), OF_VOLUMES))
-    with opened(browser, address(path, "#patch=22"), width, "light") as page:
+    with opened(browser, address(path, "#patch=22"), 390, "light") as page:
         settled(page)
         assert clipped(page) == []
         frames = page.locator("figure:visible")
@@ -315,10 +295,9 @@ def test_volumes_are_three_slices(browser: Browser, folder, width, tmp_path):
         assert "of 64 patches changed" in page.locator(".count").first.inner_text()
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder, width):
+def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder):
     path = written(folder / "many.html", alone(subject(images(classes=1000), moe(400))))
-    with opened(browser, address(path, "#expert=399&step=2"), width, "dark") as page:
+    with opened(browser, address(path, "#expert=399&step=2"), 390, "dark") as page:
         settled(page)
         assert clipped(page) == []
         assert page.locator("[role=option][data-expert]").count() == 400
@@ -354,19 +333,3 @@ def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
             assert numbers(page) == [f"{kind - 1}k{kind}" for kind in kinds]
             assert f"true kind {kinds[3]}" in page.locator(".details h3").inner_text()
             assert clipped(page) == []
-
-
-def test_names_are_shown_as_they_are(browser: Browser, whole):
-    result = study().phases["pretrain"].first(Explorer)["vmoe"]
-    image = result.labels.index((0.0,))
-    with opened(browser, address(whole, f"#image={image}"), 1400, "light") as page:
-        settled(page)
-        assert page.locator("#truth b").inner_text() == NASTY
-        assert page.locator("img").count() == 0
-
-
-def test_pages_without_anything_to_see(browser: Browser, folder):
-    found = results({"pretrain": phase(images(), {"dense": skipped()})})
-    with opened(browser, written(folder / "dense.html", found), 390, "light") as page:
-        assert "no method of this study has experts" in page.locator(".missing").inner_text()
-        assert clipped(page) == []

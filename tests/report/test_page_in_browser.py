@@ -217,28 +217,6 @@ def test_without_scripts_everything_is_there(browser, written):
     context.close()
 
 
-@pytest.mark.parametrize("methods", [{"dense": False}, {"vmoe": True}])
-def test_names_that_are_code_are_words(browser, tmp_path, methods):
-    """Also: a dense method alone, and one with experts alone."""
-    write_results(tmp_path, methods, [0], ["pretrain"], USUAL)
-    for path in tmp_path.glob("artifacts/**/*.json"):
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace(f'"{CLASSES[0]}"', f'"{HOSTILE}"'), encoding="utf-8")
-    run = Selection(methods=tuple(methods), seeds=(0,), phases=("pretrain",))
-    found = read_results(run, SETTINGS.replace("vmoe", HOSTILE), tmp_path)
-    path = tmp_path / "index.html"
-    path.write_text(render_report(found), encoding="utf-8")
-    for width, scheme in LOOKS:
-        with opened(browser, path, width, scheme) as shown:
-            shown.on("dialog", lambda dialog: pytest.fail(dialog.message))
-            shown.evaluate(
-                "document.querySelectorAll('details').forEach(one => { one.open = true })"
-            )
-            assert shown.locator("img[src=x]").count() == 0
-            assert HOSTILE in shown.locator("main").inner_text()
-            assert clipped(shown) == []
-
-
 EVIL = {
     "class": '"><img src=x onerror="window.ran=1">',
     "method": "</script><script>window.ran=2</script>",

@@ -217,18 +217,9 @@ def test_methods_left_on_disk_are_not_compared(tmp_path):
 def test_csv_for_dvc_plots(one_seed):
     curves = list(csv.DictReader(training_csv(one_seed).splitlines()))
     attacks = list(csv.DictReader(robustness_csv(one_seed).splitlines()))
-    assert len(curves) == 2 * 3 * 10 and set(curves[0]) >= {
-        "phase",
-        "method",
-        "seed",
-        "step",
-        "train_loss",
-        "validation_accuracy",
-    }
-    assert len(attacks) == 2 * 3 * 2 * 4 and {row["attack"] for row in attacks} == {
-        "fgsm",
-        "pgd-10",
-    }
+    assert len(curves) == 2 * 3 * 10 and {"seed", "validation_accuracy"} < set(curves[0])
+    assert len(attacks) == 2 * 3 * 2 * 4
+    assert {row["attack"] for row in attacks} == {"fgsm", "pgd-10"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""What is marked, and by which test: a difference that does not stand is not marked.
-
-The sentence that answers the page's title says what was shown, and no more.
+"""What is marked, and by which test: a difference that does not stand is not marked. The sentence
+that answers the page's title says what was shown, and no more.
 """
 
 import re
@@ -15,7 +14,7 @@ from moecore.core.files import UserError
 from moecore.measure.base import Estimate
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.claims.significance import differences_from, find_leader, possible_test
+from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, ResultColumn
 from moecore.report.figures.overview import limits_with_margin, overview_charts
 from moecore.report.headline_quantities import phase_quantities
@@ -197,14 +196,6 @@ def test_different_images_or_seeds_are_an_error():
         differences_from(VALUE, models, "a")
 
 
-def test_leader_needs_a_test():
-    models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8))
-    assert (
-        find_leader(VALUE, models, {"a": 0.57, "b": 0.47}) == "b"
-        and find_leader(VALUE, {"a": models["a"]}, {"a": 0.5}) is None
-    )
-
-
 def test_what_methods_are_compared_with():
     plain = {0: sized()}
     routed = {0: sized(parameters=20)}
@@ -319,12 +310,6 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     assert answered(found).startswith(overlap + "50.0 to 70.0 %. ")
 
 
-def test_a_shown_lead_is_told_with_its_interval(tmp_path):
-    found = results(tmp_path, {"dense": False, "vmoe": True}, phases=["pretrain"])
-    with_hits(found, "vmoe", 2)
-    assert "vmoe is most accurate under the worst attack, 99.0 % (" in answered(found)
-
-
 def test_dense_is_never_the_best(tmp_path):
     found = results(tmp_path, phases=["pretrain"])._replace(settings=DENSE)
     with_hits(found, "dense", 0)
@@ -342,12 +327,6 @@ def test_a_router_that_learned_nothing_is_a_control(tmp_path):
     assert found.controls == {"vmoe"}
     text = answered(found)
     assert "vmoe" not in text and "routing overlap is" in text
-
-
-def test_two_methods_and_several_seeds(tmp_path):
-    found = results(tmp_path, {"vmoe": True, "tgr": True}, seeds=(0, 1, 2), phases=["pretrain"])
-    text = answered(found)
-    assert "every other" not in text and "one seed" not in text
 
 
 def test_what_was_not_measured_names_its_stage(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.pipeline.project_lock import hold_project
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import refuse_changed_document
 from moecore.run.run_record import record_run
@@ -60,14 +59,6 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     ran_with = read_dvc_locks(project.folder)[STAGE]["params"]["params.yaml"]
     assert ran_with["pretrain"]["learning_rate"] == 0.001
     assert not checkpoints(project)
-
-
-def test_a_second_driver_is_refused_before_it_writes_params(project):
-    before = (project.folder / "params.yaml").read_bytes()
-    with contextlib.chdir(project.folder), hold_project():
-        second = project.moecore("run", "-S", "pretrain.epochs=3")
-    assert second.returncode == 1 and "has been running the stages" in second.stderr
-    assert (project.folder / "params.yaml").read_bytes() == before
 
 
 class Params(Config):

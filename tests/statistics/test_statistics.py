@@ -1,6 +1,5 @@
-"""Paired tests and intervals, against numbers worked out by hand and published ones.
-
-Differences over items and seeds: by hand, in both limits, and how often their interval holds.
+"""Paired tests and intervals, against numbers worked out by hand and published ones. Differences
+over items and seeds: by hand, in both limits, and how often their interval holds.
 """
 
 import math
@@ -59,12 +58,6 @@ def test_wilson_against_published_values(successes, count, low, high):
         pytest.approx(low, abs=5e-5),
         pytest.approx(high, abs=5e-5),
     )
-
-
-@given(st.integers(1, 5000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_holds_its_share_inside_zero_and_one(case):
-    share, low, high = wilson(*case)
-    assert 0 <= low <= share <= high <= 1
 
 
 def test_over_seeds_by_hand():
@@ -139,13 +132,6 @@ def test_mcnemar_against_the_sum_of_binomials(first_only, second_only):
     assert mcnemar(first_only, second_only) == pytest.approx(min(1, 2 * tail / 2**count))
 
 
-@given(COUNTS, COUNTS)
-def test_more_one_sided_is_less_likely(few, more):
-    assert (
-        mcnemar(few + more + 1, few) <= mcnemar(few + more, few) if more else mcnemar(few, few) == 1
-    )
-
-
 def test_newcombes_interval_by_hand_and_as_published():
     # 1 both, 1 first only, 7 second only, 12 neither (Bentur et al. 2009 in Fagerland, Lydersen &
     # Laake 2014): −0.286 (−0.507, −0.026) 1·12 − 1·7 = 5 is below 21 / 2, so φ = 0: Wilson
@@ -218,19 +204,6 @@ def test_holm_by_hand():
         holm([0.5, 0.02, 0.9, 0.02]) == pytest.approx([1.0, 0.08, 1.0, 0.08])
         and holm([]) == []
         and holm([0.2]) == [0.2]
-    )
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_keeps_the_order_and_is_at_most_bonferroni(values):
-    found = holm(values)
-    for p, corrected in zip(values, found, strict=True):
-        assert p <= corrected <= min(1, len(values) * p)
-    assert all(
-        a <= b
-        for (p, a) in zip(values, found, strict=True)
-        for (q, b) in zip(values, found, strict=True)
-        if p < q
     )
 
 

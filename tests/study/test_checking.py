@@ -95,7 +95,6 @@ FILE = [
     (IMAGES, {"run.methods": ["vmoe", "vmoe"]}, "run.methods[1]", "'vmoe' is there twice"),
     (IMAGES, {"run.seeds": [-1]}, "run.seeds[0]", "allowed: integers ≥ 0"),
     (IMAGES, {"run.seeds": [0, 0]}, "run.seeds[1]", "0 is there twice"),
-    (IMAGES, {"run.seeds": [*range(2000), 7]}, "run.seeds[2000]", "7 is there twice"),
     (IMAGES, {"run.seeds": [2**63]}, "run.seeds[0]", "found 9.22e+18"),
     (IMAGES, {"run.seeds": []}, "run", "found none of seeds"),
     (IMAGES, {"run.thorough": ["pretrain"]}, "run", "thorough names pretrain; allowed: finetune"),
@@ -113,7 +112,6 @@ FILE = [
     (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
     (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
     (IMAGES, {"claims": [QUESTION]}, "claims[0].source", "missing; allowed: Where it stands"),
-    (IMAGES, {"claims": [CLAIM | {"better": "equivalent"}]}, "claims[0]", "found margin None"),
     (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]", "found margin 0.1"),
     (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against", "itself"),
     (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator", "kind is missing; allowed: kin"),
@@ -128,11 +126,8 @@ FILE = [
         "pretrain.learning_rate",
         "found inf; allow",
     ),
-    (IMAGES, {"pretrain.learning_rate": -float("inf")}, "pretrain.learning_rate", "found -inf"),
     (IMAGES, {"pretrain.learning_rate": float("nan")}, "pretrain.learning_rate", "found .nan"),
-    (IMAGES, {"pretrain.learning_rate": 1e300}, "pretrain.learning_rate", "numbers up to 1e+100"),
     (IMAGES, {"pretrain.epochs": 10**21}, "pretrain.epochs", "found 1e+21; allowed: numbers up to"),
-    (IMAGES, {"pretrain.epochs": 10**200}, "pretrain.epochs", "found 1e+200"),
     (
         IMAGES,
         {"pretrain.warmup_epochs": 20},
@@ -144,12 +139,6 @@ FILE = [
         {"methods.dense.pretrain": {"warmup_epochs": 99}},
         "methods.dense.pretrain.warmup_epochs",
         "found 99, but epochs is 2",
-    ),
-    (
-        IMAGES,
-        {"methods.dense.pretrain": {"rate": 1}},
-        "methods.dense.pretrain",
-        "pretrain.rate: Ex",
     ),
     (
         IMAGES,
@@ -200,34 +189,15 @@ FILE = [
     ),
     (
         VOLUMES,
-        {"pretrain.views.erasing": 0.5},
-        "pretrain.views.erasing",
-        "found 0.5, which is for f",
-    ),
-    (
-        VOLUMES,
-        {"pretrain.views.randaugment": {}},
-        "pretrain.views.randaugment",
-        "is for flat images",
-    ),
-    (
-        VOLUMES,
         {"pretrain.views.affine": {"shear": 5}},
         "pretrain.views.affine.shear",
         "found 5, which is for flat images; allowed for volumes: 0",
     ),
-    (VOLUMES, {"routing.views.crop": {}}, "routing.views.crop", "is for flat images"),
     (
         VOLUMES,
         {"routing.augmentations.1": "brightness"},
         "routing.augmentations[1]",
         "identity, noi",
-    ),
-    (
-        VOLUMES,
-        {"routing.augmentations.1": {"name": "own", "views": {"size": 32}}},
-        "routing.augmentations[1].views.size",
-        "found 32",
     ),
     (
         VOLUMES,
@@ -263,12 +233,6 @@ FILE = [
     (VOLUMES, {"model": {"kind": "vit"}}, "model.kind", "are volumes; allowed: vit3d"),
     (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "run.thorough", "cohort_checks needs ages"),
     (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "model.kind", "are flat images; allowed: vit"),
-    (
-        VOLUMES,
-        {"data.pretrain": {"kind": "digits"}},
-        "calibrate.calibrator.kind",
-        "found linear, but the labels of data.pretrain",
-    ),
     (
         IMAGES,
         {"data.finetune": {"kind": "phantom"}},
@@ -336,22 +300,13 @@ FILE = [
 # With data and models, which takes longer
 RUN = [
     (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
-    (IMAGES, {"finetune.k": 9}, "finetune.k", "but there are 4 experts"),
     (IMAGES, {"model.heads": 5}, "model.heads", "allowed: a divisor of model.width = 32"),
     (IMAGES, {"model.depth": 10**9}, "model.depth", "found 1000000000"),
-    (IMAGES, {"model.width": 96 * 10**7}, "model.width", "found 960000000"),
     (
         IMAGES,
         {"model.depth": 2},
         "methods.vmoe.blocks",
         "a model of 2 blocks has only 1 with an odd",
-    ),
-    (IMAGES, {"methods.vmoe.blocks": [*range(6000)]}, "methods.vmoe.blocks", "a model of 4 blocks"),
-    (
-        IMAGES,
-        {"methods.dense.model": {"heads": 5}},
-        "methods.dense.model.heads",
-        "a divisor of model",
     ),
     (
         IMAGES,
@@ -372,14 +327,6 @@ RUN = [
         "200 training images (20 shots of 10 classes",
     ),
     (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch", "1294 training images (data.pretrain)"),
-    (IMAGES, {"teacher.training.batch": 1295}, "teacher.training.batch", "1294 training images"),
-    (IMAGES, {"teacher_router.batch": 1295}, "teacher_router.batch", "1294 training images"),
-    (
-        IMAGES,
-        {"methods.dense.pretrain": {"batch": 10**9}},
-        "methods.dense.pretrain.batch",
-        "found 1000000000, but there are",
-    ),
     (IMAGES, {"finetune.shots": 400}, "finetune.shots", "of data.finetune has 125 training images"),
     (
         IMAGES,
@@ -417,7 +364,6 @@ RUN = [
         "methods.dense.upcycle",
         "experts of kind mlp only",
     ),
-    (IMAGES, {"model": SWIN | {"window": 0}}, "model.window", "found 0"),
     (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
     (
         IMAGES,
@@ -438,14 +384,7 @@ RUN = [
         "data.pretrain.root",
         "~nosuchuser/x",
     ),
-    (
-        IMAGES,
-        {"data.pretrain": {"kind": "image_folder", "root": "a\nb"}},
-        "data.pretrain.root",
-        r"a\n",
-    ),
     (WORDS, {"model": {"kind": "vit"}}, "model.kind", "have 1 axes; allowed: language_model"),
-    (WORDS, {"model.heads": 5}, "model.heads", "allowed: a divisor of model.width = 32"),
     (
         WORDS,
         {"data.pretrain.packages": ["nowhere"]},

@@ -1,6 +1,5 @@
-"""params.yaml: YAML 1.2, exact places, every problem at once; a study as an overlay.
-
-The table of sections says what the scripts read, and the model of the whole has their types.
+"""params.yaml: YAML 1.2, exact places, every problem at once; a study as an overlay. The table of
+sections says what the scripts read, and the model of the whole has their types.
 """
 
 import importlib

@@ -1,6 +1,5 @@
-"""Every task, method by method, on answers that are known by hand.
-
-Images and captions in one space: losses against sums written out, recall with ties, by hand.
+"""Every task, method by method, on answers that are known by hand. Images and captions in one
+space: losses against sums written out, recall with ties, by hand.
 """
 
 import math

@@ -6,22 +6,21 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from moecore.attacks.pgd import Pgd
-from moecore.core.routing_records import Batch, ModelOutput
+from moecore.core.routing_records import Batch
 from moecore.core.streams import generator_for
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.predict import eval_mode, predict_in_batches
+from moecore.nn.predict import eval_mode
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
-from moecore.training.job import TrainingJob, training_batch
+from moecore.training.job import training_batch
 from moecore.training.loop import train_job
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from tests.attacks.models import Linear, Plain
+from tests.attacks.models import Linear
 from tests.training.small import (
     CPU,
     IMAGE,
@@ -85,22 +84,16 @@ def test_a_step_sees_what_a_loop_by_hand_makes():
     )
 
 
-@pytest.mark.parametrize("form", ["paper", "strong"])
-def test_modes_gradients_and_random_state_stay(form):
+def test_modes_and_gradients_stay():
     made = task()
     made.model.train()
     made.model.blocks[2].eval()
     made.model.head.weight.grad = torch.full_like(made.model.head.weight, 3.0)
-    modes, state = [module.training for module in made.model.modules()], torch.get_rng_state()
-    step_batch(made, under(Adversarial(steps=2, form=form)), 0, 0)
-    assert [module.training for module in made.model.modules()] == modes and torch.equal(
-        torch.get_rng_state(), state
-    )
+    modes = [module.training for module in made.model.modules()]
+    step_batch(made, under(Adversarial(steps=2)), 0, 0)
+    assert [module.training for module in made.model.modules()] == modes
     assert all(parameter.requires_grad for parameter in made.model.parameters())
-    assert (
-        torch.equal(made.model.head.weight.grad, torch.full_like(made.model.head.weight, 3.0))
-        and made.model.cls_token.grad is None
-    )
+    assert (made.model.head.weight.grad == 3).all() and made.model.cls_token.grad is None
 
 
 def test_the_model_is_attacked_without_noise_and_without_autocast():
@@ -147,28 +140,12 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path):
 
 
 def test_the_random_start_is_a_function_of_seed_and_step():
-    settings = under(Adversarial(steps=1, form="strong"))
-    first, again, later, other = (
-        step_batch(task(), settings, seed, step).images
-        for seed, step in ((0, 3), (0, 3), (0, 4), (1, 3))
-    )
-    assert (
-        torch.equal(first, again)
-        and not torch.equal(first, later)
-        and not torch.equal(first, other)
-    )
-    clean = training_batch(task(), settings, 0, 3)
-    paper = step_batch(task(), under(Adversarial(steps=1)), 0, 3)
-    assert (
-        not torch.equal(first, paper.images)
-        and (first - clean.images).abs().max() <= 8 / 255 + 1e-6
-    )
-    drawn = Pgd(steps=1, form="strong")
+    settings, drawn = under(Adversarial(steps=1, form="strong")), Pgd(steps=1, form="strong")
+    first, clean = step_batch(task(), settings, 2, 5), training_batch(task(), settings, 2, 5)
     with eval_mode(made := task().model):
-        torch.testing.assert_close(
-            first,
-            drawn(made, IMAGE.task, clean.images, clean.labels, 8 / 255, generator_for(0, 3, 3)),
-        )
+        generator = generator_for(2, 5, 3)
+        found = drawn(made, IMAGE.task, clean.images, clean.labels, 8 / 255, generator)
+    torch.testing.assert_close(first.images, found)
 
 
 def test_both_views_are_attacked_and_training_goes_on():
@@ -208,72 +185,3 @@ def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
     found, clean = step_batch(made, settings, 0, 0), training_batch(made, settings, 0, 0)
     assert not torch.equal(found.images, clean.images) and not guide.teacher.training
     assert list(train_job(made, settings, 0, CPU))[-1].step == 12
-
-
-def weak_and_robust(count: int, seed: int) -> Split:
-    """Class 0 or 1: the first patch shows it clearly but is wrong in one image of five; 48 pixels
-    show it weakly, together without error.
-    """
-    random = np.random.default_rng(seed)
-    labels = np.arange(count) % 2
-    signs, shown = 2 * labels - 1, np.where(random.random(count) < 0.8, 1, -1)
-    pixels = 0.5 + 0.04 * signs[:, None, None] + 0.05 * random.standard_normal((count, 8, 8))
-    pixels[:, :4, :4] = (
-        0.5 + 0.25 * (signs * shown)[:, None, None] + 0.05 * random.standard_normal((count, 4, 4))
-    )
-    return Split(
-        np.rint(255 * pixels.clip(0, 1)).astype(np.uint8)[:, None], labels.astype(np.int64)
-    )
-
-
-class Logistic(Plain):
-    """A linear classifier of the pixels, as a model of the training loop."""
-
-    moe = None
-    image = IMAGE
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.nn.Linear(64, 2)
-
-    def forward(self, images, guidance=None, progress=1.0) -> ModelOutput:
-        return ModelOutput(self.head(images.flatten(1) - 0.5))
-
-    def end_step(self) -> None: ...
-
-
-def test_it_makes_a_model_robust():
-    """ε 0.08 turns the weak pixels (0.04) around but not the clear patch (0.25), which plain
-    training trusts less (Tsipras et al. 2019).
-    """
-    accuracy = {}
-    for name, adversarial in (("plain", None), ("adversarial", Adversarial(epsilon=0.08))):
-        torch.manual_seed(0)
-        model = Logistic()
-        test = weak_and_robust(200, 1)
-        made = TrainingJob(
-            model,
-            load_split_for_device(weak_and_robust(400, 0), "cpu"),
-            load_split_for_device(test, "cpu"),
-            Objective(),
-        )
-        list(
-            train_job(
-                made,
-                Training(epochs=12, batch=40, learning_rate=1e-2, adversarial=adversarial),
-                0,
-                CPU,
-            )
-        )
-        labels = torch.from_numpy(test.labels)
-        with eval_mode(model):
-            attacked = Pgd(steps=20)(
-                model, IMAGE.task, torch.from_numpy(test.images) / 255, labels, 0.08
-            )
-        accuracy[name] = [
-            float((predict_in_batches(model, found, 200)[0].argmax(1) == labels).float().mean())
-            for found in (test.images, attacked)
-        ]
-    (plain, plain_attacked), (robust, robust_attacked) = accuracy["plain"], accuracy["adversarial"]
-    assert plain > 0.9 and plain_attacked < 0.3, accuracy
-    assert robust > 0.7 and robust_attacked > plain_attacked + 0.3, accuracy

@@ -1,8 +1,5 @@
-"""The loop of a training: one seed, one run; stopped and resumed, it ends with the same bits.
-
-A model in a folder.
-
-Sparse upcycling: a dense checkpoint becomes a mixture of experts.
+"""The loop of a training: one seed, one run; stopped and resumed, it ends with the same bits. A
+model in a folder. Sparse upcycling: a dense checkpoint becomes a mixture of experts.
 """
 
 import json
@@ -111,24 +108,6 @@ def test_what_is_not_finite_stops_the_run_with_step_terms_and_checkpoint(tmp_pat
     assert "last good checkpoint: step 6 in" in str(
         error.value
     ) and "checkpoint.safetensors" in str(error.value)
-
-
-def test_views_are_a_function_of_seed_and_step():
-    settings = SETTINGS.model_copy(
-        update={"views": SETTINGS.views.model_copy(update={"shift": 2, "flip": True})}
-    )
-    first, again, later = (training_batch(task(), settings, 3, step) for step in (5, 5, 6))
-    assert torch.equal(first.images, again.images) and torch.equal(first.labels, again.labels)
-    assert not torch.equal(first.images, later.images)
-
-
-def test_mixed_labels_are_shares():
-    settings = SETTINGS.model_copy(update={"mix": {"mixup": 1.0}}).model_validate(
-        SETTINGS.model_dump() | {"mix": {"mixup": 1.0}}
-    )
-    batch = training_batch(task(), settings, 0, 0)
-    assert batch.labels.shape == (8, 2)
-    torch.testing.assert_close(batch.labels.sum(dim=1), torch.ones(8))
 
 
 def test_without_drop_path_nothing_is_drawn_and_with_it_the_model_is_evaluated_whole():
@@ -326,21 +305,6 @@ def test_with_normalised_weights_the_function_starts_unchanged():
         atol=1e-5,
         rtol=1e-5,
     )
-
-
-def test_every_expert_is_the_dense_mlp_and_the_router_is_new():
-    dense, sparse = models()
-    router = sparse.blocks[1].mlp.router.weight.clone()
-    upcycle_model(sparse, dense)
-    experts = sparse.blocks[3].mlp.experts
-    for expert in range(4):
-        assert torch.equal(experts.up[expert], dense.blocks[3].mlp.fc1.weight.t()) and torch.equal(
-            experts.up_bias[expert], dense.blocks[3].mlp.fc1.bias
-        )
-        assert torch.equal(
-            experts.down[expert], dense.blocks[3].mlp.fc2.weight.t()
-        ) and torch.equal(experts.down_bias[expert], dense.blocks[3].mlp.fc2.bias)
-    assert torch.equal(sparse.blocks[1].mlp.router.weight, router)
 
 
 def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():

@@ -163,20 +163,6 @@ def optimized(**optimizer) -> Training:
     )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind", "decay"),
-    [
-        ({"kind": "adamw"}, torch.optim.AdamW, 0.05),
-        ({"kind": "adam"}, torch.optim.Adam, 0.0),
-        ({"kind": "sgd"}, torch.optim.SGD, 0.0),
-    ],
-)
-def test_each_optimizer_has_the_same_groups(optimizer, kind, decay):
-    made = build_optimizer(task().model, optimized(**optimizer))
-    assert type(made) is kind
-    assert [group["weight_decay"] for group in made.param_groups] == [decay, 0.0]
-
-
 @pytest.mark.parametrize("optimizer", [{"kind": "adam"}, {"kind": "sgd"}])
 def test_each_learns_and_ends_bit_equal_after_a_kill(tmp_path, optimizer):
     settings = optimized(**optimizer)

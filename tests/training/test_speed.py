@@ -1,5 +1,4 @@
 """Blocks that are compiled learn the same; a trace of a training names the parts of its steps.
-
 ``python -m moecore.run.local_ranks 2 -m tests.training.test_speed FILE`` writes how far two ranks
 that compile are from two that do not.
 """
@@ -44,10 +43,9 @@ from moecore.training.optimizer import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, step_batch, task
 
-TOP_K = {"kind": "noisy_top_k", "k": 2, "capacity_factor": 0.7}
+TOP_K = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.7}
 ROUTERS = {
-    "capacity": TOP_K,
-    "capacity by gates": {**TOP_K, "k": 1, "batch_priority": True, "group_size": 3},
+    "capacity by gates": {**TOP_K, "batch_priority": True, "group_size": 3},
     "groups": {"kind": "expert_choice", "capacity_factor": 1.1, "group_size": 3},
     "softmax over the chosen": {"kind": "top_k_softmax"},
     "positions": {"kind": "hash", "k": 2, "by": "position"},

@@ -146,6 +146,18 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
     return headroom_recovered(*sides)
 
 
+def describe_routings_worth(phase: Phase, method: str) -> str | None:
+    """Say how much of what routing is worth a method finds; None where that has no interval."""
+    share = share_of_routings_worth(phase, method)
+    if share is None or (half := share.half()) is None:
+        return None
+    value, low, high = (f"{100 * (share.value + off):.0f}" for off in (0, -half, half))
+    return (
+        f"{method} finds {value} % [{low} – {high}] of what routing is worth: {CEILING} would be "
+        f"100 %, {DENSE} 0 %."
+    )
+
+
 def purity_curves(phase: Phase) -> list[Picture]:
     """Return the purity after each epoch, under noise and under attack, a line per method."""
     words = "Mean over MoE layers."
@@ -175,16 +187,7 @@ def purity_curves(phase: Phase) -> list[Picture]:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Yield what of routing's worth each method finds, and which kinds each expert sees."""
-    words = []
-    for method in phase.first(Result):
-        share = share_of_routings_worth(phase, method)
-        if share is None or share.half() is None:
-            continue
-        _, *limits = (f"{100 * one:.0f}" for one in share.interval() if one is not None)
-        words.append(
-            f"{method} finds {100 * share.value:.0f} % [{' – '.join(limits)}] of what routing is "
-            f"worth: {CEILING} would be 100 %, {DENSE} 0 %."
-        )
+    words = drop_none(describe_routings_worth(phase, method) for method in phase.first(Result))
     pictures = [*purity_curves(phase), *first_seed_pictures(phase, Result, figures)]
     yield Block("Experts and truth", words, pictures=pictures, about="purity")
 

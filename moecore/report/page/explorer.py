@@ -61,7 +61,8 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "title": phase_title(phase),
         "answers": phase.task.answers,
         "unit": phase.task.score.unit,
-        "classes": phase.task.needs_classes("share") is None,
+        "classes": phase.task.needs_classes("classes") is None,
+        "cells": phase.task.cells,
         "methods": [explored_method_data(phase, method, pool) for method in phase.models],
     }
 

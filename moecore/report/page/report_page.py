@@ -14,6 +14,7 @@ from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.measures import linear_experts, sizes
 from moecore.report.measures.result_display import list_displays
+from moecore.report.measures.truth import describe_routings_worth
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
@@ -26,8 +27,9 @@ from moecore.report.page.view import (
     Section,
     TableRow,
 )
-from moecore.report.reference_methods import has_moe_method
+from moecore.report.reference_methods import find_moe_baseline, has_moe_method
 from moecore.report.tables.comparison import build_table
+from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
 
 NAMED = 20  # classes of data: of more only their number is told
@@ -77,16 +79,20 @@ def build_page(results: Results, evaluated: Sequence[Evaluated]) -> Page:
 def main_finding(
     results: Results, known: Mapping[str, PhaseQuantities], evaluated: Sequence[Evaluated]
 ) -> str:
-    """The title's answer: the claims' verdicts, or else what the first phase shows."""
-    if evaluated:
-        return describe_claims(evaluated)
+    """The title's answer: what the baseline finds of routing's worth, where that is known; then the
+    claims' verdicts, or else what the first phase shows.
+    """
     phase = next(iter(results.phases.values()), None)
-    if phase is None:
+    worth = phase and describe_routings_worth(phase, find_moe_baseline(phase.models))
+    if evaluated:
+        found = describe_claims(evaluated)
+    elif phase:
+        title, dense = phase_title(phase), results.without_experts
+        found = describe_phase_findings(phase, title, known[phase.name], dense)
+    else:
         counted = results.alone.get(Sizes)
-        return sizes.describe_reproduction(counted) if counted else "Nothing was trained."
-    return describe_phase_findings(
-        phase, phase_title(phase), known[phase.name], results.without_experts
-    )
+        found = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
+    return keep_percent_on_line(f"{worth} {found}") if worth else found
 
 
 def build_overview_charts(

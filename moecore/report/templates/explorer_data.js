@@ -220,6 +220,11 @@ function answerWords({ model, shown, image, phase }) {
   const values = shown.trace.values[image];
   if (!phase.classes) return ["says ", make("b", {}, `${values[0].toFixed(1)} ${phase.unit}`)];
   const said = (rank) => `${phase.answers[answers[rank]]} ${percent(values[rank])}`;
+  if (phase.cells > 1) {
+    const hits = answers.filter((answer, cell) => answer === model.labels[image][cell]).length;
+    const all = answers.map((_, cell) => said(cell)).join(" · ");
+    return [`${hits} of ${phase.cells} cells right: `, make("b", {}, all)];
+  }
   const right = model.labels[image].includes(answers[0]) ? "✓ right:" : "✗ wrong:";
   const others = answers.map((_, rank) => said(rank)).slice(1).join(" · ");
   return [`${right} `, make("b", {}, said(0)), make("span", { class: "quiet" }, ` · ${others}`)];

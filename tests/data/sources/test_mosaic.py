@@ -1,6 +1,4 @@
-"""Mosaics: the right pixels and labels, a function of the seed, and no source image in two
-splits.
-
+"""Mosaics: the right pixels and labels, a function of the seed, and no source image in two splits.
 COCO's and Flickr30k's captions, from generated files in their forms.
 """
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from moecore.core.files import UserError, read_json
+from moecore.core.files import UserError
 from moecore.data.loader import few_shot_indices, load_split_for_device
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.coco_captions import CocoCaptions
@@ -29,7 +27,6 @@ from moecore.data.sources.mosaic import (
 from moecore.data.stratified_splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.report.figures.contact_sheet import draw_contact_sheet
-from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 from moecore.testing import check_source
 
@@ -130,30 +127,6 @@ def test_every_cell_is_an_image_of_its_split_and_the_labels_are_theirs(folder):
                     expected.add(int(known[name][cell]))  # KeyError: not of this split
                     assert not any(cell in known[other] for other in SPLITS if other != name)
             assert set(np.flatnonzero(found)) == expected
-
-
-def test_the_card_tells_what_it_is(folder, tmp_path):
-    card = read_json(folder / "mosaic/card.json")
-    labels = np.load(folder / "mosaic/test_labels.npy")
-    assert (
-        card["task"] == {"kind": "multi_label", "classes": list("0123456789")}
-        and card["images"] == {"train": 300, "validation": 60, "test": 70}
-        and card["size"] == 12
-    )
-    assert (
-        card["counts"]["test"] == {str(digit): int(labels[:, digit].sum()) for digit in range(10)}
-        and sum(card["counts"]["test"].values()) > 70
-    )
-    assert (
-        card["kind"] == "mosaic"
-        and card["settings"]["source"]["kind"] == "digits"
-        and card["seed"] == 1
-    )
-    classes = tuple("0123456789")
-    assert Prepared.open(folder / "mosaic").task == MultiLabel(classes=classes)
-    assert Prepared.open(folder / "source").task == Classification(classes=classes)
-    other = SETTINGS.model_copy(update={"seed": 2}).prepare(tmp_path)
-    assert other["files"]["train_images.npy"] != card["files"]["train_images.npy"]
 
 
 def test_splits_of_one_size_are_drawn_apart(tmp_path, monkeypatch):

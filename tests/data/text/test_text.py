@@ -1,6 +1,5 @@
-"""Words, vocabularies, windows, streams, and the sources of text.
-
-Tokenizers of captions, and mosaics whose captions say what they show.
+"""Words, vocabularies, windows, streams, and the sources of text. Tokenizers of captions, and
+mosaics whose captions say what they show.
 """
 
 import json
@@ -254,17 +253,7 @@ def test_what_is_too_long_is_cut_and_counted():
 
 def test_a_vocabulary_of_words_is_that_of_the_training_captions():
     found = WordSettings().build(["a dog and a cat", "A cat runs", "dog dog"])
-    assert found.vocabulary == (
-        "<pad>",
-        "<start>",
-        "<end>",
-        "<unk>",
-        "a",
-        "dog",
-        "cat",
-        "and",
-        "runs",
-    )
+    assert found.vocabulary == tuple("<pad> <start> <end> <unk> a dog cat and runs".split())
 
 
 def bpe_file(path, words=("a", "b", "ab</w>")):

@@ -334,16 +334,6 @@ def test_views_stay_in_range(name):
     )
 
 
-def test_colours_alone_move_nothing():
-    images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
-    views = draw_views(
-        images, ViewSettings(randaugment=RandAugment(names=("identity",))), generator_for(2)
-    )
-    assert torch.equal(views.images, identity_view(images)) and torch.equal(
-        views.affines, torch.eye(3).expand(16, 3, 3)
-    )
-
-
 JITTER = colour.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4)
 
 
@@ -394,9 +384,3 @@ def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
     assert torch.equal(draw_views(images, still, generator_for(3)).images, identity_view(images))
     erased = ViewSettings(jitter=JITTER, erasing=1.0)
     assert (draw_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
-
-
-def test_saturation_leaves_grey_images_as_they_are():
-    images = torch.randint(0, 256, (8, 1, 6, 6), generator=generator_for(2), dtype=torch.uint8)
-    settings = ViewSettings(jitter=colour.ColourJitter(saturation=0.9))
-    assert torch.equal(draw_views(images, settings, generator_for(0)).images, identity_view(images))

@@ -1,8 +1,6 @@
 """Views are a function of the images, the settings and the generator; mixing keeps the labels'
-mass.
-
-The twelve transforms of table 1: their limits, their centre, and that every model sees the same
-pictures.
+mass. The twelve transforms of table 1: their limits, their centre, and that every model sees the
+same pictures.
 """
 
 import math

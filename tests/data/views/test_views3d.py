@@ -76,9 +76,10 @@ def one_by_one(volumes, shifts, mirrored, fill):
         yield volume.float()
 
 
-@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
-@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
-@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(
+    ("fill", "kind", "channels"),
+    [("zeros", torch.float16, 1), ("border", torch.float32, 2), ("reflection", torch.float16, 2)],
+)
 def test_a_batch_has_the_bits_of_its_volumes_one_by_one(fill, kind, channels):
     volumes = torch.rand(9, channels, *SIZE, generator=generator_for(2)).to(kind)
     before = volumes.clone()
@@ -105,15 +106,6 @@ def test_flips_mirror_the_first_axis_half_of_the_time():
         torch.tensor([[-1.0, 0, 0, 6], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]),
     )
     assert 150 < (views.affines[:, 0, 0] < 0).sum() < 250
-
-
-@pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
-def test_whole_voxel_moves_are_exact_and_agree_with_sampling(fill):
-    settings = ViewSettings(shift=2, flip=True, fill=fill)
-    views = draw_views(VOLUMES, settings, generator_for(2))
-    assert set(views.affines[:, :3, 3].unique().tolist()) <= set(range(-2, 9))
-    sampled = warp_volumes(VOLUMES, views.affines.double(), fill)
-    torch.testing.assert_close(views.images, sampled, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

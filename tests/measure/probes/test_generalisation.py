@@ -21,7 +21,6 @@ from moecore.measure.probes.expert_tissue_agreement import (
     RoutedCubes,
     cube_tissue_agreement,
     cube_tissue_score_correlation,
-    estimate_over_people,
     tissue_sums_by_cube,
 )
 from moecore.measure.probes.region_experts_on_new_data import (
@@ -30,7 +29,6 @@ from moecore.measure.probes.region_experts_on_new_data import (
     VolumesAndTissues,
     keep_thinned_tissue_pair,
     measure_generalisation,
-    measure_tissue_routing,
     one_tissue_filter,
     own_scans,
     route_tissue_masked_volumes,
@@ -153,11 +151,6 @@ def test_correlation_is_spearmans_over_the_cubes_of_a_person():
     assert cube_tissue_score_correlation(flat, 1).value == 0
 
 
-def test_limits_stay_where_shares_are():
-    found = estimate_over_people(np.array([1.0, 1, 1, 0]), 0.0)
-    assert 0 <= found.low <= found.value == 0.75 <= found.high <= 1
-
-
 def test_amounts_are_sums_over_cubes():
     shares = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 6, 2)).astype(np.uint8)
     found = tissue_sums_by_cube(shares, (2, 3, 1))
@@ -229,14 +222,6 @@ def test_experts_that_know_their_tissue(cohort):
     assert len(found.mixtures) == 6 * 3
     assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(TISSUES, 2))
     assert found.mixed.cubes == sum(row.found.cubes for row in found.mixtures)
-
-
-def test_experts_of_the_wrong_tissues(cohort):
-    # wm's expert likes grey matter, gm's fluid, csf's white matter
-    wrong = ByBrightness((GREY["gm"], GREY["csf"], GREY["wm"]))
-    found = measure_tissue_routing(wrong, own_scans(cohort, TISSUES, 6), TISSUES, 3)
-    assert found.isolated.share.value == 0
-    assert found.isolated.over_chance.high < 0
 
 
 def test_the_order_of_names_is_the_order_of_experts(cohort):

@@ -20,7 +20,6 @@ from moecore.measure.routing_metrics.layer_metrics import (
     expert_agreement,
     expert_counts,
     load_cv2,
-    mean_token_entropy,
     normalised_entropy,
     routing_confidence,
 )
@@ -109,18 +108,6 @@ def test_change_of_choice_and_of_processing_differ_under_capacity():
     assert change_of_choice((), ()) == []
 
 
-@given(st.integers(0, 10_000))
-def test_iou_is_symmetric_and_one_only_for_equal_sets(seed):
-    generator = torch.Generator().manual_seed(seed)
-    a, b = (torch.rand(2, 3, 4, generator=generator) < 0.5 for _ in range(2))
-    assert (
-        choice_iou(a, b) == choice_iou(b, a)
-        and 0 <= choice_iou(a, b) <= 1
-        and choice_iou(a, a) == 1
-    )
-    assert (choice_iou(a, b) == 1) == torch.equal(a, b)
-
-
 @pytest.mark.parametrize("prefix", [0, 1, 2])
 def test_overlays_skip_the_tokens_before_the_patches(prefix):
     images = np.arange(16, dtype=np.uint8).reshape(1, 1, 4, 4)
@@ -151,38 +138,6 @@ def test_load_and_entropy_have_bounds_that_collapse_and_balance_reach(counts):
     )
 
 
-@given(st.integers(0, 10_000), st.integers(2, 7))
-def test_other_numbers_for_the_experts_change_no_metric_of_a_layer(seed, experts):
-    generator = torch.Generator().manual_seed(seed)
-    probs, other = (torch.rand(2, 5, experts, generator=generator).softmax(-1) for _ in range(2))
-    chosen, moved = (torch.rand(2, 5, experts, generator=generator) < 0.5 for _ in range(2))
-    chosen[0, 0, 0] = True
-    names = torch.randperm(experts, generator=generator)
-
-    def metrics(order):
-        a, b, mask, counts = (
-            probs[..., order],
-            other[..., order],
-            chosen[..., order],
-            expert_counts(chosen[..., order]),
-        )
-        shares = (
-            load_cv2(counts),
-            normalised_entropy(counts),
-            mean_token_entropy(a),
-            expert_agreement(a, b),
-            choice_iou(mask, moved[..., order]),
-        )
-        return (
-            *shares,
-            *routing_confidence(a).model_dump().values(),
-            tail_of_probs(a, 2),
-        )
-
-    assert metrics(names) == pytest.approx(metrics(torch.arange(experts)))
-    assert torch.equal(expert_counts(chosen[..., names]), expert_counts(chosen)[names])
-
-
 def shares(**at: float) -> torch.Tensor:
     """16 experts on a map of 4 × 4: e5=0.3 gives the expert 5 a share of 0.3."""
     found = torch.zeros(16, dtype=torch.float64)
@@ -206,17 +161,6 @@ def test_places_on_the_map_by_hand():
         "inner_cells": 4 / 16,
     }
     assert found.model_dump() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("experts", "border", "corners"), [(32, 20 / 32, 4 / 32), (400, 76 / 400, 4 / 400)]
-)
-def test_even_routing_has_the_shares_of_the_cells(experts, border, corners):
-    even = torch.full((experts,), 1 / experts, dtype=torch.float64)
-    found = map_border_shares(even, even)
-    assert found.border_load == found.border_mass == found.border_cells == pytest.approx(border)
-    assert found.corner_load == pytest.approx(corners)
-    assert found.inner_load == pytest.approx(1 - border)
 
 
 @pytest.mark.parametrize(("experts", "corners"), [(8, 4 / 8), (7, 2 / 7), (4, 1.0), (1, 1.0)])

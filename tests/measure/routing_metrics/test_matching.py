@@ -17,7 +17,7 @@ from moecore.measure.routing_metrics.consistency import (
 )
 from moecore.measure.routing_metrics.matching import NAMES, augmented_row
 from moecore.measure.routing_metrics.view_pairs import PRESETS, draw_two_views
-from tests.routed import KINDS, tiny
+from tests.routed import tiny
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
 
@@ -81,15 +81,13 @@ def test_shares_by_hand():
     assert (found.match_top1_low, found.match_top1_high) == (0.25, 0.75)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_same_view_twice_matches_everywhere(name):
-    found = augmented_row("x", tiny(name), draw_two_views(IMAGES, PRESETS["identity"], 0), 24)
+def test_the_same_view_twice_matches_everywhere():
+    found = augmented_row("x", tiny("vmoe"), draw_two_views(IMAGES, PRESETS["identity"], 0), 24)
     names = (*NAMES, "match_top1_low", "match_top1_high")
     assert [getattr(found, key) for key in names] == [1] * 5
 
 
-@pytest.mark.parametrize("name", ["vmoe", "ermoe", "expert_choice"])
-@pytest.mark.parametrize("kind", ["noise", "crop", "randaugment"])
+@pytest.mark.parametrize(("name", "kind"), [("vmoe", "randaugment"), ("ermoe", "crop")])
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
     views = draw_two_views(IMAGES, PRESETS[kind], 3)
     found, parts = (augmented_row("x", tiny(name), views, batch) for batch in (24, 5))

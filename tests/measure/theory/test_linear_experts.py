@@ -1,6 +1,5 @@
-"""Theorems 1 and 2 on data whose answers are known by hand, and on whatever hypothesis draws.
-
-Both theorems on a small sweep.
+"""Theorems 1 and 2 on data whose answers are known by hand, and on whatever hypothesis draws. Both
+theorems on a small sweep.
 """
 
 import math
@@ -295,12 +294,6 @@ def test_the_ratio_in_closed_form(experts, angle):
         assert found.ratio**2 == pytest.approx(expected, rel=1e-8) and found.holds
 
 
-def test_equal_subspaces_with_equal_targets_gain_nothing():
-    assert theorem_1_sides(
-        draw_expert_data(4, 0.0, "shared", 1, **SIZES)[0]
-    ).ratio == pytest.approx(1, rel=1e-9)
-
-
 # --- Theorem 2
 
 
@@ -425,13 +418,6 @@ def row(targets, experts, angle, rows) -> Theorem1OverSeeds:
 def test_every_combination_is_there_and_no_bound_fails(found):
     assert len(found.theorem_1) == 3 * 3 * 3 and found.draws == 81
     assert found.violations == 0 and found.theorem_2_violations == 0
-
-
-def test_one_over_root_e_at_ninety_degrees(found):
-    rows = [row for row in found.theorem_1 if row.angle == 90]
-    assert {row.experts for row in rows} == {2, 4, 8}
-    for row in rows:
-        assert row.ratio.value == pytest.approx(1 / math.sqrt(row.experts), rel=1e-9)
 
 
 # As in tests/measure/theory/test_linear_experts.py, with c = cos 60° = 1/2: shared

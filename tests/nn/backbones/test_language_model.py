@@ -1,7 +1,5 @@
 """Span attention, the three kinds of blocks, the cache: against slow references, and what a token
-may see.
-
-The model of MoGE's study: one token, one layer, one classifier.
+may see. The model of MoGE's study: one token, one layer, one classifier.
 """
 
 import math
@@ -12,7 +10,7 @@ from torch.nn.functional import gelu, layer_norm
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, RoutingContext
-from moecore.nn.backbones.base_model import EncodeOptions, parameter_counts
+from moecore.nn.backbones.base_model import EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer
@@ -133,9 +131,10 @@ def test_blocks_of_any_length_give_the_same():
     torch.testing.assert_close(read_on(made, tokens, 4), read_on(made, tokens, 24))
 
 
-@pytest.mark.parametrize("context", [1, 2, 4, 7])
-@pytest.mark.parametrize("span", [2, 4, 6, 9])
-@pytest.mark.parametrize("layers", ["smoe", "adam"])
+@pytest.mark.parametrize(
+    ("layers", "span", "context"),
+    [("smoe", 2, 1), ("adam", 4, 2), ("smoe", 6, 4), ("adam", 9, 7), ("smoe", 9, 1)],
+)
 @torch.no_grad()
 def test_what_no_layer_looks_at_is_not_computed(layers, span, context):
     made = model(context=context, span=span, layers=layers)
@@ -219,21 +218,6 @@ def test_momentum_is_carried_through_the_blocks_of_a_model():
         MomentumBlock,
         MomentumBlock,
     ]
-
-
-def test_parameters_are_as_many_as_printed():
-    """MoGE's table 10: 70.6 M and 215.7 M."""
-    for wanted, width, depth, span, block in (
-        (70.6e6, 128, 3, 256, 256),
-        (215.7e6, 352, 6, 1024, 512),
-    ):
-        spec = text(block).model_copy(update={"task": NextToken(words=267_735)})
-        moe = MoESettings(
-            router=TopKSoftmax(k=2), experts=Mlp(number=16, hidden_ratio=1.0), blocks="all"
-        )
-        with torch.device("meta"):
-            made = LanguageModel(width=width, depth=depth, heads=8, span=span).build(spec, moe)
-        assert math.isclose(parameter_counts(made)["parameters"], wanted, rel_tol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -325,28 +309,6 @@ def test_a_dense_model_has_one_mlp_and_no_records():
     hidden = gelu(normalised(images) @ built.mlp.fc1.weight.T + built.mlp.fc1.bias)
     assert output.routing == () and hidden.shape == (3, 5) and built.moe is None
     torch.testing.assert_close(output.prediction, built.head(built.mlp.fc2(hidden)))
-
-
-def test_the_papers_sizes():
-    """400 experts 784 → 64 → 784 (§2.4): 784·64 + 64 + 64·784 + 784 = 101,200 parameters each, a
-    router 400·784, a head 784·10 + 10.
-    """
-    image = ImageSpec(
-        channels=1,
-        size=28,
-        task=Classification(classes=tuple("0123456789")),
-        mean=(0.3,),
-        std=(0.3,),
-    )
-    with torch.device("meta"):
-        built = SingleLayer().build(
-            image, moe(experts={"kind": "mlp", "number": 400, "hidden_ratio": 64 / 784})
-        )
-    assert (
-        sum(parameter.numel() for parameter in built.parameters())
-        == 400 * 101_200 + 400 * 784 + 7_850
-    )
-    assert built.width == 784 and built.config.depth == built.depth == 1
 
 
 def test_features_are_what_enters_and_leaves_the_layer():

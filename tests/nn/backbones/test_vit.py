@@ -1,8 +1,6 @@
-"""Our vision transformer against timm's, with timm's own random weights.
-
-What a model knows of its images, from cards of images and of volumes.
-
-The transformer of volumes: cubes, positions, stems, and a head that answers in years.
+"""Our vision transformer against timm's, with timm's own random weights. What a model knows of its
+images, from cards of images and of volumes. The transformer of volumes: cubes, positions, stems,
+and a head that answers in years.
 """
 
 import pytest

@@ -1,7 +1,5 @@
 """Soft attention weights, resized position embeddings, stochastic depth, and a model whose choices
-are softened.
-
-The whole layer against a loop over experts with boolean masks.
+are softened. The whole layer against a loop over experts with boolean masks.
 """
 
 import pytest
@@ -198,7 +196,6 @@ def gradients(layer, tokens, forward, seed=3):
 
 SETTINGS = [
     {"k": 1},
-    {"k": 2},
     {"k": 4},
     {"k": 2, "capacity_factor": 0.5},
     {"k": 2, "capacity_factor": 0.5, "batch_priority": True, "group_size": 2},
@@ -206,39 +203,15 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize(
-    "width, hidden_ratio", [(8, 4.0), (6, 1.5)]
-)  # grouped_mm, and the fallback
-@pytest.mark.parametrize("training", [True, False])
-def test_outputs_and_all_gradients_agree_with_the_mask_loop(
-    settings, width, hidden_ratio, training
-):
-    layer = layer_of(width, hidden_ratio=hidden_ratio, **settings).train(training)
+@pytest.mark.parametrize("width", [8, 6])  # grouped_mm, and the fallback
+def test_outputs_and_all_gradients_agree_with_the_mask_loop(settings, width):
+    layer = layer_of(width, hidden_ratio=width - 4.5, **settings).train()
     tokens = torch.randn(3, 7, width, requires_grad=True)
     actual, ours = gradients(layer, tokens, lambda x: layer(x)[0])
     expected, theirs = gradients(layer, tokens, lambda x: mask_loop(layer, x))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
-
-
-def test_an_expert_that_nobody_chooses_gets_a_gradient_of_zeros():
-    layer = layer_of(k=1).eval()
-    with torch.no_grad():
-        layer.router.weight[2] = 0
-        layer.router.weight[0] = 5
-    outputs, _ = layer(torch.rand(2, 5, 8) + 0.5)  # all positive: expert 0 wins everywhere
-    outputs.sum().backward()
-    for parameter in layer.experts.parameters():
-        assert parameter.grad[0].any()
-        assert torch.equal(parameter.grad[2], torch.zeros_like(parameter[2]))
-
-
-def test_a_token_without_any_seat_comes_back_as_zero():
-    layer = layer_of(k=1, capacity_factor=0.1, noise_std=0.0)
-    outputs, (record,) = layer(torch.randn(2, 20, 8))
-    dropped = ~(record.combine > 0).any(-1)
-    assert dropped.any() and not outputs[dropped].any() and outputs[~dropped].any(-1).all()
 
 
 def test_bf16_autocast_stays_close_to_fp32_and_routes_alike():
@@ -266,13 +239,6 @@ def test_functional_transforms_see_the_same_gradient():
     expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
     for ours, theirs in zip(grad(loss)(parameters).values(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_double_precision_gradients():
-    layer = layer_of(4, hidden_ratio=1.0, k=2).double().eval()
-    assert torch.autograd.gradcheck(
-        lambda x: layer(x)[0], torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    )
 
 
 def moe(blocks):

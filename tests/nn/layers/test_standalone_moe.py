@@ -1,5 +1,4 @@
 """A MoE layer in somebody's own module: shapes, one clear error for what it does not take, records.
-
 B images, T tokens, E = 4 experts, d = 8.
 """
 

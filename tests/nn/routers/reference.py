@@ -2,8 +2,6 @@
 layer.
 """
 
-import copy
-
 import torch
 from torch.nn.functional import gelu
 
@@ -66,40 +64,3 @@ def assert_like(layer, tokens, slow, context=RoutingContext(), further=()):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
-
-
-def relabelled(layer, order, axes):
-    """The layer with expert order[i] as expert i; ``axes``: name of each router parameter that has
-    an expert axis -> that axis.
-    """
-    other = copy.deepcopy(layer)
-    for parameter in other.experts.parameters():
-        parameter.data = parameter.data[order]
-    for name, axis in axes.items():
-        parameter = getattr(other.router, name)
-        parameter.data = parameter.data.index_select(axis, order)
-    return other
-
-
-def assert_relabelling_changes_nothing(
-    layer, tokens, axes, context=RoutingContext(), other_context=None, order=(2, 0, 3, 1)
-):
-    """Outputs stay, and every field of the record is permuted."""
-    order = torch.tensor(order)
-    outputs, (record,) = layer.eval()(tokens, context)
-    others, (permuted,) = relabelled(layer, order, axes)(tokens, other_context or context)
-    torch.testing.assert_close(others, outputs)
-    for mine, other in zip(record, permuted, strict=True):
-        torch.testing.assert_close(other, mine[..., order])
-
-
-def assert_permuted_tokens_give_permuted_outputs(
-    layer, tokens, context=RoutingContext(), other_context=None, order=None
-):
-    if order is None:
-        order = torch.randperm(tokens.shape[1])
-    outputs, (record,) = layer.eval()(tokens, context)
-    others, (permuted,) = layer(tokens[:, order], other_context or context)
-    torch.testing.assert_close(others, outputs[:, order])
-    for mine, other in zip(record, permuted, strict=True):
-        torch.testing.assert_close(other, mine[:, order])

@@ -138,14 +138,3 @@ def test_a_hash_made_in_inference_mode_serves_in_training():
     outputs, _ = layer(torch.ones(2, 9, 8, requires_grad=True), context)
     outputs.sum().backward()
     torch.testing.assert_close(outputs.detach(), expected.detach())
-
-
-def test_invariances():
-    patches = patches_of(3)
-    order = torch.randperm(9)
-    layer = reference.layer_of(Hash(k=2))
-    tokens = torch.randn(3, 9, 8)
-    context = RoutingContext(patches=patches)
-    reference.assert_permuted_tokens_give_permuted_outputs(
-        layer, tokens, context, RoutingContext(patches=patches[:, order]), order
-    )

@@ -1,7 +1,4 @@
-"""SoftMoE: mixtures of tokens to slots and back.
-
-A router that learns and is then frozen.
-"""
+"""SoftMoE: mixtures of tokens to slots and back. A router that learns and is then frozen."""
 
 import math
 
@@ -79,8 +76,7 @@ def slow_layer(layer, tokens, number):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("width", [8, 6])
+@pytest.mark.parametrize(("slots", "width"), [(1, 8), (3, 6)])
 def test_outputs_and_all_gradients_agree_with_slot_by_slot(slots, width):
     layer = reference.layer_of(SoftSlots(slots=slots), width)
     layer.router.scale.data.fill_(3.0)
@@ -95,13 +91,6 @@ def test_the_record_sums_over_an_experts_slots():
     torch.testing.assert_close(record.probs, plan.weights.sum(-1))
     torch.testing.assert_close(record.combine, record.probs)
     torch.testing.assert_close(plan.mixing.sum(1), torch.ones(2, 4, 3))
-
-
-def test_invariances():
-    layer = reference.layer_of(SoftSlots(slots=2))
-    tokens = torch.randn(3, 9, 8)
-    reference.assert_relabelling_changes_nothing(layer, tokens, {"slots": 1})
-    reference.assert_permuted_tokens_give_permuted_outputs(layer, tokens)
 
 
 def test_neither_the_length_of_a_token_nor_that_of_a_slot_matters_but_the_scale_does():
@@ -162,7 +151,7 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-SETTINGS = [{}, {"k": 1, "noise_std": 3.0}, {"k": 2, "capacity_factor": 0.5}]
+SETTINGS = [{"k": 1, "noise_std": 3.0}, {"k": 2, "capacity_factor": 0.5}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -63,8 +63,7 @@ def test_training_adds_noise_to_the_teachers_log_probs():
     torch.testing.assert_close(record.probs, (tokens @ layer.router.weight.t()).softmax(-1))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("k", "training"), [(1, True), (2, False)])
 def test_outputs_and_all_gradients_agree_with_every_expert_on_every_token(k, training):
     layer = reference.layer_of(TeacherRouted(k=k)).train(training)
     teacher = teacher_of().requires_grad_()
@@ -145,21 +144,6 @@ def test_probs_that_were_rounded_to_0_stay_finite():
     outputs, (record,) = layer(torch.randn(1, 1, 8), RoutingContext(teacher=teacher))
     (gradient,) = torch.autograd.grad(outputs.sum() + record.load.sum(), teacher)
     assert gradient.isfinite().all() and all(field.isfinite().all() for field in record)
-
-
-def test_invariances():
-    teacher = teacher_of(3)
-    order = torch.randperm(9)
-    labels = [2, 0, 3, 1]
-    layer = reference.layer_of(TeacherRouted(k=2))
-    tokens = torch.randn(3, 9, 8)
-    context = RoutingContext(teacher=teacher)
-    reference.assert_relabelling_changes_nothing(
-        layer, tokens, {"weight": 0}, context, RoutingContext(teacher=teacher[..., labels]), labels
-    )
-    reference.assert_permuted_tokens_give_permuted_outputs(
-        layer, tokens, context, RoutingContext(teacher=teacher[:, order]), order
-    )
 
 
 @pytest.mark.parametrize(
