@@ -6,6 +6,7 @@ B images, T tokens per image, E experts.
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
@@ -15,12 +16,13 @@ from moecore.nn.routers.token_choice import plan_and_record
 
 
 class Told(Router):
-    """Tokens of kind n go to expert n − 1, in a circle; those of which nothing is known to 0.
+    """Tokens of kind n go to expert (n − 1) / ``together``, in a circle; unknown ones to 0.
 
     Nothing learns: it is the ceiling of what a router can find (*our own*).
     """
 
     kind: Literal["told"] = "told"
+    together: int = Field(1, ge=1, description="Adjacent kinds that share an expert: a family")
 
     @property
     def wants(self) -> frozenset[str]:
@@ -33,7 +35,7 @@ class Told(Router):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "ToldRouter":
         """Return the router over ``experts`` experts."""
-        return ToldRouter(experts)
+        return ToldRouter(experts, self.together)
 
 
 class ToldRouter(nn.Module):
@@ -42,15 +44,17 @@ class ToldRouter(nn.Module):
     Its context must have the truth: models of images without are refused.
     """
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, together: int = 1) -> None:
         super().__init__()
         self.experts = experts
+        self.together = together
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         assert context.truth is not None
-        chosen = ((context.truth - 1).clamp_min(0) % self.experts).unsqueeze(-1)
+        expert = (context.truth - 1).clamp_min(0) // self.together % self.experts
+        chosen = expert.unsqueeze(-1)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         weights = torch.ones_like(chosen, dtype=dtype)
         probs = weights.new_zeros(*tokens.shape[:2], self.experts).scatter(-1, chosen, weights)

@@ -38,6 +38,9 @@ def test_kinds_go_to_their_experts_in_a_circle_and_what_is_not_known_to_the_firs
     assert record.chosen.int().argmax(-1).tolist() == [[0, 0, 1, 0, 1]]
     assert torch.equal(record.combine, record.chosen.float())
     assert Told().active(8) == 1
+    families = Told(together=2).build(8, 2)
+    _, record = families(torch.randn(1, 6, 8), RoutingContext(truth=torch.arange(6)[None]))
+    assert record.chosen.int().argmax(-1).tolist() == [[0, 0, 0, 1, 1, 0]]
 
 
 @pytest.mark.parametrize(
