@@ -231,7 +231,7 @@ def test_an_open_verdict_says_what_could_have_been_seen():
 
 
 def question(**changes) -> Question:
-    given = claim().model_dump(exclude={"source", "says", "paper"})
+    given = claim().model_dump(exclude={"source", "says", "paper", "quote", "effect"})
     return Question(**given | {"asks": "Do views agree?"} | changes)
 
 

@@ -67,6 +67,10 @@ class Claim(Comparison):
         min_length=1, description="Where it stands: table 4; figure 3, left; §5.1; the text."
     )
     says: str = Field(min_length=1, description="The claim in plain words.")
+    quote: str = Field("", description="The sentence that it judges, word for word.")
+    effect: float | None = Field(
+        None, description="The difference that the paper prints, in the metric's unit."
+    )
 
 
 class Question(Comparison):
