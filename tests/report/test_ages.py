@@ -267,12 +267,10 @@ def test_claims_over_errors(three):
             better="lower",
         ),
     ]
-    holds, differs = evaluate_claims(claims, three)
-    assert (holds.verdict, differs.verdict) == (
-        "holds",
-        "differs",
-    ) and differs.difference.value == pytest.approx(2)
-    assert json.dumps(compare_json_claims([holds]), allow_nan=False)
+    one, other = evaluate_claims(claims, three)
+    assert one.difference.value < 0 and other.difference.value == pytest.approx(2)
+    assert one.verdict == other.verdict == "open", "made up alike in every seed: no interval"
+    assert json.dumps(compare_json_claims([one]), allow_nan=False)
     with pytest.raises(UserError, match="dense has no own_expert; allowed: vmoe, ermoe_ba"):
         evaluate_claims(
             [
