@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.project_answers import refuse_newer_project
-from moecore.report.tables.comparison import unknown_metrics
+from moecore.report.tables.comparison import unfit_metrics
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.checking.preflight import check_study
@@ -19,7 +19,7 @@ from moecore.study.reading.document import load_yaml
 def code() -> None:
     refuse_newer_project()
     document = load_yaml(params_path())
-    check_study(document.path, Path(), unknown_metrics)
+    check_study(document.path, Path(), unfit_metrics)
     write_code(document.path)
     refuse_changed_document(document)
 

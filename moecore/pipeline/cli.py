@@ -63,10 +63,10 @@ class _Group(TyperGroup):
 
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
-    from moecore.report.tables.comparison import unknown_metrics
+    from moecore.report.tables.comparison import unfit_metrics
     from moecore.study.checking.preflight import describe_check
 
-    typer.echo(describe_check(params, also=unknown_metrics))
+    typer.echo(describe_check(params, also=unfit_metrics))
     _say_changed_raw_data(params)
 
 
@@ -118,7 +118,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project_lock import hold_project
-    from moecore.report.tables.comparison import unknown_metrics
+    from moecore.report.tables.comparison import unfit_metrics
     from moecore.study.checking.preflight import check_study
     from moecore.study.reading.document import load_yaml
 
@@ -129,7 +129,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
-        check_study(also=unknown_metrics)
+        check_study(also=unfit_metrics)
         _say_changed_raw_data(PARAMS_FILE)
         run_pipeline(jobs)
 

@@ -27,7 +27,7 @@ from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told, ToldRouter
-from moecore.report.tables.comparison import unknown_metrics
+from moecore.report.tables.comparison import unfit_metrics
 from moecore.run.progress import report_progress
 from moecore.study.checking.data_rules import PREPARED_DATA, chdir_to_stages, read_planned_data
 from moecore.study.checking.preflight import check_study
@@ -110,7 +110,7 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
     Nothing is written beside it. Raises UserError where the file is not in order, or has no dense
     method or none that is told.
     """
-    check_study(path, also=unknown_metrics)
+    check_study(path, also=unfit_metrics)
     document = load_yaml(path)
     params = extract_declared_settings(PilotParams, document)
     methods = choose_pilot_methods(params, document)

@@ -14,7 +14,15 @@ from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
-SCORE = "score"  # instead of a form: that of the task's score
+SCORE = "score"  # instead of a form, or of what is better: that of the task's score
+
+
+class PlannedMetric(NamedTuple):
+    """What is known of a metric before anything has run: see ``Column``."""
+
+    form: str
+    better: str
+    is_fixed: bool = False
 
 
 class Column(NamedTuple):
@@ -34,14 +42,15 @@ class Column(NamedTuple):
     items: Callable[[Any], np.ndarray | None] | None = None
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
+    is_fixed: bool = False  # by the settings: the same for every seed and all data
 
     def columns(self, seen: "ColumnContext") -> list["Column"]:
         """Itself: it depends on nothing but the result."""
         return [self]
 
-    def foreseen(self, ahead: "PlannedPhase") -> dict[str, str]:
-        """Return its name and its form: they are known before anything runs."""
-        return {self.name: self.form}
+    def foreseen(self, ahead: "PlannedPhase") -> dict[str, PlannedMetric]:
+        """Return its name and what is known before anything runs."""
+        return {self.name: PlannedMetric(self.form, self.better, self.is_fixed)}
 
 
 class PlannedPhase(NamedTuple):
@@ -61,10 +70,14 @@ class PlannedPhase(NamedTuple):
         ]
         return range(1, 1 + max(numbers, default=0))
 
-    def forms_of(self, names: Iterable[str], form: str) -> dict[str, str]:
-        """Return name → form; the form SCORE is that of the task's score."""
-        forms = {SCORE: {"accuracy": "share"}.get(self.score, "number")}
-        return dict.fromkeys(names, forms.get(form, form))
+    def plan_metrics(
+        self, names: Iterable[str], form: str, better: str
+    ) -> dict[str, PlannedMetric]:
+        """Return name → what is known of it; SCORE is what the task's score has."""
+        is_share = self.score == "accuracy"
+        form = {SCORE: "share" if is_share else "number"}.get(form, form)
+        better = {SCORE: "higher" if is_share else "lower"}.get(better, better)
+        return dict.fromkeys(names, PlannedMetric(form, better))
 
 
 Names = Callable[[PlannedPhase], Iterable[str]]
@@ -121,9 +134,9 @@ class ColumnPerRow(NamedTuple):
 
         return read_row
 
-    def foreseen(self, ahead: PlannedPhase) -> dict[str, str]:
+    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
         names = [self.column.name.format(key) for key in self.ahead(ahead)]
-        return ahead.forms_of(names, self.column.form)
+        return ahead.plan_metrics(names, self.column.form, self.column.better)
 
 
 class ContextDependentColumns(NamedTuple):
@@ -132,12 +145,13 @@ class ContextDependentColumns(NamedTuple):
     of: Callable[[ColumnContext], Iterable[Column]]
     ahead: Names  # the names of the columns, before anything has run
     form: str = "number"  # of all of them
+    better: str = ""  # of all of them
 
     def columns(self, seen: ColumnContext) -> list[Column]:
         return list(self.of(seen))
 
-    def foreseen(self, ahead: PlannedPhase) -> dict[str, str]:
-        return ahead.forms_of(self.ahead(ahead), self.form)
+    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
+        return ahead.plan_metrics(self.ahead(ahead), self.form, self.better)
 
 
 Columns = Column | ColumnPerRow | ContextDependentColumns  # an entry of a measurement's COLUMNS

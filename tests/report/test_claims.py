@@ -16,15 +16,17 @@ from moecore.core.source_layout import ROOT
 from moecore.measure.base import Estimate
 from moecore.report.claims import claims_page
 from moecore.report.claims.claims_page import read_paper_tables
-from moecore.report.claims.claims_table import ANSWERS, claims_markdown
+from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
 from moecore.report.claims.evaluation import (
+    claim_entry,
     compare_json_claims,
     evaluate_claims,
     judge_difference,
     p_of,
 )
+from moecore.report.claims.stored_verdicts import judge_again, rebuild_difference
 from moecore.report.page.report_page import render_report
-from moecore.report.tables.comparison import compare_methods, expected_metric_forms, read_comparison
+from moecore.report.tables.comparison import compare_methods, expected_metrics, read_comparison
 from moecore.report.tables.methods_by_paper import headline_tables_by_phase
 from moecore.report.tables.summary import claim_lines, headline_rows
 from moecore.report.typed_results import Measured, Phase, Results
@@ -51,6 +53,7 @@ from tests.report.test_report import assert_self_contained, results
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
+WITHOUT_QUOTE = 90  # claims whose quote is still to be written: lower it with each one
 ROUTED = routed_by(records_of(0), 0, 0)
 
 
@@ -152,15 +155,83 @@ def test_verdicts_of_an_equivalence(value, half, expected):
         assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
 
 
+@pytest.mark.parametrize(
+    ("gain", "half", "expected"),
+    [
+        (0.3, 0.2, "holds"),
+        (-0.04, 0.07, "holds"),  # one-sided: −0.04 − 0.07 · 1.645/1.96 = −0.0987 > −0.1
+        (-0.04, 0.075, "open"),  # −0.1029
+        (-0.15, 0.06, "open"),
+        (-0.2, 0.09, "differs"),
+        (-0.2, 0.11, "open"),
+        (0.2, None, "open"),
+    ],
+)
+def test_verdicts_of_no_worse(gain, half, expected):
+    asked = claim(better="no_worse", margin=0.1)
+    for good, sign in (("higher", 1), ("lower", -1)):
+        one = found(sign * gain, half)
+        p = p_of(one, asked, good)
+        assert judge_difference(one, asked, good) == expected
+        assert (p is None) == (half is None) and (p is None or (p < 0.05) == (expected != "open"))
+
+
+def test_the_column_knows_what_is_worse():
+    # differences 0.01, 0.02, 0.03: t(2), one-sided 2.919986: limit 0.02 − 2.92 · 0.01/√3 = 0.003
+    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.11, 0.52, 0.23])
+    asked = {"better": "no_worse", "margin": 0.001}
+    turned = asked | {"method": "vmoe", "against": "prc"}
+    cases = [claim(**asked), claim(**turned), claim()]
+    verdicts = [one.verdict for one in evaluate_claims(cases, shown)]
+    assert verdicts == ["holds", "open", "open"]  # 95 %: 0.02 ± 4.302653 · 0.01/√3 = ± 0.0248
+    assert "no worse within 0" in claims_markdown(evaluate_claims(cases, shown))
+
+
+@pytest.mark.parametrize(
+    ("effect", "better", "said"),
+    [
+        (0.5, "higher", True),  # 0.2 ± 0.248, open
+        (0.4, "higher", False),
+        (-0.04, "lower", False),
+        (-0.06, "lower", True),
+        (None, "higher", False),
+    ],
+)
+def test_an_interval_excludes_what_the_paper_prints(effect, better, said):
+    shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
+    (one,) = evaluate_claims([claim(effect=effect, better=better)], shown)
+    row = build_claim_row(claim_entry(one))
+    assert one.verdict == "open" and bool(row.excludes) == said
+    assert row.effect == (
+        "" if effect is None else f"{'−+'[effect > 0]}{abs(effect):.2%}"[:-1] + " pp"
+    )
+    assert (row.excludes in claims_markdown([one])) and (
+        row.excludes in claim_lines(flat_claims([one]))[0]
+    )
+
+
+def test_a_claim_that_holds_excludes_nothing():
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])  # 0.1 ± 0.025
+    sure, other = evaluate_claims([claim(effect=0.5), claim(better="lower", effect=-0.5)], shown)
+    assert build_claim_row(claim_entry(sure)).excludes == ""
+    assert build_claim_row(claim_entry(other)).excludes == "excludes the paper's −50.00 pp"
+
+
+def test_seeds_that_are_all_alike_leave_no_interval():
+    (one,) = evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))
+    assert one.verdict == "open" and one.p is None and one.p_holm is None
+    assert "no interval: all seeds are alike" in claims_markdown([one])
+
+
 def test_holm_counts_the_claims_of_one_paper():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
     one = evaluate_claims([claim()], shown)[0]
     assert 0.01 < one.p == one.p_holm < 0.05 and one.verdict_holm == one.verdict == "holds"
     others = [claim(), claim(better="lower"), claim(paper="TGR"), question()]
     found = evaluate_claims([*others, claim(metric="test_accuracy")], shown)
-    # three of PRC: accuracies are all alike, p = 1
-    assert [round(one.p_holm / one.p) for one in found[:3]] == [3, 3, 1]
-    assert [one.verdict_holm for one in found] == ["open", "open", "holds", "", "open"]
+    # two of PRC: accuracies are all alike and no test is made
+    assert [round(one.p_holm / one.p) for one in found[:3]] == [2, 2, 1]
+    assert [one.verdict_holm for one in found] == ["open", "open", "holds", "", ""]
     assert found[3].p_holm is None and found[3].p == found[0].p
     text = claims_markdown(found)
     assert "| ✓ holds | ? open |" in text and "| ✓ holds | ✓ holds |" in text
@@ -220,14 +291,14 @@ def test_an_open_verdict_says_what_could_have_been_seen():
     shown = study(vmoe=[0.1, 0.5, 0.2], prc=[0.2, 0.7, 0.5])
     found = evaluate_claims([claim()], shown)[0]
     # deviation 0.1, standard error 0.1/√3; t(2): 4.302653 and 1.060660
-    assert found.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
+    assert found.difference.smallest == pytest.approx((4.302653 + 1.060660) * 0.1 / math.sqrt(3))
     assert "detectable: 31" in claims_markdown([found])
     entry = next(iter(flat_claims([found]).values()))
-    assert entry["smallest"] == found.smallest
+    assert entry["smallest"] == found.difference.smallest
     assert "detectable: 31" in claim_lines(flat_claims([found]))[0]
     sure = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89]))[0]
     row = claims_markdown([sure]).splitlines()[-1]
-    assert sure.smallest is None and "detectable" not in row
+    assert sure.verdict == "holds" and "detectable" not in row
 
 
 def question(**changes) -> Question:
@@ -238,7 +309,8 @@ def question(**changes) -> Question:
 def test_questions_are_answered_in_a_table_of_their_own():
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.61, 0.89])
     found = evaluate_claims(
-        [question(), claim(), question(better="lower"), question(metric="load_cv2")], shown
+        [question(), claim(), question(better="lower"), question(better="equivalent", margin=0.1)],
+        shown,
     )
     text = claims_markdown(found)
     claims, asked = text.split("## What no paper claims")
@@ -259,6 +331,9 @@ def test_questions_are_answered_in_a_table_of_their_own():
         ({"better": "equivalent"}, "found margin None"),
         ({"margin": 0.1}, "found margin 0.1, better higher"),
         ({"better": "equivalent", "margin": 0.0}, "greater than 0"),
+        ({"better": "no_worse"}, "found margin None"),
+        ({"effect": -0.1}, "found effect -0.1, better higher"),
+        ({"effect": 0.1, "better": "lower"}, "found effect 0.1, better lower"),
         ({"source": ""}, "at least 1 character"),
         ({"against_metric": "match_top1"}, "the metric itself"),
     ],
@@ -406,7 +481,7 @@ def small_project(root, compared: dict | None, **settings) -> str:
     """The page over one study of two claims and a question, with these numbers and settings."""
     asked = claim(metric="match_top1").model_dump(mode="json", exclude_none=True)
     alike = claim(source="table 3", better="equivalent", margin=0.1)
-    odd = claim(paper="Someone", source="a letter")
+    odd = claim(paper="Someone", source="a letter", metric="imed")
     params = {
         "run": {"methods": ["prc", "vmoe"], "seeds": [0, 1], "phases": ["pretrain"]},
         "claims": [
@@ -433,7 +508,7 @@ def row_of(text: str, start: str) -> str:
 def test_a_study_that_was_not_run(tmp_path):
     text = small_project(tmp_path, None)
     assert "| not run yet | `moecore study run pipelines/one` |" in row_of(text, "table 4")
-    assert "Of 3 claims: 3 not run yet." in text
+    assert "of a paper: 3 not run yet." in text
     assert "## Claims of other sources" in text and "| Someone | a letter |" in text
     assert "| Do views agree? |  | not run yet |" in text
 
@@ -450,14 +525,54 @@ def test_a_study_that_was_run(tmp_path):
         "`match_top1` prc 48" in four
         and "over seeds (3 seeds) | not significant (detectable: " in four
     )
-    assert "Of 3 claims: 1 equivalent, 1 not significant, 1 not run yet." in text
+    assert "of a paper: 1 equivalent, 1 not significant, 1 not run yet." in text
     assert "not run yet with this claim" in text, "the one of a letter was not asked then"
     other = question(better="lower")
     assert other.asks not in text.split("## What no paper claims")[0]
-    for entry in compared["claims"].values():
+    for entry in (*compared["claims"].values(), *compared["questions"].values()):
         del entry["asked"]  # of an older version
     older = small_project(tmp_path / "older", compared)
     assert "not run yet with this claim" in row_of(older, "table 4")
+
+
+def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
+    # differences 0.1, 0.13, 0.07: t(2) = 0.1/(0.03/√3) = 5.77, p = 0.0287; of two claims 0.0574
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
+    found = evaluate_claims([claim(quote="Views agree more.")], shown)
+    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    assert found[0].verdict_holm == "holds"
+    alone = small_project(tmp_path, compared, claims=[claim().model_dump(mode="json")])
+    assert "of a paper: 1 holds." in alone and "Views agree. (“" not in alone
+    shutil.copytree(tmp_path / "pipelines/one", tmp_path / "pipelines/two")
+    both = claims_page.render_claims_page(tmp_path)
+    assert "of a paper: 2 not significant." in both
+    assert "| holds; not significant with Holm's correction |" in row_of(both, "table 4")
+
+
+@pytest.mark.parametrize("shift", [0.2, 0.02])  # decided and open
+@pytest.mark.parametrize("kind", [BOTH, ITEMS, "seeds"])
+def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
+    generator = np.random.default_rng(0)
+    theirs = [generator.standard_normal(60) for _ in range(3)]
+    ours = [one + shift + 0.1 * generator.standard_normal(60) for one in theirs]
+    shown = of_items(ours, theirs) if kind == BOTH else of_items(ours[:1], theirs[:1])
+    if kind == "seeds":
+        shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.1 + shift, 0.51 + shift, 0.79 + shift])
+    asked = [claim(), claim(better="equivalent", margin=0.11)]
+    for one in evaluate_claims(asked, shown):
+        assert one.difference.kind == kind and (one.p < 0.05) == (one.verdict != "open")
+        entry = json.loads(json.dumps(claim_entry(one)))
+        if one.verdict != "open":
+            del entry["smallest"]  # as older versions did
+        again = rebuild_difference(entry)
+        assert again[:1] + again[2:] == one.difference[:1] + one.difference[2:]
+        assert [value for source in again.sources for value in source] == pytest.approx(
+            [value for source in one.difference.sources for value in source]
+        )
+        no_worse = claim(better="no_worse", margin=0.3, effect=-0.5)
+        judged = judge_again(entry, no_worse, "higher")
+        assert judged["verdict"] == judge_difference(one.difference, no_worse, "higher") == "holds"
+        assert judged["asked"]["effect"] == -0.5 and judged["method"] == entry["method"]
 
 
 def test_a_cell_without_a_form_has_that_of_the_studys_columns(tmp_path):
@@ -498,12 +613,19 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     ):
         text = small_project(tmp_path / str(number), compared, **now)
         assert ("‡" in row_of(text, "table 4")) == marked
-        words = "Since 1 of them (marked ‡) settings of the study were changed."
+        words = "Since 2 of them (marked ‡) settings of the study were changed."
         assert (words in text) == marked
 
 
 def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
     assert "## Claims of other sources" not in claims_page.render_claims_page(ROOT)
+
+
+def test_claims_without_the_papers_sentence_only_become_fewer():
+    _, answers = claims_page.load_studies(ROOT)
+    claims = [one.claim for one in answers if isinstance(one.claim, Claim)]
+    without = [f"{one.paper}, {one.source}: {one.says}" for one in claims if not one.quote]
+    assert len(without) <= WITHOUT_QUOTE, without
 
 
 def test_the_rows_of_the_papers_say_what_they_need():
@@ -518,9 +640,7 @@ def test_the_rows_of_the_papers_say_what_they_need():
                 asked = check_params(ROOT / "pipelines" / printed.study / "params.yaml")
                 assert set(printed.methods) <= set(asked.run.methods), row.number
                 stages = stages_reading_params(ROOT / "pipelines" / printed.study)
-                assert set(printed.metrics) <= set(
-                    expected_metric_forms(asked, stages, printed.phase)
-                )
+                assert set(printed.metrics) <= set(expected_metrics(asked, stages, printed.phase))
 
 
 def test_one_method_is_judged_by_two_metrics():

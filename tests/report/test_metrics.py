@@ -19,9 +19,9 @@ from moecore.report.results import USUAL, read_results
 from moecore.report.tables.comparison import (
     build_table,
     compare_methods,
-    expected_metric_forms,
+    expected_metrics,
     phase_result_columns,
-    unknown_metrics,
+    unfit_metrics,
 )
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.summary import headline_rows
@@ -216,9 +216,9 @@ STAGES = ("pretrain", "robustness", "routing", "measure", "compare")
 ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 
-def misnamed(metric: str, phase: str = "pretrain") -> list[tuple[tuple, str]]:
-    text = f"{SETTINGS}questions: [{{{ASKED}, metric: '{metric}', phase: {phase}}}]\n"
-    return list(unknown_metrics(extract_declared_settings(Study, parse_yaml(text)), STAGES))
+def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tuple, str]]:
+    text = f"{SETTINGS}questions: [{{{asked}, metric: '{metric}', phase: {phase}}}]\n"
+    return list(unfit_metrics(extract_declared_settings(Study, parse_yaml(text)), STAGES))
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,19 @@ def test_a_metric_that_the_study_will_not_have_is_refused(metric, near):
     assert text.startswith(f"found {metric!r}{near}") and "; allowed in pretrain: test_acc" in text
 
 
+@pytest.mark.parametrize("metric", ["parameters", "border_cells"])
+def test_a_metric_that_the_settings_decide_is_refused(metric):
+    ((keys, text),) = misnamed(metric)
+    assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
+
+
+def test_no_worse_needs_a_metric_that_can_be_worse():
+    asked = ASKED.replace("higher", "no_worse, margin: 0.1")
+    assert misnamed("test_loss", asked=asked) == misnamed("test_accuracy", asked=asked) == []
+    ((keys, text),) = misnamed("token_entropy", asked=asked)
+    assert keys == ("questions", 0, "better") and "token_entropy is worse" in text
+
+
 def test_a_phase_that_is_not_there_is_not_judged_twice():
     assert misnamed("anything", "finetune") == []
 
@@ -268,20 +281,24 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     study = extract_declared_settings(
         Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"])))
     )
-    known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
+    known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
     generated |= {f"imed_{column_slug(name)}" for name in TRANSFORMS}
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
-    forms = {one.name: one.column.form for one in metrics if one.name in known}
-    assert forms == {name: known[name] for name in forms}
+    planned = {
+        one.name: (one.column.form, one.column.better, one.column.is_fixed)
+        for one in metrics
+        if one.name in known
+    }
+    assert planned == {name: known[name] for name in planned}
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = extract_declared_settings(Study, load_yaml(SHIPPED))
     assert list(PlannedPhase(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
-    known = expected_metric_forms(study, (*STAGES, "calibrate"), "pretrain")
+    known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     dense = study.run.model_copy(update={"methods": ("dense",)})

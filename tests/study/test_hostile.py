@@ -23,7 +23,7 @@ from moecore.core.source_layout import ROOT, list_dvc_files
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
-from moecore.report.tables.comparison import unknown_metrics
+from moecore.report.tables.comparison import unfit_metrics
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_build_rules import image_spec
 from moecore.study.checking.preflight import check_study
@@ -107,7 +107,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
         change(data, draw)
     path = written(tmp_path_factory.mktemp("edited"), data, home)
     try:
-        check_study(path, also=unknown_metrics)
+        check_study(path, also=unfit_metrics)
     except UserError as error:
         lines = str(error).split("\n")
         assert all(line.startswith(f"{path}") for line in lines), lines

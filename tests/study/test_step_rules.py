@@ -9,7 +9,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.report.tables.comparison import unknown_metrics
+from moecore.report.tables.comparison import unfit_metrics
 from moecore.study.checking.preflight import check_study
 from moecore.study.checking.step_rules import step_misfits
 from moecore.study.reading.document import load_yaml
@@ -58,7 +58,7 @@ def test_our_methods_make_a_step(file):
 
 def test_parts_without_fault(folder):
     write_my_lab(folder)
-    assert check_study(also=unknown_metrics).study.run.methods == ("mine",)
+    assert check_study(also=unfit_metrics).study.run.methods == ("mine",)
 
 
 FAULTS = [
@@ -80,7 +80,7 @@ FAULTS = [
 def test_a_faulty_part_is_named_in_a_line(folder, files, place, words):
     write_my_lab(folder, **files)
     with pytest.raises(UserError) as raised:
-        check_study(also=unknown_metrics)
+        check_study(also=unfit_metrics)
     [line] = str(raised.value).split("\n")
     assert line.startswith(place) and words in line
 
@@ -117,11 +117,11 @@ def test_a_part_that_refuses_so_small_a_model_is_noted(folder):
     refusing = 'from moecore import UserError\n        raise UserError("width: found 8")'
     write_my_lab(folder, calm=CALM.replace("return ", f"{refusing}\n        return "))
     note = "my_lab.calm was not tried in small: width: found 8"
-    assert note in check_study(also=unknown_metrics).notes
+    assert note in check_study(also=unfit_metrics).notes
 
 
 def test_a_measurement_that_the_report_would_drop_is_named(folder):
     page = BRIGHTNESS_PAGE.replace("SHOWN =", "HIDDEN =")
     write_my_lab(folder, **{"pages/brightness": page})
     with pytest.raises(UserError, match=r"^params.yaml:4:71: run.measurements\[0\]: found my_"):
-        check_study(also=unknown_metrics)
+        check_study(also=unfit_metrics)

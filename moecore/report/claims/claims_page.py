@@ -4,7 +4,6 @@ Joins paper_tables.yaml with the claims and questions of pipelines/*/params.yaml
 pipelines/*/reports/compare.json. Studies that were not run are said to be so.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,18 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import write_whole
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
+from moecore.report.claims.evaluation import correct_by_paper, verdict_after_holm
+from moecore.report.claims.stored_verdicts import judge_again
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.comparison import read_comparison
+from moecore.report.tables.comparison import expected_metrics_of_folder, read_comparison
 from moecore.report.tables.number_format import NumberFormat
-from moecore.study.reading.claims_section import Claim, Question, comparison_digest
+from moecore.study.reading.claims_section import (
+    Claim,
+    Question,
+    comparison_digest,
+    measured_quantity,
+)
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import extract_declared_settings
@@ -27,7 +33,7 @@ from moecore.study.reading.stage_params import extract_declared_settings
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
 VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
-ORDER = ("holds", "equivalent", VERDICTS["open"], "differs", "not run yet")
+ORDER = ("holds", "equivalent", "no worse", VERDICTS["open"], "differs", "not run yet")
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 Studies = Mapping[str, Mapping[str, Any]]  # name → compare.json, {} where it was not run
 STATES = {
@@ -81,7 +87,7 @@ class Answer(NamedTuple):
 
     study: str
     claim: Claim | Question
-    entry: Mapping[str, Any]  # {} where nothing was found
+    entry: dict[str, Any]  # of compare.json; {} where nothing was found
     state: str  # of what was not found: not run yet
     changed: bool  # whether settings were changed since
 
@@ -91,7 +97,7 @@ class Answer(NamedTuple):
         if isinstance(self.claim, Question):
             return VERDICTS | ANSWERS
         if self.claim.margin:
-            return VERDICTS | {"holds": "equivalent"}
+            return VERDICTS | {"holds": self.claim.better.replace("_", " ")}
         return VERDICTS
 
     @property
@@ -99,6 +105,12 @@ class Answer(NamedTuple):
         """The verdict as it is printed; "not run yet" where nothing was found."""
         verdict = self.entry.get("verdict", "not run yet")
         return self.words.get(verdict, verdict)
+
+    @property
+    def verdict_holm(self) -> str:
+        """The verdict as it is printed, after Holm's correction where there is one."""
+        verdict = self.entry.get("verdict_holm")
+        return self.words.get(verdict, verdict) if verdict else self.verdict
 
 
 def write_claims_page(root: Path = Path()) -> Path:
@@ -135,11 +147,16 @@ def render_claims_page(root: Path = Path()) -> str:
     if asked:
         head = ("question", "difference", "answer", "study")
         tables["What no paper claims, asked of these runs"] = markdown_table(head, asked)
-    verdicts = Counter(answer.verdict for answer in claims)
+    verdicts = Counter(answer.verdict_holm for answer in claims)
     template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
     told = ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name])
-    changed = sum(answer.changed for answer in claims)
-    numbers = {"claims": claims, "told": told, "changed": changed, "states": states}
+    numbers = {
+        "claims": claims,
+        "told": told,
+        "excluding": sum(bool(build_claim_row(one.entry).excludes) for one in claims if one.entry),
+        "changed": sum(answer.changed for answer in claims),
+        "states": states,
+    }
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
@@ -153,7 +170,9 @@ def read_paper_tables() -> dict[str, list[PaperTableOrFigure]]:
 
 
 def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
-    """Return what the last run of every study under pipelines/ found, and all answers."""
+    """Return what the last run of every study under pipelines/ found, and all answers, judged by
+    the claims as they are now, with Holm's correction over all claims of a paper.
+    """
     studies: dict[str, Mapping[str, Any]] = {}
     answers = []
     for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
@@ -167,18 +186,31 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
         document = load_yaml(str(folder / "params.yaml"))
         asked = extract_declared_settings(DeclaredClaims, document)
         entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
-        current = {
-            json.dumps(entry["asked"], sort_keys=True): entry
+        measured = {
+            measured_quantity(entry["asked"]): entry
             for entry in entries
             if entry.keys() >= {"asked", "form"}  # others are of older versions
         }
         for claim in (*asked.claims, *asked.questions):
-            words = json.dumps(claim.model_dump(mode="json", exclude_none=True), sort_keys=True)
-            entry = current.get(words, {})
+            entry = measured.get(measured_quantity(claim.model_dump()), {})
             digest = comparison_digest(document.data, claim)
             changed = entry.get("settings", digest) != digest
+            if entry:
+                good = ""
+                if claim.better == "no_worse":
+                    good = expected_metrics_of_folder(folder)[claim.phase][claim.metric].better
+                entry = judge_again(entry, claim, good)
             answers.append(Answer(folder.name, claim, entry, state, changed))
-    return studies, answers
+    return studies, _with_holm(answers)
+
+
+def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
+    corrected = correct_by_paper([(one.claim, one.entry.get("p")) for one in answers])
+    entries = [
+        one.entry and one.entry | {"verdict_holm": verdict_after_holm(one.entry["verdict"], p)}
+        for one, p in zip(answers, corrected, strict=True)
+    ]
+    return [one._replace(entry=entry) for one, entry in zip(answers, entries, strict=True)]
 
 
 def describe_values(printed: MetricsWithoutClaim, studies: Studies) -> str:
@@ -240,6 +272,8 @@ def _answer_cells(answer: Answer) -> list[str]:
     """Return here, difference, verdict, study."""
     claim = answer.claim
     said = claim.says if isinstance(claim, Claim) else claim.asks
+    if isinstance(claim, Claim) and claim.quote:
+        said += f" (“{claim.quote}”)"
     command = _commands([answer.study])
     if not answer.entry:
         return [said, "", answer.state, command]
@@ -247,14 +281,18 @@ def _answer_cells(answer: Answer) -> list[str]:
     other = claim.against_metric and f"`{claim.against_metric}` "
     here = f"{said}: `{claim.metric}` {claim.method} {row.values[0]}, "
     here += f"{other}{claim.against} {row.values[1]}"
-    difference = f"{row.difference}, no interval"
+    difference = f"{row.difference}, {row.over}"
     if limits := row.difference_limits:
         difference = f"{row.difference} [{limits}], over {row.over} ({row.counts})"
+    if row.effect:
+        difference += f"; the paper: {row.effect}"
     verdict = answer.verdict
     if row.detectable:
         verdict += f" ({row.detectable})"
     if holm := row.holm_note(answer.words):
         verdict += f"; {holm}"
+    if row.excludes:
+        verdict += f"; {row.excludes}"
     if answer.changed:
         verdict += " ‡"
     return [here, difference, verdict, command]

@@ -23,11 +23,14 @@ HOW = (
     "interval lies on its side, differs here where it lies on the other, and is open where it "
     "includes 0. A claim that two methods are equivalent within a margin holds where the 90 % "
     "interval lies within it (two one-sided tests at 5 %), and differs here where the 95 % "
-    "interval lies wholly outside. “With Holm”: the same after Holm's correction over the claims "
-    "of one paper. An open row tells the smallest difference that this design could have seen "
-    "with 80 % power at 5 %: (t(0.975) + t(0.8)) · standard error. Data and sizes are not those "
-    "of the papers."
+    "interval lies wholly outside; that one is no worse, where the one-sided 95 % limit lies "
+    "within the margin. “With Holm”: the same after Holm's correction over the claims of one paper "
+    "in this study; docs/claims.md corrects over those of all studies. An open row tells the "
+    "smallest difference that this design could have seen with 80 % power at 5 %: (t(0.975) + "
+    "t(0.8)) · standard error; a row that does not hold says where its interval excludes the size "
+    "that the paper prints. Data and sizes are not those of the papers."
 )
+EFFECT_PLACES = {"share": 2}  # decimals of what a paper prints
 TITLE = "What the papers claim"
 HEAD = ("Claim", "Verdict", "With Holm", "Difference", "Claimed", "Against", "Metric")
 ASKED = "What no paper claims, asked of these runs"
@@ -46,6 +49,8 @@ class ClaimRow(NamedTuple):
     over: str  # what the interval is over, "items × seeds"; without an interval why there is none
     counts: str  # 3 seeds, 170 items
     detectable: str  # of an open verdict, the smallest difference that could have been seen
+    effect: str  # the difference that the paper prints
+    excludes: str  # of a verdict that does not hold, whose interval the effect lies outside of
 
     def holm_note(self, words: Mapping[str, str]) -> str:
         """Return Holm's verdict where it is another, else ""; words: how verdicts are printed."""
@@ -63,13 +68,21 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     side_format = NumberFormat.of(entry["form"], [ours, theirs])
     difference_format = NumberFormat.of(entry["form"], [interval])
     over = "one seed, no interval"
+    if difference["seeds"] > 1:
+        over = "no interval: all seeds are alike"
     counts = f"{difference['seeds']} seeds"
     if difference.get("items"):
         over = "no interval: all items are alike"
         counts += f", {difference['items']:,} items"
     detectable = ""
-    if "smallest" in entry:
+    if entry["verdict"] == "open" and "smallest" in entry:
         detectable = f"detectable: {difference_format.size(entry['smallest'])} at 80 % power"
+    effect = excludes = ""
+    if (printed := entry["asked"].get("effect")) is not None:
+        effect = NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(printed)
+        low, high = interval.limits or (printed, printed)
+        if entry["verdict"] != "holds" and not low <= printed <= high:
+            excludes = f"excludes the paper's {effect}"
     return ClaimRow(
         entry["verdict"],
         entry.get("verdict_holm", ""),
@@ -80,6 +93,8 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
         difference.get("interval", over),
         counts,
         detectable,
+        effect,
+        excludes,
     )
 
 
@@ -117,10 +132,12 @@ def _plain_text(item: PageCell) -> str:
 def _claim_line(evaluated_claim: Evaluated) -> TableRow:
     claim = evaluated_claim.claim
     row = build_claim_row(claim_entry(evaluated_claim))
-    detectable = keep_percent_on_line(row.detectable.replace(" pp", "\u00a0pp"))
+    detectable = fasten_unit(row.detectable)
     if isinstance(claim, Claim):
-        head = PageCell(claim.paper, note=f"{claim.source}: {claim.says}")
-        marks = [PageCell(MARKS[row.verdict], detectable, look=f"verdict {row.verdict}")]
+        quote = claim.quote and f" “{claim.quote}”"
+        head = PageCell(claim.paper, note=f"{claim.source}: {claim.says}{quote}")
+        look = f"verdict {row.verdict}"
+        marks = [PageCell(MARKS[row.verdict], detectable, fasten_unit(row.excludes), look)]
         marks.append(PageCell(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))
     else:
         head = PageCell(claim.paper or claim.asks, note=claim.asks if claim.paper else "")
@@ -129,7 +146,14 @@ def _claim_line(evaluated_claim: Evaluated) -> TableRow:
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
     metric = PageCell(evaluated_claim.metric.column.label, _statement(evaluated_claim), claim.why)
     sides = map(PageCell, row.values, row.limits, (claim.method, claim.against))
-    return TableRow(head, [*marks, PageCell(row.difference, small), *sides, metric])
+    printed = row.effect and f"the paper: {row.effect}"
+    difference = PageCell(row.difference, small, fasten_unit(printed))
+    return TableRow(head, [*marks, difference, *sides, metric])
+
+
+def fasten_unit(text: str) -> str:
+    """Return the same words, in which no number stands on another line than its unit."""
+    return keep_percent_on_line(text.replace(" pp", "\u00a0pp"))
 
 
 def _statement(evaluated_claim: Evaluated) -> str:
@@ -138,7 +162,7 @@ def _statement(evaluated_claim: Evaluated) -> str:
     better = claim.better
     if claim.margin is not None:
         margin = NumberFormat(evaluated_claim.metric.column.form).size(claim.margin)
-        better = f"equivalent within {margin}"
+        better = f"{better.replace('_', ' ')} within {margin}"
     verb = "claimed" if isinstance(claim, Claim) else "asked"
     other = claim.against_metric and f" against {claim.against_metric}"
     return f"{better} is {verb}{other}, {claim.phase}"

@@ -10,6 +10,7 @@ from moecore.report.claims.significance import LEVEL, difference_of
 from moecore.report.column import ResultColumn
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.comparison import build_table
+from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
@@ -30,12 +31,11 @@ class Evaluated(NamedTuple):
     verdict: str  # "holds", "differs" or "open"
     p: float | None  # of the verdict's test; None where there is no interval
     p_holm: float | None = None  # corrected over the claims of its paper; questions have none
-    verdict_holm: str = ""  # the verdict that the corrected p leaves
 
     @property
-    def smallest(self) -> float | None:
-        """Of an open verdict, the smallest difference that this design could have seen."""
-        return self.difference.smallest if self.verdict == "open" else None
+    def verdict_holm(self) -> str:
+        """The verdict that the corrected p leaves; "" where there is none."""
+        return verdict_after_holm(self.verdict, self.p_holm)
 
 
 def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
@@ -54,7 +54,8 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
         metrics = {metric.name: metric for metric in _choose(tables, claim.phase, f"{place}.phase")}
         models = results.phases[claim.phase].models
         evaluated.append(_evaluate(claim, place, metrics, models))
-    return correct_by_paper(evaluated)
+    corrected = correct_by_paper([(one.claim, one.p) for one in evaluated])
+    return [one._replace(p_holm=p) for one, p in zip(evaluated, corrected, strict=True)]
 
 
 def drop_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
@@ -67,52 +68,57 @@ def keep_own_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
     return [one for one in evaluated if isinstance(one.claim, Question)]
 
 
-def correct_by_paper(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
-    """Return the same with Holm's correction over each paper's claims that have an interval."""
+def correct_by_paper(
+    claims: Sequence[tuple[Claim | Question, float | None]],
+) -> list[float | None]:
+    """Return the p of each with Holm's correction over the claims of its paper that have one."""
     families: dict[str, dict[int, float]] = defaultdict(dict)  # paper → place → p
-    for place, one in enumerate(evaluated):
-        if isinstance(one.claim, Claim) and one.p is not None:
-            families[one.claim.paper][place] = one.p
-    corrected = list(evaluated)
+    for place, (claim, p) in enumerate(claims):
+        if isinstance(claim, Claim) and p is not None:
+            families[claim.paper][place] = p
+    corrected: list[float | None] = [None] * len(claims)
     for values in families.values():
         for place, p in zip(values, holm(list(values.values())), strict=True):
-            kept = evaluated[place].verdict if p < LEVEL else "open"
-            corrected[place] = evaluated[place]._replace(p_holm=p, verdict_holm=kept)
+            corrected[place] = p
     return corrected
 
 
-def judge_difference(difference: Difference, asked: Comparison) -> str:
-    """holds, differs or open.
+def judge_difference(difference: Difference, asked: Comparison, good: str = "") -> str:
+    """holds, differs or open; good: "higher" or "lower", what is better for the metric.
 
     higher, lower: the 95 % interval lies on the claimed side of 0, on the other, or includes it.
     equivalent: the 90 % interval lies within ±margin (two one-sided tests at 5 %); the 95 %
-    interval lies wholly outside; else open. Without an interval it is open.
+    interval lies wholly outside; else open. no_worse: the one-sided 95 % limit lies on the good
+    side of −margin; the 95 % interval wholly on the bad side; else open. Without an interval it is
+    open.
     """
-    half = difference.half()
-    inner = difference.half(1 - 2 * LEVEL)
-    if half is None or inner is None:
+    p = p_of(difference, asked, good)
+    if p is None or p >= LEVEL:
         return "open"
-    size = abs(difference.value)
     if asked.margin is not None:
-        if size + inner < asked.margin:
-            return "holds"
-        return "differs" if size - half > asked.margin else "open"
-    if size <= half:
-        return "open"
+        return "holds" if _distance_to_margin(difference, asked, good) > 0 else "differs"
     return "holds" if (difference.value > 0) == (asked.better == "higher") else "differs"
 
 
-def p_of(difference: Difference, asked: Comparison) -> float | None:
+def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | None:
     """The p-value behind the verdict: below 5 % exactly where that is not open.
 
-    Two-sided for a direction. For an equivalence, of the larger of the two one-sided tests where
-    the difference lies within the margin, else two-sided of lying outside.
+    Two-sided for a direction. With a margin one-sided where the difference lies on its good side
+    (for an equivalence, of the larger of two one-sided tests), else two-sided of lying beyond it.
     """
     if asked.margin is None:
         return difference.p
-    apart = abs(difference.value) - asked.margin
-    p = difference.p_at(abs(apart))
-    return p if p is None or apart > 0 else p / 2
+    distance = _distance_to_margin(difference, asked, good)
+    p = difference.p_at(abs(distance))
+    return p / 2 if p is not None and distance >= 0 else p
+
+
+def _distance_to_margin(difference: Difference, asked: Comparison, good: str) -> float:
+    """How far the difference lies from the margin; below 0 beyond it."""
+    assert asked.margin is not None  # as Comparison requires
+    if asked.better == "equivalent":
+        return asked.margin - abs(difference.value)
+    return asked.margin + {"higher": 1, "lower": -1}[good] * difference.value
 
 
 def compare_json_claims(
@@ -133,22 +139,43 @@ def compare_json_claims(
 
 def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
     """Return what compare.json says of one claim or question, but for the settings behind it."""
-    difference = evaluated_claim.difference
     form = evaluated_claim.metric.column.form
-    as_cell = Cell(difference.interval(), difference.kind, difference.seeds)
-    entry = {
+    return {
         "asked": evaluated_claim.claim.model_dump(mode="json", exclude_none=True),
         "method": cell_to_json(evaluated_claim.ours, form),
         "against": cell_to_json(evaluated_claim.theirs, form),
-        "difference": cell_to_json(as_cell, form) | {"items": difference.items},
-        "verdict": evaluated_claim.verdict,
-        "p": evaluated_claim.p,
-        "p_holm": evaluated_claim.p_holm,
-        "verdict_holm": evaluated_claim.verdict_holm,
-        "smallest": evaluated_claim.smallest,
+        **verdict_to_json(
+            evaluated_claim.difference,
+            form,
+            evaluated_claim.verdict,
+            evaluated_claim.p,
+            evaluated_claim.p_holm,
+        ),
         "form": form,
     }
+
+
+def verdict_to_json(
+    difference: Difference, form: str, verdict: str, p: float | None, p_holm: float | None
+) -> dict[str, Any]:
+    """Return what an entry of compare.json says of a difference."""
+    cell = cell_to_json(Cell(difference.interval(), difference.kind, difference.seeds), form)
+    entry = {
+        "difference": cell | {"items": difference.items},
+        "verdict": verdict,
+        "p": p,
+        "p_holm": p_holm,
+        "verdict_holm": verdict_after_holm(verdict, p_holm),
+        "smallest": difference.smallest,
+    }
     return {name: value for name, value in entry.items() if value not in (None, "")}
+
+
+def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
+    """Return the verdict that a corrected p leaves; "" without one."""
+    if p_holm is None:
+        return ""
+    return verdict if p_holm < LEVEL else "open"
 
 
 def _evaluate(
@@ -171,8 +198,13 @@ def _evaluate(
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
     difference = difference_of(ours, metric, theirs, other, f"{place}.metric")
-    verdict = judge_difference(difference, claim)
-    return Evaluated(claim, metric, first, second, difference, verdict, p_of(difference, claim))
+    half = difference.half()
+    if half is not None and half < ROUNDING_WIDTH:
+        difference = difference._replace(sources=(), kind="")
+    good = metric.column.better
+    verdict = judge_difference(difference, claim, good)
+    p = p_of(difference, claim, good)
+    return Evaluated(claim, metric, first, second, difference, verdict, p)
 
 
 def _require_cell(metric: ResultColumn, models: Models, method: str, place: str) -> Cell:

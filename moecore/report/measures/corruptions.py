@@ -69,7 +69,7 @@ COLUMNS = (
         "over corruptions and severities",
         "corruptions",
     ),
-    ContextDependentColumns(mce_column, lambda ahead: ["mce"]),
+    ContextDependentColumns(mce_column, lambda ahead: ["mce"], better="lower"),
     ColumnPerRow(
         lambda result: {column_slug(name): row for name, row in errors_of(result).items()},
         Column(

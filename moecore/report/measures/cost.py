@@ -22,13 +22,18 @@ def latency_quartiles(result: Result) -> Interval:
 cost_column = partial(Column, paper="cost", limits="quartiles")
 COLUMNS = (
     cost_column(
-        "gflops", "GFLOPs / image", lambda result: result.flops_per_image * 1e-9, note=PRODUCTS
+        "gflops",
+        "GFLOPs / image",
+        lambda result: result.flops_per_image * 1e-9,
+        note=PRODUCTS,
+        is_fixed=True,
     ),
     cost_column(
         "routing_gflops",
         "GFLOPs of routing",
         lambda result: result.routing_flops_per_image * 1e-9,
         note=ROUTING,
+        is_fixed=True,
     ),
     cost_column(
         "latency_ms", "Latency, ms", latency_quartiles, note="of one image; median and quartiles"

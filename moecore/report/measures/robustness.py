@@ -204,6 +204,7 @@ COLUMNS = (
             attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]
         ],
         SCORE,
+        SCORE,
     ),
     attack_change_columns("routing_change", "Routing", "are chosen for"),
     attack_change_columns("processing_change", "Processing", "process"),

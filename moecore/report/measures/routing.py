@@ -116,7 +116,8 @@ def part_load_and_mass_columns(place: str) -> list[Columns]:
     columns: list[Columns] = []
     for share, (word, what) in SHARES.items():
         words = (f"{place}_{share}", f"{word}, {place}", "", "share", f"{what} {PLACES[place]}")
-        columns.append(routing_column(*words, "moge"))
+        column = routing_column(*words, "moge")
+        columns.append(column._replace(is_fixed=share == "cells"))
         if share != "cells":
             columns.append(layer_columns(*words, "moge"))
     return columns
@@ -171,7 +172,7 @@ COLUMNS = (
     *(column for place in PLACES for column in part_load_and_mass_columns(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    ContextDependentColumns(score_over_k_columns, planned_scores, SCORE),
+    ContextDependentColumns(score_over_k_columns, planned_scores, SCORE, SCORE),
 )
 
 

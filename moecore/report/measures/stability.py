@@ -72,7 +72,9 @@ def noise_score_columns(seen: ColumnContext) -> list[Column]:
 
 
 COLUMNS = (
-    ContextDependentColumns(noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE),
+    ContextDependentColumns(
+        noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE, SCORE
+    ),
     Column(
         "noise_selection_change",
         "Selection change, noise",

@@ -118,23 +118,30 @@ def agreement_items_reader(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 
 COLUMNS = (
-    ContextDependentColumns(test_score_column, lambda ahead: [f"test_{ahead.score}"], SCORE),
-    ContextDependentColumns(loss_column, lambda ahead: ["test_loss"]),
+    ContextDependentColumns(test_score_column, lambda ahead: [f"test_{ahead.score}"], SCORE, SCORE),
+    ContextDependentColumns(loss_column, lambda ahead: ["test_loss"], better="lower"),
     ContextDependentColumns(
-        perplexity_columns, lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else []
+        perplexity_columns,
+        lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else [],
+        better="lower",
     ),
-    Column("parameters", "Parameters", lambda result: result.parameters, form="count"),
+    Column(
+        "parameters", "Parameters", lambda result: result.parameters, form="count", is_fixed=True
+    ),
     Column(
         "active_parameters",
         "Active parameters",
         lambda result: result.active_parameters,
         form="count",
         note="used for one token",
+        is_fixed=True,
     ),
     ContextDependentColumns(throughput, lambda ahead: ["images_per_second"], "count"),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
     ContextDependentColumns(overhead_columns, lambda ahead: ["training_overhead"]),
-    ContextDependentColumns(convergence_columns, lambda ahead: ["steps_to_baseline_loss"], "count"),
+    ContextDependentColumns(
+        convergence_columns, lambda ahead: ["steps_to_baseline_loss"], "count", "lower"
+    ),
     Column(
         "agreement_with_final",
         "Agreement with final model",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError, read_json
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
-from moecore.report.column import PlannedPhase, ResultColumn
+from moecore.report.column import PlannedMetric, PlannedPhase, ResultColumn
 from moecore.report.measures import sizes
 from moecore.report.measures.result_display import list_displays
 from moecore.report.measures.truth import share_of_routings_worth
@@ -18,6 +18,7 @@ from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
+from moecore.study.reading.claims_section import Comparison
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.overlay import stages_reading_params
@@ -175,18 +176,16 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
         if isinstance(cell, dict) and "form" not in cell
     ]
     if formless:
-        folder = path.parent.parent
-        study = read_study(load_yaml(str(folder / "params.yaml")))
-        stages = stages_reading_params(folder)
-        forms = {phase: expected_metric_forms(study, stages, phase) for phase in study.data}
+        known = expected_metrics_of_folder(path.parent.parent)
         for phase, name, cell in formless:
-            cell["form"] = forms.get(phase, {}).get(name, "number")
+            planned = known.get(phase, {}).get(name)
+            cell["form"] = planned.form if planned else "number"
     return compared
 
 
-def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
-    """Metrics that claims and questions name and no measurement has, and measurements that nothing
-    would show: keys, and what is wrong.
+def unfit_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
+    """Metrics that claims and questions name and that cannot answer them, and measurements that
+    nothing would show: keys, and what is wrong.
 
     stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
     """
@@ -195,31 +194,54 @@ def unknown_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tup
         if name not in shown:
             text = f"found {name}, which no module's SHOWN shows in the report"
             yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
-    known = {phase: list(expected_metric_forms(study, stages, phase)) for phase in study.data}
+    known = {phase: expected_metrics(study, stages, phase) for phase in study.data}
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
-            names = known.get(one.phase, [])
-            for key, name in (("metric", one.metric), ("against_metric", one.against_metric)):
-                if names and name and name not in names:
-                    listed = ", ".join(names[:LISTED])
-                    if len(names) > LISTED:
-                        listed += f" and {len(names) - LISTED} more"
-                    hint = did_you_mean(name, tuple(names))
-                    text = f"found {name!r}{hint}; allowed in {one.phase}: {listed}"
+            if metrics := known.get(one.phase):
+                for key, text in _metric_problems(one, metrics):
                     yield (section, index, key), text
 
 
-def expected_metric_forms(
+def _metric_problems(
+    asked: Comparison, metrics: Mapping[str, PlannedMetric]
+) -> Iterator[tuple[str, str]]:
+    """Yield a key of a claim or question, and why these metrics of its phase cannot answer it."""
+    for key, name in (("metric", asked.metric), ("against_metric", asked.against_metric)):
+        if name and name not in metrics:
+            names = tuple(metrics)
+            listed = ", ".join(names[:LISTED])
+            if len(names) > LISTED:
+                listed += f" and {len(names) - LISTED} more"
+            hint = did_you_mean(name, names)
+            yield key, f"found {name!r}{hint}; allowed in {asked.phase}: {listed}"
+    metric = metrics.get(asked.metric)
+    if metric and metric.is_fixed:
+        fixed = "the settings decide it, not the runs, so this cannot fail"
+        yield "metric", f"found {asked.metric}: {fixed}; allowed: what is measured"
+    if metric and asked.better == "no_worse" and not metric.better:
+        directed = ", ".join(name for name, one in metrics.items() if one.better)
+        neither = f"found no_worse, but neither more nor less {asked.metric} is worse"
+        yield "better", f"{neither}; allowed: higher, lower, equivalent, or one of {directed}"
+
+
+def expected_metrics_of_folder(folder: Path) -> dict[PhaseName, dict[str, PlannedMetric]]:
+    """Return phase → the metrics that a study's folder will have, see ``expected_metrics``."""
+    study = read_study(load_yaml(str(folder / "params.yaml")))
+    stages = stages_reading_params(folder)
+    return {phase: expected_metrics(study, stages, phase) for phase in study.data}
+
+
+def expected_metrics(
     study: Study, stages: Collection[str], phase: PhaseName
-) -> dict[str, str]:
-    """Return the metrics that a phase will have, before anything has run, and their forms."""
+) -> dict[str, PlannedMetric]:
+    """Return the metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
     ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
     measured = stages_and_measurements(stages, study.run)
-    forms: dict[str, str] = {}
+    metrics: dict[str, PlannedMetric] = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
         if shown.applies(task) and (covered or not shown.stage):
             for entry in shown.columns:
-                forms |= entry.foreseen(ahead)
-    return forms
+                metrics |= entry.foreseen(ahead)
+    return metrics

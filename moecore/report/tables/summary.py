@@ -60,7 +60,7 @@ def claim_lines(
     for name, entry in claims.items():
         row = build_claim_row(entry)
         limits = "(no interval)"
-        notes = [row.holm_note(words), row.detectable]
+        notes = [row.holm_note(words), row.detectable, row.excludes]
         if row.difference_limits:
             limits = f"[{row.difference_limits}]"
             notes.insert(0, f"over {row.over}")

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.study.reading.run_section import Phase
 
-Direction = Literal["higher", "lower", "equivalent"]
+Direction = Literal["higher", "lower", "equivalent", "no_worse"]
+WITH_MARGIN = ("equivalent", "no_worse")
 
 
 class Comparison(Config):
@@ -28,18 +29,22 @@ class Comparison(Config):
         "", description="What is read of `against`, where that is not `metric`."
     )
     better: Direction = Field(
-        description="higher, lower, or equivalent: no further apart than `margin`."
+        description="higher, lower; equivalent: no further apart than `margin`; no_worse: not worse"
+        " by `margin` or more, in the direction that is good for the metric."
     )
     margin: float | None = Field(
-        None, gt=0, description="With `equivalent`: the largest difference that counts as none."
+        None,
+        gt=0,
+        description="With equivalent and no_worse: the largest difference that counts as none.",
     )
     why: str = Field("", description="Why this margin.")
     phase: Phase = Field("pretrain", description="Which models are compared.")
 
     @model_validator(mode="after")
-    def _margin_where_equivalent(self) -> Self:
-        if (self.better == "equivalent") == (self.margin is None):
-            allowed = "a margin, a number > 0 in the metric's unit, with equivalent and only there"
+    def _margin_where_needed(self) -> Self:
+        if (self.better in WITH_MARGIN) == (self.margin is None):
+            kinds = " and ".join(WITH_MARGIN)
+            allowed = f"a margin, a number > 0 in the metric's unit, with {kinds} and only there"
             raise ValueError(
                 f"found margin {self.margin}, better {self.better}; allowed: {allowed}"
             )
@@ -56,6 +61,8 @@ class Comparison(Config):
         if self.better == "equivalent":
             that = "" if self.against_metric else "that "
             return f"{ours} within {self.margin:g} of {that}{theirs}"
+        if self.better == "no_worse":
+            return f"{ours} at most {self.margin:g} worse than {theirs}"
         return f"{ours} {self.better} than {theirs}"
 
 
@@ -67,10 +74,21 @@ class Claim(Comparison):
         min_length=1, description="Where it stands: table 4; figure 3, left; §5.1; the text."
     )
     says: str = Field(min_length=1, description="The claim in plain words.")
-    quote: str = Field("", description="The sentence that it judges, word for word.")
+    quote: str = Field("", description="The paper's sentence, word for word.")
     effect: float | None = Field(
-        None, description="The difference that the paper prints, in the metric's unit."
+        None,
+        allow_inf_nan=False,
+        description="What the paper prints as method − against, in the metric's unit; 1 pp: 0.01.",
     )
+
+    @model_validator(mode="after")
+    def _effect_on_the_claimed_side(self) -> Self:
+        side = {"higher": 1, "lower": -1}.get(self.better)
+        if side and self.effect is not None and side * self.effect <= 0:
+            allowed = f"method − against, {'>' if side > 0 else '<'} 0"
+            problem = f"found effect {self.effect:g}, better {self.better}"
+            raise ValueError(f"{problem}; allowed: {allowed}")
+        return self
 
 
 class Question(Comparison):
@@ -78,6 +96,11 @@ class Question(Comparison):
 
     asks: str = Field(min_length=1, description="The question in plain words.")
     paper: str = Field("", description="Whose method it is about; left out: nobody's.")
+
+
+def measured_quantity(asked: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what of a claim or question, as data, decides the numbers, but not the verdict."""
+    return tuple(asked[key] for key in ("metric", "method", "against", "against_metric", "phase"))
 
 
 def comparison_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
