@@ -247,7 +247,6 @@ FILE = [
     ),
     (WORDS, {"pretrain.views": {"shift": 1}}, "pretrain.views", "but data.pretrain is text"),
     (WORDS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "the labels are the words of a text"),
-    (WORDS, {"methods.smoe.router": {"kind": "told"}}, "methods.smoe.router.kind", "reads truth"),
     (
         WORDS,
         {"pretrain.adversarial": {"steps": 1}},

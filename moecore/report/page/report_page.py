@@ -85,14 +85,14 @@ def main_finding(
     phase = next(iter(results.phases.values()), None)
     worth = phase and describe_routings_worth(phase, find_moe_baseline(phase.models))
     if evaluated:
-        found = describe_claims(evaluated)
+        finding = describe_claims(evaluated)
     elif phase:
         title, dense = phase_title(phase), results.without_experts
-        found = describe_phase_findings(phase, title, known[phase.name], dense)
+        finding = describe_phase_findings(phase, title, known[phase.name], dense)
     else:
         counted = results.alone.get(Sizes)
-        found = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
-    return keep_percent_on_line(f"{worth} {found}") if worth else found
+        finding = sizes.describe_reproduction(counted) if counted else "Nothing was trained."
+    return keep_percent_on_line(f"{worth} {finding}") if worth else finding
 
 
 def build_overview_charts(
