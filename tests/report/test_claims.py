@@ -434,11 +434,7 @@ def test_where_claims_are_shown(tmp_path):
     )
     assert [row["method"] for row in headline_rows(compare_methods(shown) | {"claims": stored})][
         :3
-    ] == [
-        "dense",
-        "vmoe",
-        "tgr",
-    ]
+    ] == ["dense", "vmoe", "tgr"]
 
 
 def test_without_claims_nothing_is_said(tmp_path):
@@ -620,7 +616,7 @@ def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
     assert "## Claims of other sources" not in claims_page.render_claims_page(ROOT)
 
 
-def test_claims_without_the_papers_sentence_only_become_fewer():
+def test_every_claim_quotes_the_sentence_it_judges():
     _, answers = claims_page.load_studies(ROOT)
     claims = [one.claim for one in answers if isinstance(one.claim, Claim)]
     without = [f"{one.paper}, {one.source}: {one.says}" for one in claims if not one.quote]

@@ -98,6 +98,9 @@ def test_without_truth_it_is_refused():
         UserError, match=r"router.kind: found told.*allowed: data whose card says truth"
     ):
         VIT.build(IMAGE.model_copy(update={"truth": 0}), MOE)
+    model = LanguageModel(width=8, depth=3, heads=2, span=4)
+    with pytest.raises(UserError, match="found told, which reads truth; this text has none"):
+        model.build(text(4, 3), MOE)
 
 
 @pytest.mark.parametrize(
