@@ -7,7 +7,9 @@ from moecore.measure.truth import ChangedPurity, Result
 from moecore.report.figures.overview import overview_charts
 from moecore.report.headline_quantities import phase_quantities
 from moecore.report.measures.truth import phase_blocks, purity_curves, share_of_routings_worth
+from moecore.report.page.report_page import build_page
 from moecore.report.tables.comparison import build_table, compare_methods
+from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks.next_token import NextToken
@@ -59,7 +61,9 @@ def test_a_method_between_floor_and_ceiling():
     (block,) = phase_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
-    compared = compare_methods(Results({"pretrain": phase(**RIGHT)}))
+    results = Results({"pretrain": phase(**RIGHT)})
+    assert build_page(results, ()).answer.startswith(keep_percent_on_line(said[0]))
+    compared = compare_methods(results)
     cells = {method: compared[method]["pretrain"]["headroom_recovered"] for method in RIGHT}
     assert cells["dense"]["mean"] == 0 and cells["told"]["mean"] == 1
     _, low, high = share.interval()
