@@ -7,7 +7,9 @@ from moecore.measure.truth import ChangedPurity, Result
 from moecore.report.figures.overview import overview_charts
 from moecore.report.headline_quantities import phase_quantities
 from moecore.report.measures.truth import phase_blocks, purity_curves, share_of_routings_worth
+from moecore.report.page.report_page import main_finding
 from moecore.report.tables.comparison import build_table, compare_methods
+from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks.next_token import NextToken
@@ -49,7 +51,7 @@ def phase(**right: int) -> Phase:
         method: {seed: trained(number, seed) for seed in range(3)}
         for method, number in right.items()
     }
-    return Phase("pretrain", {}, generated.TASK, models)
+    return Phase("pretrain", {"name": "digits"}, generated.TASK, models)
 
 
 def test_a_method_between_floor_and_ceiling():
@@ -59,7 +61,11 @@ def test_a_method_between_floor_and_ceiling():
     (block,) = phase_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
-    compared = compare_methods(Results({"pretrain": phase(**RIGHT)}))
+    results = Results({"pretrain": phase(**RIGHT)})
+    (first,) = results.phases.values()
+    known = {"pretrain": phase_quantities(first, build_table(results, first))}
+    assert main_finding(results, known, ()).startswith(keep_percent_on_line(said[0]))
+    compared = compare_methods(results)
     cells = {method: compared[method]["pretrain"]["headroom_recovered"] for method in RIGHT}
     assert cells["dense"]["mean"] == 0 and cells["told"]["mean"] == 1
     _, low, high = share.interval()
