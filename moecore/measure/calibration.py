@@ -1,6 +1,7 @@
 """Calibration of a trained model, and how sure it is of its classes, or words, before and after.
 
-N images, K classes. Ages are calibrated by moecore.brain.age_calibration.
+N images, K classes. Of a mosaic each cell has an answer; intervals are over mosaics. Ages are
+calibrated by moecore.brain.age_calibration.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,9 @@ from moecore.tasks.classification_metrics import (
     brier_scores,
     calibration_error,
     class_confidence,
+    class_nll,
     reliability_bins,
+    top1_hits,
 )
 
 OnRefusal = Literal["stop", "report"]
@@ -109,11 +112,13 @@ def calibrate_classes(
         name: predict_in_batches(subject.model, split.images, settings.batch, routing=False)[0]
         for name, split in (("validation", data.validation), ("test", data.test))
     }
-    fitted = calibrator.fit(said["validation"], labels_as_tensor(data.validation.labels))
+    known = labels_as_tensor(data.validation.labels)
+    fitted = calibrator.fit(logits_by_answer(said["validation"], known), known.flatten())
     _write_fit(fitted, files)
     labels = labels_as_tensor(data.test.labels)
     task = data.task
     among = task.top5(said["test"], labels)
+    after = fitted.apply(logits_by_answer(said["test"], labels)).view_as(said["test"])
     return Result(
         temperature=fitted.temperature if isinstance(fitted, FittedTemperature) else None,
         at_limit=isinstance(fitted, FittedTemperature) and fitted.at_limit,
@@ -121,7 +126,7 @@ def calibrate_classes(
         scores=task.encode_scores(task.scores(said["test"], labels)),
         top5=None if among is None else task.encode_scores(among),
         before=prediction_quality(task, said["test"], labels),
-        after=prediction_quality(task, fitted.apply(said["test"]), labels),
+        after=prediction_quality(task, after, labels),
     )
 
 
@@ -151,12 +156,24 @@ def _write_fit(fitted: FittedCalibrator, files: CalibrationFiles) -> None:
 
 
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
-    """Score, NLL, Brier and ECE with intervals, and bins. logits: (N, K); labels: (N,)."""
-    hits = task.scores(logits, labels)
-    answers = TokenLossAndConfidence(
-        task.test_loss(logits, labels), brier_scores(logits, labels), class_confidence(logits), hits
+    """Score, NLL, Brier and ECE with intervals over images, and bins.
+
+    logits: (N, K) with labels (N,), or (N, C·K) with those of C cells, (N, C).
+    """
+    rows, right = logits_by_answer(logits, labels), labels.flatten()
+    by_row = (
+        class_nll(rows, right),
+        brier_scores(rows, right),
+        class_confidence(rows),
+        top1_hits(rows, right),
     )
-    return answer_quality(task, hits, answers)
+    answers = TokenLossAndConfidence(*(values.view(labels.shape) for values in by_row))
+    return answer_quality(task, task.scores(logits, labels), answers)
+
+
+def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return a row of logits for each label, (labels, K): an image's, or of each of its cells."""
+    return logits.reshape(labels.numel(), -1)
 
 
 def answer_quality(

@@ -7,10 +7,11 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.testing.requirements import assert_that, settings_of
-from moecore.testing.small_models import small_step, small_vit
+from moecore.testing.small_models import EXPERTS, IMAGE, small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 
-NEEDS = frozenset({"routing", "load", "basis", "guidance", "two_views"})
+NEEDS = frozenset({"routing", "load", "basis", "guidance", "truth", "two_views"})
+SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth
 
 
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
@@ -22,7 +23,7 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     and without what it needs it is a UserError in one line.
     """
     settings = settings_of(regularizer)
-    model = small_vit()
+    model = small_vit(SAID)
     step = small_step(model)
     unknown = sorted(settings.needs - NEEDS)
     assert_that(settings, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")
@@ -50,6 +51,7 @@ def _check_refusals(regularizer: Any, step: ObjectiveInputs) -> None:
     without = {
         "routing": dense,
         "guidance": step._replace(guidance=None),
+        "truth": step._replace(model=small_vit()),
         "two_views": step._replace(batch=step.batch._replace(views=1)),
     }
     for need, lacking in without.items():

@@ -32,7 +32,7 @@ def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> Patch
 
 def small_step(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInputs:
     """Return one step as objectives see it: two views of three images, a teacher's routing."""
-    images = seeded_randn(6, 1, SIDE, SIDE).sigmoid()
+    images = seeded_randn(6, model.image.stored_channels, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)
     tokens = 1 + (SIDE // 4) ** 2
     experts = model.experts_and_router.experts.number

@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 from moecore.core.config import read_settings
 from moecore.core.files import UserError
 from moecore.core.outside_packages import more_packages
+from moecore.data.prepared import Prepared
+from moecore.data.sources.dialects import Dialects
 from moecore.measure import cohort_checks
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
@@ -30,10 +32,14 @@ from moecore.measure.calibrators.temperature import FittedTemperature, Temperatu
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes import ageing_and_rescans
 from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
+from moecore.report.measures import ages as ages_page
+from moecore.report.measures import calibration as calibration_page
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
+from moecore.tasks.cells import Cells
 from moecore.tasks.classification import Classification
 from moecore.tasks.classification_metrics import (
     brier_scores,
@@ -78,6 +84,37 @@ def test_quality_by_hand():
     expected = torch.tensor([0.9, 0.1, 0.6, 0.6]).double().log()
     assert found.nll.value == pytest.approx(-float(expected.mean()))
     assert sum(found.bins.count) == 4 and found.nll.low <= found.nll.value <= found.nll.high
+
+
+def test_cells_are_answers_and_mosaics_are_resampled():
+    # Twice one mosaic of four cells with the answers above: as many right and as sure, and two
+    # mosaics that are alike leave nothing to vary.
+    logits = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]]).double().log()
+    labels = torch.tensor([0, 1, 1, 0]).expand(2, 4)
+    task = Cells(classes=("a", "b"), grid=2)
+    of_cells = prediction_quality(task, logits.flatten().expand(2, 8), labels)
+    assert of_cells.score.value == 0.75 and sum(of_cells.bins.count) == 8
+    expected = {"brier": 2.28 / 4, "ece": 0.4, "nll": -math.log(0.9 * 0.1 * 0.6 * 0.6) / 4}
+    for name, value in expected.items():
+        assert list(getattr(of_cells, name).interval) == pytest.approx([value] * 3)
+
+
+def test_one_temperature_is_fitted_to_all_cells(tmp_path):
+    spoken = {"source": {"kind": "digits"}, "form": "cells", "dialects": 2}
+    Dialects(**spoken, train=50, validation=40, test=30).prepare(tmp_path)
+    data = Prepared.open(tmp_path)
+    torch.manual_seed(0)
+    backbone = Vit(patch=8, width=16, depth=1, heads=2, pooling="mean")
+    model = backbone.build(ImageSpec.from_card(data.card)).eval()
+    files = CalibrationFiles("x", tmp_path, tmp_path, tmp_path / "out")
+    result = calibrate_classes(MeasuredModel(model, data), SETTINGS, files)
+    logits, _ = predict_in_batches(model, data.validation.images, 16, routing=False)
+    rows = torch.cat(list(logits.unflatten(1, (4, 10))))
+    expected = Temperature().fit(rows, labels_as_tensor(data.validation.labels).flatten())
+    assert result.temperature == expected.temperature != 1
+    assert result.before.score == result.after.score and result.after.nll != result.before.nll
+    assert (result.test_images, sum(result.after.bins.count)) == (30, 120)
+    assert calibration_page.applies(data.task) and not ages_page.applies(data.task)
 
 
 def test_the_test_split_before_and_after(made):

@@ -340,6 +340,12 @@ RUN = [
         "methods.dense.router.kind",
         "found told, but nobody knows the truth",
     ),
+    (
+        IMAGES,
+        {"methods.vmoe.regularizers": [{"kind": "truth_kl"}]},
+        "methods.vmoe.regularizers[0]",
+        "found truth_kl, but nobody knows the truth of data.pretrain's tokens",
+    ),
     (IMAGES, SPOKEN | {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "would falsify the truth"),
     (
         IMAGES,

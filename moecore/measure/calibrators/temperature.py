@@ -43,7 +43,7 @@ class Temperature(Calibrator):
     """Fits one temperature by the negative log-likelihood."""
 
     predicts: ClassVar[Literal["classes"]] = "classes"
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "next_token")
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "cells", "next_token")
     fitted: ClassVar[type[FittedCalibrator]] = FittedTemperature
 
     kind: Literal["temperature"] = "temperature"

@@ -42,8 +42,8 @@ COLOURS = {"raw": PALETTE[1], "pooled": PALETTE[0]}
 
 
 def applies(task: Task) -> bool:
-    """What has a probability is calibrated in another way."""
-    return task.needs_classes("confidence") is not None
+    """What is a softmax over classes is calibrated in another way."""
+    return task.needs_classes("label_smoothing") is not None
 
 
 def age_number_reader(prediction: str, name: str) -> Callable[[AgeResult], Estimate | None]:

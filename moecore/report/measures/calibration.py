@@ -25,8 +25,8 @@ from moecore.tasks.classification_metrics import ReliabilityBins
 
 
 def applies(task: Task) -> bool:
-    """Ages are calibrated in another way."""
-    return task.needs_classes("confidence") is None
+    """Return whether answers are softmaxes over classes; ages are calibrated in another way."""
+    return task.needs_classes("label_smoothing") is None
 
 
 COLUMNS = (

@@ -93,6 +93,7 @@ def _method_problems(
         except REFUSED as error:
             yield _locate_refusal(error, name, method, phase)
             continue
+        yield from _truth_problems(name, learned, phase)
         if phase.name == "pretrain":
             start = model
             yield from _upcycling_problems(study, name, method, model)
@@ -100,6 +101,15 @@ def _method_problems(
             yield from _transfer_problems(phase, start, model)
         if method.guided or method.upcycle:
             yield from _guiding_problems(study, name, learned, phase.name, model)
+
+
+def _truth_problems(name: str, method: Method, phase: TrainingPhase) -> Misfits:
+    """Yield the regularizers that need the truth of tokens of which nobody knows it."""
+    for index, regularizer in enumerate(method.regularizers):
+        if "truth" in regularizer.needs and not phase.image.truth:
+            why = f"but nobody knows the truth of data.{phase.name}'s tokens"
+            text = f"found {regularizer.kind}, {why}; allowed: data whose card says truth"
+            yield ("methods", name, "regularizers", index), text
 
 
 def _locate_refusal(

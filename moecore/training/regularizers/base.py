@@ -13,7 +13,8 @@ from moecore.core.routing_records import ObjectiveInputs
 class Regularizer(Part, ABC):
     """A loss beside the task's, a family of parts: its settings, which are called with a step."""
 
-    # "routing", "load" and "basis" of routers and experts, "guidance" of a teacher, "two_views"
+    # "routing", "load" and "basis" of routers and experts, "guidance" of a teacher, "two_views",
+    # "truth" of the data
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
     weight: float = Field(1.0, ge=0, description="factor in the objective")

@@ -17,6 +17,7 @@ from moecore.training.regularizers.load import Load, load
 from moecore.training.regularizers.region_routing import RegionRouting, region_routing_loss
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
 from moecore.training.regularizers.teacher_router import TeacherRouter, teacher_router_terms
+from moecore.training.regularizers.truth_kl import truth_kl
 from moecore.training.regularizers.z_loss import ZLoss, z_loss
 from tests.training.small import record, step
 
@@ -153,6 +154,17 @@ def test_the_teachers_tokens_are_matched_to_the_students():
     assert RouterKl()(step(record(probs=student), guidance=[teacher])).item() == pytest.approx(0)
     with pytest.raises(UserError, match="teacher guidance: the teacher's routing has shape"):
         RouterKl()(step(record(probs=student[..., :1]), guidance=[teacher]))
+
+
+def test_the_oracle_teaches_each_token_the_expert_of_its_kind():
+    # Kinds 1 and 3 are taught expert 0 of two, an unknown one too, kind 2 expert 1: −ln ¼, −ln ¾.
+    taught = record(probs=STUDENT)
+    assert truth_kl(truth=torch.tensor([[1, 2]]), record=taught).item() == pytest.approx(
+        (math.log(4) + math.log(4 / 3)) / 2
+    )
+    assert truth_kl(truth=torch.tensor([[3, 0]]), record=taught).item() == pytest.approx(
+        math.log(4)
+    )
 
 
 # Mean probs (¾, ¼): mean ½, population variance 1/16, CV² = ¼. Entropies ln 2 and 0: mean ½ ln 2.
