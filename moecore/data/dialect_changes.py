@@ -10,7 +10,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 
-Change = Literal["permutation", "texture", "colour", "rotation", "frequency"]
+Change = Literal["permutation", "texture", "colour", "shifted_colour", "rotation", "frequency"]
 STRENGTH = 0.35  # of a texture, against the image's
 WAVES = (0.9, 1.6)  # of textures, radians per pixel
 DIRECTIONS = 8
@@ -80,16 +80,29 @@ class Colour(NamedTuple):
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Colour":
         """Return hues that lie equally far from each other on the colour circle."""
-        angles = np.arange(number) / number * 2 * np.pi
-        thirds = np.arange(3) * 2 * np.pi / 3
-        hues = 0.5 + 0.5 * np.cos(angles[:, None] - thirds)
-        return cls(hues / hues.max(axis=1, keepdims=True))
+        return cls(hues_on_circle(np.arange(number) / number))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return np.rint(images * self.hues[dialects][:, :, None, None]).astype(np.uint8)
 
     def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return images.max(axis=1, keepdims=True)
+
+
+class ShiftedColour(Colour):
+    """The same with other hues: each lies halfway between two of ``colour``."""
+
+    @classmethod
+    def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":
+        """Return hues that lie equally far from each other on the colour circle."""
+        return cls(hues_on_circle((np.arange(number) + 0.5) / number))
+
+
+def hues_on_circle(shares: np.ndarray) -> np.ndarray:
+    """Return the hues (D, 3) at shares (D,) of a turn from red; the largest of each is 1."""
+    thirds = np.arange(3) * 2 * np.pi / 3
+    hues = 0.5 + 0.5 * np.cos((shares * 2 * np.pi)[:, None] - thirds)
+    return hues / hues.max(axis=1, keepdims=True)
 
 
 class Rotation(NamedTuple):
@@ -163,10 +176,17 @@ CHANGES = {
     "permutation": Permutation,
     "texture": Texture,
     "colour": Colour,
+    "shifted_colour": ShiftedColour,
     "rotation": Rotation,
     "frequency": Frequency,
 }
-MOST = {"texture": DIRECTIONS * len(WAVES), "colour": 24, "rotation": 8}  # dialects that differ
+HUES = 24
+MOST = {  # dialects that differ
+    "texture": DIRECTIONS * len(WAVES),
+    "colour": HUES,
+    "shifted_colour": HUES,
+    "rotation": 8,
+}
 
 
 def draw_change(
@@ -181,10 +201,15 @@ def draw_change(
     if kinds > most:
         key = "families" if families else "dialects"
         raise UserError(f"{key}: found {kinds}; allowed: at most {most} of {change}")
-    if change == "colour" and channels != 1:
-        raise UserError(f"change: found colour, of images of {channels} channels; allowed: grey")
+    if has_colours(change) and channels != 1:
+        raise UserError(f"change: found {change}, of images of {channels} channels; allowed: grey")
     drawn = CHANGES[change].draw(kinds, size, seed)
     return FamilyChange.draw(drawn, families, number, size, seed) if families else drawn
+
+
+def has_colours(change: Change) -> bool:
+    """Return whether the change makes three channels of one."""
+    return issubclass(CHANGES[change], Colour)
 
 
 def _take_pixels(images: np.ndarray, order: np.ndarray) -> np.ndarray:

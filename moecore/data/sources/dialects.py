@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.files import UserError
-from moecore.data.dialect_changes import Change, DialectChange, draw_change
+from moecore.data.dialect_changes import Change, DialectChange, draw_change, has_colours
 from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources.base import Source
@@ -155,7 +155,7 @@ class Dialects(Source):
 
     def _channels(self, channels: int) -> int:
         """Return how many channels a model sees of images that have so many."""
-        return (3 if self.change == "colour" else channels) + (self.form == "mosaic")
+        return (3 if has_colours(self.change) else channels) + (self.form == "mosaic")
 
     def _vocabulary(
         self, channels: int, size: int, classes: int

@@ -71,6 +71,13 @@ def test_a_frequency_exchanges_the_bands_of_the_walsh_transform():
         assert (changed == bands[np.ix_(index ^ row, index ^ column)]).all()
 
 
+def test_shifted_hues_lie_between_the_others():
+    # Three hues: red, green and blue with half a shade of each other; yellow, cyan, magenta.
+    hues = [draw_change(change, 3, 6, 0, 1).hues for change in ("colour", "shifted_colour")]
+    assert hues[0] == pytest.approx(np.where(np.eye(3), 1, 0.25))
+    assert hues[1] == pytest.approx(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]]))
+
+
 def test_a_family_shares_its_names():
     _, words = spoken(dialects(families=2))
     assert (words[0] == words[1]).all() and (words[2] == words[3]).all()
@@ -94,7 +101,7 @@ def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp
         assert same.any(axis=1).all(), "every image is one of the source's same split"
         named = words[which][:, own.labels]
         assert ((named == split.labels[:, None]) & same).any(axis=1).all()
-    assert data.card["truth"] == 4 and data.card["channels"] == (3 if change == "colour" else 1)
+    assert data.card["truth"] == 4 and data.card["channels"] == (3 if "colour" in change else 1)
     counted = np.bincount(which)
     assert list(counted) == sorted(counted, reverse=True), "a later dialect is rarer"
 
