@@ -36,6 +36,16 @@ def test_overlays_are_short(path):
     assert others <= 60
 
 
+def test_new_dialects_begin_with_the_models_of_dialects():
+    folders = [ROOT / "pipelines" / name for name in ("dialects", "dialects_new")]
+    dialects, new = (load_yaml(str(folder / "params.yaml")).data for folder in folders)
+    for section in ("model", "teacher", "teacher_router", "pretrain"):
+        assert new[section] == dialects[section]
+    assert new["data"]["pretrain"] == dialects["data"]["pretrain"]
+    assert new["methods"].items() <= dialects["methods"].items()
+    assert new["run"]["seeds"] == dialects["run"]["seeds"]
+
+
 def test_an_overlay_of_five_lines_is_a_study(study):
     folder = study(
         "# Does a second seed change the picture?\n"
