@@ -30,6 +30,8 @@ from tests import forked
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "tests/params.yaml"  # as the root's is shipped; that one is its user's to edit
 COPIED = ("moecore", "stages", "dvc.yaml", ".dvcignore", ".gitignore")
+# Compiled files are copied, or each copy would be compiled anew; not what is still being written
+HALF_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 
 COMMAND = "from moecore.pipeline.cli import app; app()"
 PARAMS = """\
@@ -118,8 +120,9 @@ def copy_shipped(folder: Path) -> Path:
 class Project:
     """A folder with a copy of the code, a small params.yaml, and ways to run it."""
 
-    # whether stages are forked from a server that has imported this repository's code
+    # whether stages and commands are forked from a server that has imported this repository's code
     forked = True
+    hashed: bytes | None = None  # the params.yaml for which a forked stage finds the code hashed
     root: Path | None = None  # where the code lies, if not in the folder: of a study
 
     def __init__(self, folder: Path, params: str = PARAMS) -> None:
@@ -132,14 +135,13 @@ class Project:
         for name in COPIED:
             source, target = ROOT / name, self.folder / name
             if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, target, symlinks=True, ignore=ignored)
+                shutil.copytree(source, target, symlinks=True, ignore=HALF_WRITTEN)
             else:
                 shutil.copy(source, target)
 
     def copy(self, folder: Path) -> "Project":
         """All of it in another folder; it shares DVC's cache with this one."""
-        ignored = shutil.ignore_patterns("cache", "__pycache__")
+        ignored = shutil.ignore_patterns("cache", "*.pyc.*")
         shutil.copytree(self.folder, folder, symlinks=True, ignore=ignored)
         project = Project.at(folder)
         project.run(["dvc", "cache", "dir", str(self.folder / ".dvc/cache")])
@@ -178,11 +180,7 @@ class Project:
         self.write(text.replace(old, new))
 
     def with_dvc(self) -> "Project":
-        for command in (
-            ["git", "init", "-q"],
-            ["dvc", "init", "-q"],
-            ["dvc", "config", "core.analytics", "false"],
-        ):
+        for command in (["git", "init", "-q"], ["dvc", "init", "-q"]):
             self.run(command)
         return self
 
@@ -225,6 +223,9 @@ class Project:
 
     def moecore(self, *words: str) -> subprocess.CompletedProcess:
         """The command ``moecore``."""
+        if self.forked:
+            command = ("command", json.dumps(["moecore", *words]))
+            return forked.run(self.folder, command, self.environment)
         return self.attempt([sys.executable, "-c", COMMAND, *words])
 
     def stage(self, *words: str) -> subprocess.CompletedProcess:
@@ -246,9 +247,12 @@ class Project:
         """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage will
         say.
         """
+        params = self.folder / "params.yaml"
+        if self.forked and self.hashed == params.read_bytes():
+            return
+        self.hashed = params.read_bytes() if self.forked else None
         with contextlib.suppress(UserError):
-            root = ROOT if self.forked else self.folder
-            write_code(self.folder / "params.yaml", self.folder / CODE, root)
+            write_code(params, self.folder / CODE, ROOT if self.forked else self.folder)
 
     def repro(self, *words: str) -> list[str]:
         """``dvc repro``; returns the stages that ran, in order."""

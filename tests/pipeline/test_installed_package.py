@@ -83,8 +83,8 @@ class Installed(NamedTuple):
         )
         (wheel,) = wheels.glob("moecore-*.whl")
         pip = [sys.executable, "-m", "pip", "--python", str(self.environment / "bin/python")]
-        words = ["install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", str(wheel)]
-        subprocess.run([*pip, *words], check=True)
+        words = ["install", "--no-deps", "--no-index", "--no-compile", "--force-reinstall", "-q"]
+        subprocess.run([*pip, *words, str(wheel)], check=True)
 
 
 def copy_source(folder: Path) -> Path:
@@ -152,7 +152,6 @@ def test_a_project_runs_to_its_page_and_then_nothing_runs(installed, project):
     assert "my_study.calm" in history.read_text(encoding="utf-8")
     hashes = json.loads((project / "artifacts/code/stages/pretrain.json").read_text())
     assert {"moecore/stages/pretrain.py", "moecore/training/loop.py"} <= hashes.keys()
-    assert "up to date" in installed.run("moecore", "run", folder=project)
     repro = installed.run("python", "-m", "dvc", "repro", folder=project)
     assert list_run_stages(repro) == ["code"]
     assert "params.schema.json: written" in installed.run("moecore", "schema", folder=project)
@@ -226,8 +225,6 @@ def test_a_patched_wheel_says_what_runs_again_and_then_the_project_is_its(instal
     assert installed.run("moecore", "upgrade", "--yes", folder=project).endswith("written\n")
     assert (project / "Makefile").read_text(encoding="utf-8").endswith("# patched\n")
     assert f'"moecore>={new},<' in (project / "pyproject.toml").read_text(encoding="utf-8")
-    again = installed.run("moecore", "upgrade", folder=project)
-    assert "@@" not in again and "pretrain@vmoe-0" in again
 
 
 def test_its_runs_are_an_experiment_of_its_own_name(installed, project):

@@ -198,7 +198,7 @@ def test_nothing_computes_before_a_fork(project):
 def served(process: str, socket: str) -> bool:
     try:
         with open(f"/proc/{process}/cmdline", encoding="utf-8") as file:
-            return f"moecore.stages.fork_server\0{socket}\0" in file.read()
+            return f"tests.command_server\0{socket}\0" in file.read()
     except OSError:
         return False
 
