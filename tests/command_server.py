@@ -9,17 +9,17 @@ import shutil
 import sys
 
 # What these commands import when they are called
-import dvc.repo.graph  # noqa: F401
-import dvc.repo.metrics.show  # noqa: F401
-import dvc.repo.reproduce  # noqa: F401
+import dvc.repo.graph
+import dvc.repo.metrics.show
+import dvc.repo.reproduce
 import dvc.repo.status  # noqa: F401
 import networkx  # noqa: F401
 import torch
 from dvc.cli import main as dvc_main
 from dvc.cli import parse_args
 
-import moecore.pipeline.parallel  # noqa: F401
-import moecore.report.tables.comparison  # noqa: F401
+import moecore.pipeline.parallel
+import moecore.report.tables.comparison
 import moecore.study.checking.preflight  # noqa: F401
 from moecore.core.source_layout import ROOT
 from moecore.pipeline.cli import app
