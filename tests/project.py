@@ -30,8 +30,7 @@ from tests import forked
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "tests/params.yaml"  # as the root's is shipped; that one is its user's to edit
 COPIED = ("moecore", "stages", "dvc.yaml", ".dvcignore", ".gitignore")
-# Compiled files are copied, or each copy would be compiled anew; not what is still being written
-HALF_WRITTEN = shutil.ignore_patterns("*.pyc.*")
+HALF_WRITTEN = "*.pyc.*"  # whole compiled files are copied: no copy is compiled anew
 
 COMMAND = "from moecore.pipeline.cli import app; app()"
 PARAMS = """\
@@ -122,7 +121,6 @@ class Project:
 
     # whether stages and commands are forked from a server that has imported this repository's code
     forked = True
-    hashed: bytes | None = None  # the params.yaml for which a forked stage finds the code hashed
     root: Path | None = None  # where the code lies, if not in the folder: of a study
 
     def __init__(self, folder: Path, params: str = PARAMS) -> None:
@@ -135,13 +133,14 @@ class Project:
         for name in COPIED:
             source, target = ROOT / name, self.folder / name
             if source.is_dir():
-                shutil.copytree(source, target, symlinks=True, ignore=HALF_WRITTEN)
+                ignored = shutil.ignore_patterns(HALF_WRITTEN)
+                shutil.copytree(source, target, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(source, target)
 
     def copy(self, folder: Path) -> "Project":
         """All of it in another folder; it shares DVC's cache with this one."""
-        ignored = shutil.ignore_patterns("cache", "*.pyc.*")
+        ignored = shutil.ignore_patterns("cache", HALF_WRITTEN)
         shutil.copytree(self.folder, folder, symlinks=True, ignore=ignored)
         project = Project.at(folder)
         project.run(["dvc", "cache", "dir", str(self.folder / ".dvc/cache")])
@@ -247,12 +246,9 @@ class Project:
         """What the stage ``code`` does; nothing where params.yaml is wrong, as the stage will
         say.
         """
-        params = self.folder / "params.yaml"
-        if self.forked and self.hashed == params.read_bytes():
-            return
-        self.hashed = params.read_bytes() if self.forked else None
         with contextlib.suppress(UserError):
-            write_code(params, self.folder / CODE, ROOT if self.forked else self.folder)
+            root = ROOT if self.forked else self.folder
+            write_code(self.folder / "params.yaml", self.folder / CODE, root)
 
     def repro(self, *words: str) -> list[str]:
         """``dvc repro``; returns the stages that ran, in order."""
