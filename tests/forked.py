@@ -1,26 +1,39 @@
-"""Stages as forked processes (moecore/pipeline/forked.py): by hand, killed at any moment.
+"""Stages and commands as forked processes (tests/command_server.py): by hand, killed at any moment.
 
 They run the code of this repository: a test that edits the code of its copy has to do without
 (``Project.forked = False``).
 """
 
+import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from moecore.core.source_layout import ROOT
 from moecore.pipeline.forked import StageServer, start_stage_server
+
+CLIENT = Path(__file__).with_name("command_client.py")
 
 
 @cache
 def server() -> StageServer:
     """The server of this test process, started at the first call."""
-    return start_stage_server()
+    with contextlib.chdir(ROOT):  # there Python finds the module
+        started = start_stage_server(600, "tests.command_server")
+    for name in ("python", "dvc"):
+        command = started.commands / name
+        words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable, name])
+        command.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
+        command.chmod(0o755)
+    return started
 
 
 class Stage:

@@ -30,6 +30,7 @@ from tests import forked
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "tests/params.yaml"  # as the root's is shipped; that one is its user's to edit
 COPIED = ("moecore", "stages", "dvc.yaml", ".dvcignore", ".gitignore")
+HALF_WRITTEN = "*.pyc.*"  # whole compiled files are copied: no copy is compiled anew
 
 COMMAND = "from moecore.pipeline.cli import app; app()"
 PARAMS = """\
@@ -118,7 +119,7 @@ def copy_shipped(folder: Path) -> Path:
 class Project:
     """A folder with a copy of the code, a small params.yaml, and ways to run it."""
 
-    # whether stages are forked from a server that has imported this repository's code
+    # whether stages and commands are forked from a server that has imported this repository's code
     forked = True
     root: Path | None = None  # where the code lies, if not in the folder: of a study
 
@@ -132,14 +133,14 @@ class Project:
         for name in COPIED:
             source, target = ROOT / name, self.folder / name
             if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
+                ignored = shutil.ignore_patterns(HALF_WRITTEN)
                 shutil.copytree(source, target, symlinks=True, ignore=ignored)
             else:
                 shutil.copy(source, target)
 
     def copy(self, folder: Path) -> "Project":
         """All of it in another folder; it shares DVC's cache with this one."""
-        ignored = shutil.ignore_patterns("cache", "__pycache__")
+        ignored = shutil.ignore_patterns("cache", HALF_WRITTEN)
         shutil.copytree(self.folder, folder, symlinks=True, ignore=ignored)
         project = Project.at(folder)
         project.run(["dvc", "cache", "dir", str(self.folder / ".dvc/cache")])
@@ -178,11 +179,7 @@ class Project:
         self.write(text.replace(old, new))
 
     def with_dvc(self) -> "Project":
-        for command in (
-            ["git", "init", "-q"],
-            ["dvc", "init", "-q"],
-            ["dvc", "config", "core.analytics", "false"],
-        ):
+        for command in (["git", "init", "-q"], ["dvc", "init", "-q"]):
             self.run(command)
         return self
 
@@ -225,6 +222,9 @@ class Project:
 
     def moecore(self, *words: str) -> subprocess.CompletedProcess:
         """The command ``moecore``."""
+        if self.forked:
+            command = ("command", json.dumps(["moecore", *words]))
+            return forked.run(self.folder, command, self.environment)
         return self.attempt([sys.executable, "-c", COMMAND, *words])
 
     def stage(self, *words: str) -> subprocess.CompletedProcess:

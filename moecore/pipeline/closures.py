@@ -216,20 +216,32 @@ def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
 class _Source(NamedTuple):
     imports: tuple[tuple[str, str], ...]  # path of a module, name taken from it or nothing
     syntax: str  # hash of the syntax tree
+    has_code: bool  # more than docstrings
 
 
 @cache
 def _read_source(file: Path, root: Path) -> _Source:
+    return _analyse_source(_read_text(file, root), file)
+
+
+@cache
+def _analyse_source(text: str, file: Path) -> _Source:
     """Return what is needed of a file; its tree itself would slow the garbage collector."""
-    tree = _parse_file(file, root)
-    return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree))
+    tree = _parse_source(text, file)
+    has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
+    return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree), has_code)
 
 
-def _parse_file(file: Path, root: Path) -> ast.Module:
+def _read_text(file: Path, root: Path) -> str:
     try:
-        return ast.parse(_source_path(file, root).read_text(encoding="utf-8"), str(file))
+        return _source_path(file, root).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{file}: no such file under {root}") from None
+
+
+def _parse_source(text: str, file: Path) -> ast.Module:
+    try:
+        return ast.parse(text, str(file))
     except SyntaxError as error:
         raise UserError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
 
@@ -258,5 +270,4 @@ def _module_file(name: str, root: Path) -> Path | None:
     module, package = Path(f"{name}.py"), Path(name, "__init__.py")
     if not _source_path(package, root).is_file():
         return module if _source_path(module, root).is_file() else None
-    body = _parse_file(package, root).body
-    return package if any(not isinstance(node, ast.Expr) for node in body) else None
+    return package if _read_source(package, root).has_code else None

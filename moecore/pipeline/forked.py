@@ -48,10 +48,12 @@ class StageServer(NamedTuple):
         return {"PATH": path, SOCKET: str(self.socket)}
 
 
-def start_stage_server(wait: float = 60.0) -> StageServer:
+def start_stage_server(
+    wait: float = 60.0, module: str = f"{STAGE_MODULES}fork_server"
+) -> StageServer:
     """Start one that ends with this process; it listens within ``wait`` seconds.
 
-    Raises RuntimeError where it does not.
+    module: that serves. Raises RuntimeError where it does not.
     """
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     server = StageServer(folder / "socket", folder / "bin")
@@ -62,7 +64,7 @@ def start_stage_server(wait: float = 60.0) -> StageServer:
     command.chmod(0o755)
     # One thread: nothing is computed before a fork, and each stage sets its own number.
     process = subprocess.Popen(
-        [sys.executable, "-m", f"{STAGE_MODULES}fork_server", str(server.socket)],
+        [sys.executable, "-m", module, str(server.socket)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

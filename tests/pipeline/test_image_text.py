@@ -67,13 +67,13 @@ def folder(tmp_path_factory):
     data["explorer"]["attack"] = {"kind": "pgd", "steps": 2}
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     methods = ("vmoe_text", "ermoe_frozen")
-    run(place, [stage.format(method) for method in methods for stage in STAGES])
+    run(place, [*(stage.format(method) for method in methods for stage in STAGES), "compare"])
     return place
 
 
 def run(place, lines) -> None:
-    """These stages, each once, and the comparison."""
-    for line in [*dict.fromkeys(lines), "compare"]:
+    """These stages, each once."""
+    for line in dict.fromkeys(lines):
         done = forked.run(place, line.split(), ENVIRONMENT)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 

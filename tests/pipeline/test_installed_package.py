@@ -8,12 +8,10 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import sysconfig
 import venv
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,8 +81,8 @@ class Installed(NamedTuple):
         )
         (wheel,) = wheels.glob("moecore-*.whl")
         pip = [sys.executable, "-m", "pip", "--python", str(self.environment / "bin/python")]
-        words = ["install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", str(wheel)]
-        subprocess.run([*pip, *words], check=True)
+        words = ["install", "--no-deps", "--no-index", "--no-compile", "--force-reinstall", "-q"]
+        subprocess.run([*pip, *words, str(wheel)], check=True)
 
 
 def copy_source(folder: Path) -> Path:
@@ -152,7 +150,6 @@ def test_a_project_runs_to_its_page_and_then_nothing_runs(installed, project):
     assert "my_study.calm" in history.read_text(encoding="utf-8")
     hashes = json.loads((project / "artifacts/code/stages/pretrain.json").read_text())
     assert {"moecore/stages/pretrain.py", "moecore/training/loop.py"} <= hashes.keys()
-    assert "up to date" in installed.run("moecore", "run", folder=project)
     repro = installed.run("python", "-m", "dvc", "repro", folder=project)
     assert list_run_stages(repro) == ["code"]
     assert "params.schema.json: written" in installed.run("moecore", "schema", folder=project)
@@ -183,8 +180,9 @@ def test_an_edit_of_a_users_file_reruns_what_uses_it_and_nothing_else(installed,
         assert {line.split()[0] for line in lines if reason in line} == stages
     for module in edited.keys() - {"directions"}:
         files[module].write_text(texts[module], encoding="utf-8")
-    ran = set(list_run_stages(installed.run("python", "-m", "dvc", "repro", folder=project)))
-    assert "pretrain@cosine-0" in ran and not [stage for stage in ran if "vmoe" in stage]
+    trainings = ("pretrain@cosine-0", "pretrain@vmoe-0")
+    repro = installed.run("python", "-m", "dvc", "repro", *trainings, folder=project)
+    assert list_run_stages(repro) == ["code", "teacher_router@cosine-0", "pretrain@cosine-0"]
 
 
 def test_make_sets_up_tests_and_checks(installed, project):
@@ -226,12 +224,3 @@ def test_a_patched_wheel_says_what_runs_again_and_then_the_project_is_its(instal
     assert installed.run("moecore", "upgrade", "--yes", folder=project).endswith("written\n")
     assert (project / "Makefile").read_text(encoding="utf-8").endswith("# patched\n")
     assert f'"moecore>={new},<' in (project / "pyproject.toml").read_text(encoding="utf-8")
-    again = installed.run("moecore", "upgrade", folder=project)
-    assert "@@" not in again and "pretrain@vmoe-0" in again
-
-
-def test_its_runs_are_an_experiment_of_its_own_name(installed, project):
-    assert "are current" in installed.run("moecore", "sync", folder=project)
-    with closing(sqlite3.connect(project / "mlflow.db")) as database:
-        names = database.execute("SELECT name FROM experiments").fetchall()
-    assert ("my_study",) in names and ("moecore",) not in names

@@ -198,7 +198,7 @@ def test_nothing_computes_before_a_fork(project):
 def served(process: str, socket: str) -> bool:
     try:
         with open(f"/proc/{process}/cmdline", encoding="utf-8") as file:
-            return f"moecore.stages.fork_server\0{socket}\0" in file.read()
+            return f"tests.command_server\0{socket}\0" in file.read()
     except OSError:
         return False
 
@@ -288,6 +288,14 @@ def test_what_killed_processes_left_is_removed_by_the_next(tmp_path):
     }
 
 
+@pytest.fixture
+def forking(monkeypatch) -> None:
+    """The jobs of this process fork DVC, as those of a project do."""
+    monkeypatch.setattr(sys, "executable", str(forked.server().commands / "python"))
+    for name, value in forked.server().environment().items():
+        monkeypatch.setenv(name, value)
+
+
 APART = """\
 vars: [../../params.yaml]
 stages:
@@ -300,10 +308,10 @@ stages:
 """
 
 
+@pytest.mark.usefixtures("forking")
 def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch):
     """They keep their names; what depends on them is in another file, with another lock."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("params.yaml").write_text("methods: [a, b]\nrate: 1\n")
     Path("steps/train").mkdir(parents=True)
     Path("steps/train/dvc.yaml").write_text(APART)
@@ -327,10 +335,10 @@ stages:
 """
 
 
+@pytest.mark.usefixtures("forking")
 def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkeypatch, capfd):
     project = Project.at(disk.folder)
     monkeypatch.chdir(disk.folder)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (disk.folder / "dvc.yaml").write_text(STAGE)
     (disk.folder / "b.in").write_text("1")
     project.with_dvc()

@@ -331,18 +331,21 @@ def nodes():
         yield {name: environment[name] for name in ("SLURM_CONF", "LD_LIBRARY_PATH", "PATH")}
 
 
-@pytest.fixture
-def project(tmp_path, nodes, monkeypatch):
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, nodes):
+    """A project whose pipeline ran over two nodes."""
     small = PARAMS.replace("[dense, vmoe, tgr]", "[vmoe]").replace(
         "measurements: [invariance, lipschitz, cost]",
         "measurements: [cost]",
     )
-    monkeypatch.setattr(Project, "forked", False)
-    found = Project(tmp_path, small.replace("  {epochs: 2, batch: 64,", FP32)).with_dvc()
+    folder = tmp_path_factory.mktemp("cluster")
+    found = Project(folder, small.replace("  {epochs: 2, batch: 64,", FP32)).with_dvc()
+    found.forked = False
     text = f'launch: "{SRUN}"\ndefault: {{cores: 1}}\nstages: {{pretrain: {{nodes: 2}}}}\n'
-    folder = str(Path(PYTHON).parent)
-    own = {"MOECORE_CLUSTER": written(tmp_path, text), "GLOO_SOCKET_IFNAME": "lo"}
-    found.given = nodes | own | {"PATH": os.pathsep.join([folder, nodes["PATH"]])}
+    own = {"MOECORE_CLUSTER": written(folder, text), "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(Path(PYTHON).parent), nodes["PATH"]])
+    found.given = nodes | own | {"PATH": path}
+    found.run([PYTHON, "-c", COMMAND, "run", "--jobs", "3"], found.given)
     return found
 
 
@@ -358,8 +361,7 @@ def queue(environment: dict[str, str]) -> list[str]:
 
 
 def test_the_pipeline_over_two_nodes(project):
-    done = project.run([PYTHON, "-c", COMMAND, "run", "--jobs", "3"], project.given)
-    assert (project.folder / "reports/index.html").is_file(), done.stdout
+    assert (project.folder / "reports/index.html").is_file()
     record = project.folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
     tags = [json.loads(line).get("tags", {}) for line in record.read_text().splitlines()]
     assert {"runtime.ranks": 2} in tags, "trained by two ranks, one a node"
@@ -372,7 +374,9 @@ def test_the_pipeline_over_two_nodes(project):
 
 
 def test_a_failing_stage_and_a_killed_driver_leave_no_job(project):
-    project.run([PYTHON, "-c", COMMAND, "check"], project.given)
+    project.edit(FP32, FP32.replace("epochs: 2", "epochs: 3"))
+    data = project.folder / "artifacts/data/pretrain"
+    data.rename(project.folder / "away")
     words = [PYTHON, "-m", "moecore.stages.pretrain", "vmoe", "0"]
     done = project.attempt(words, project.given)
     own = ("srun:", "slurmstepd")  # SLURM's words, that it ends the other task
@@ -382,8 +386,7 @@ def test_a_failing_stage_and_a_killed_driver_leave_no_job(project):
     )
     assert (done.returncode, said) == (1, [f"pretrain vmoe 0: {missing}"]), "one line, of one rank"
     waited(lambda: queue(project.given) == [])  # an ended job is listed for a moment
-    for stage in BEFORE:
-        project.stage(*stage.split())
+    (project.folder / "away").rename(data)
     environment = project.environment | project.given
 
     def start(words: list[str]) -> subprocess.Popen:

@@ -302,12 +302,12 @@ def test_a_full_disk_is_one_line_and_the_import_goes_on_later(study, monkeypatch
     assert len(study.curve(only_run(study), "loss/total")) == 3000
 
 
-def test_three_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
+def test_two_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     study.store = f"sqlite:///{tmp_path}/mlflow.db"
     study.write()
     (tmp_path / "mlflow.db.part").write_text("of one that was killed while it made the database")
-    for process in [study.moecore("sync") for _ in range(3)]:
+    for process in [study.moecore("sync") for _ in range(2)]:
         _, error = process.communicate(timeout=300)
         assert (process.returncode, error) == (0, "")
     assert study.curve(only_run(study), "loss/total") == [(1, 1.0), (2, 0.5), (3, 1 / 3)]

@@ -17,6 +17,12 @@ from tests.tracking.conftest import calibrate
 # MLflow asks whether users have to log in, and its charts are resized while they are drawn.
 KNOWN = ("404 (Not Found)", "ResizeObserver loop")
 WAIT = 120_000  # milliseconds
+OFTEN = """
+from moecore.pipeline.cli import app
+from moecore.tracking import ui
+ui.SECONDS = 0.2
+app()
+"""
 
 
 def wait_until(condition, seconds: float = 120.0):
@@ -40,7 +46,7 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
     with socket.socket() as free:
         free.bind((ui.HOST, 0))
         port = free.getsockname()[1]
-    process = study.moecore("ui", "--port", str(port))
+    process = study.start("-c", OFTEN, "ui", "--port", str(port))
     try:
         assert "2 runs added" in process.stdout.readline()
         address = process.stdout.readline().strip()

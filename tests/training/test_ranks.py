@@ -5,6 +5,7 @@ ranks are from one process: each first trains alone, on whole batches, then its 
 follows FILE is the meshes: their ``shard``, and ``e`` where experts are spread too.
 """
 
+import copy
 import json
 import os
 import random
@@ -193,9 +194,10 @@ def main(target: str, *meshes: str) -> None:
     """What each of several ranks does. Each compares its share of the cases with one process."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     names = CASES if size == 2 else [*FOUR["2"], *FOUR["2e"]]
+    built = [case for case in cases() if case[0] in names]
     alone = {
-        name: computed(job, settings, settings.epochs)
-        for name, job, settings in cases()
+        name: computed(copy.deepcopy(job), settings, settings.epochs)
+        for name, job, settings in built
         if name in names[rank::size]
     }
     join_ranks()
@@ -203,11 +205,12 @@ def main(target: str, *meshes: str) -> None:
     for mesh in meshes:
         shard = int(mesh.removesuffix("e"))
         apart = shard if mesh.endswith("e") else 1
-        for name, job, settings in cases():
+        for name, job, settings in built:
             if name not in meshed_cases(size, mesh):
                 continue
             settings = settings.model_copy(update={"shard": shard, "expert_parallel": apart})
-            both = computed(job, settings, settings.epochs if shard == 1 else 1)
+            epochs = settings.epochs if shard == 1 else 1
+            both = computed(copy.deepcopy(job), settings, epochs)
             if name in alone:
                 found[f"{name} {size // shard}×{mesh}"] = differences(both, alone[name])
     refused = refusals() if size == 2 else {}

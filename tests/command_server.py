@@ -1,0 +1,43 @@
+"""Forks stages, as moecore/stages/fork_server.py, and the commands ``dvc`` and ``moecore``: each is
+a process of its own, but none imports DVC and torch, or hashes this repository's code, again.
+
+``python -m tests.command_server SOCKET``; tests/command_client.py asks it.
+"""
+
+import json
+import shutil
+import sys
+
+# What these commands import when they are called
+import dvc.repo.graph
+import dvc.repo.metrics.show
+import dvc.repo.reproduce
+import dvc.repo.status  # noqa: F401
+import networkx  # noqa: F401
+import torch
+from dvc.cli import main as dvc_main
+from dvc.cli import parse_args
+
+import moecore.pipeline.parallel
+import moecore.report.tables.comparison
+import moecore.study.checking.preflight  # noqa: F401
+from moecore.core.source_layout import ROOT
+from moecore.pipeline.cli import app
+from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline.forked import serve_stages
+from moecore.stages.fork_server import STAGES
+from moecore.study.reading.document import load_yaml
+
+
+def command(words: str) -> None:
+    """Be the command that ``words`` holds, a list in JSON."""
+    sys.argv = json.loads(words)
+    sys.executable = shutil.which("python") or sys.executable  # the client, which asks for jobs
+    sys.exit(dvc_main() if sys.argv[0] == "dvc" else app())
+
+
+if __name__ == "__main__":
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
+    parse_args(["status"])
+    hash_code_files(load_yaml(str(ROOT / "tests/params.yaml")))
+    serve_stages(sys.argv[1], {stage.__name__: stage for stage in (*STAGES, command)})
