@@ -50,7 +50,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
         assert_that(
             settings, model.layout_of(0).grid == settings.grid(image), "its grid is as it says"
         )
-        draw_weights(model, std=0.3)
+        draw_weights(model, std=1.2 / model.width_of(0) ** 0.5)  # so that no layer explodes
         _check_model(settings, model)
         twin.load_state_dict(copy.deepcopy(model.state_dict()))
         images = make_images(image)
@@ -97,11 +97,11 @@ def _check_model(part: Any, model: BackboneModel) -> None:
     output, again = model(images), model(images)
     assert_that(part, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     prediction = output.prediction
+    assert_that(part, prediction.isfinite().all(), "outputs are finite")
     assert_that(part, torch.equal(again.prediction, prediction), "evaluation gives the same twice")
     # of captions one more: the bias
     fits = len(prediction) == len(images) and prediction.shape[-1] >= model.image.outputs
     assert_that(part, fits and prediction.dtype == torch.float32, "outputs are (B, …, K), fp32")
-    assert_that(part, prediction.isfinite().all(), "outputs are finite")
     alone = model(images[:1]).prediction
     assert_that(part, is_close(alone, prediction[:1]), "an image is told alike in any batch")
     layers = [(len(images), one.special + prod(one.grid), EXPERTS) for one in model.layouts]
