@@ -4,6 +4,7 @@ Its files come from project_template/, in whose names ``dot_`` stands for a dot 
 the project, and from the params.yaml, dvc.yaml and studies of this version.
 """
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -50,8 +51,10 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
     nothing, where the name, the study or the folder is not in order.
     """
     refuse_study_name(name)
-    if name == "moecore":
-        raise UserError("found the name 'moecore'; allowed: another one")
+    if importlib.util.find_spec(name):
+        raise UserError(
+            f"found the name {name!r}, which Python finds already; allowed: another one"
+        )
     studies = list_shipped_studies()
     if study not in studies:
         hint = did_you_mean(study, studies)

@@ -129,7 +129,8 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
-        check_study(also=unfit_metrics)
+        for line in check_study(also=unfit_metrics).untried:
+            typer.echo(line)
         _say_changed_raw_data(PARAMS_FILE)
         run_pipeline(jobs)
 

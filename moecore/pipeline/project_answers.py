@@ -32,7 +32,11 @@ def read_answers(folder: Path) -> ProjectAnswers:
     path = folder / PROJECT_ANSWERS
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
-    answers = read_settings(path, ProjectAnswers, "answers")
+    try:
+        answers = read_settings(path, ProjectAnswers, "answers")
+    except UserError as error:
+        problem = str(error).removeprefix(f"{path}: ").partition(";")[0]
+        raise UserError(f"{path}: {problem}; restore it: git checkout {path}") from error
     if version_numbers(answers.moecore) > version_numbers(version("moecore")):
         newer = f"{path}: the project is of moecore {answers.moecore}, newer than the installed"
         raise UserError(

@@ -12,4 +12,5 @@ from moecore.testing.measurement_checks import check_measurement as check_measur
 from moecore.testing.regularizer_checks import check_regularizer as check_regularizer
 from moecore.testing.router_checks import check_router as check_router
 from moecore.testing.source_checks import check_source as check_source
+from moecore.testing.source_checks import check_source_preview as check_source_preview
 from moecore.testing.task_checks import check_task as check_task

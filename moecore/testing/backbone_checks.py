@@ -38,7 +38,8 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
     grid and the stages that it says. Outputs are (B, …, K), fp32 and finite; an MoE layer's record
     is (B, T, E), the features of a block (B, T, width). A gradient reaches images and weights.
     Evaluation draws nothing and does not depend on the batch. The same seed builds the same, and a
-    model with the same state_dict computes the same. Bytes are a UserError in one line.
+    model with the same state_dict computes the same. Bytes, and images of other channels, are a
+    UserError in one line.
     """
     settings = settings_of(backbone)
     assert_that(settings, sum(settings.stages) == settings.depth, "its blocks are those of stages")
@@ -50,7 +51,7 @@ def check_backbone(backbone: Backbone | type[Backbone], image: ImageSpec = IMAGE
         assert_that(
             settings, model.layout_of(0).grid == settings.grid(image), "its grid is as it says"
         )
-        draw_weights(model, std=0.3)
+        draw_weights(model, std=1.2 / model.width_of(0) ** 0.5)  # so that no layer explodes
         _check_model(settings, model)
         twin.load_state_dict(copy.deepcopy(model.state_dict()))
         images = make_images(image)
@@ -97,11 +98,11 @@ def _check_model(part: Any, model: BackboneModel) -> None:
     output, again = model(images), model(images)
     assert_that(part, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     prediction = output.prediction
+    assert_that(part, prediction.isfinite().all(), "outputs are finite")
     assert_that(part, torch.equal(again.prediction, prediction), "evaluation gives the same twice")
     # of captions one more: the bias
     fits = len(prediction) == len(images) and prediction.shape[-1] >= model.image.outputs
     assert_that(part, fits and prediction.dtype == torch.float32, "outputs are (B, …, K), fp32")
-    assert_that(part, prediction.isfinite().all(), "outputs are finite")
     alone = model(images[:1]).prediction
     assert_that(part, is_close(alone, prediction[:1]), "an image is told alike in any batch")
     layers = [(len(images), one.special + prod(one.grid), EXPERTS) for one in model.layouts]
@@ -110,13 +111,19 @@ def _check_model(part: Any, model: BackboneModel) -> None:
     _check_features(part, model, images)
     _check_gradients(part, model, images)
     if images.is_floating_point():
-        promise = "bytes are a UserError in one line"
-        try:
-            model((255 * images).byte())
-        except UserError as error:
-            assert_that(part, "\n" not in str(error), promise)
-        else:
-            assert_that(part, False, promise)
+        wrong = {"bytes": (255 * images).byte(), "channels twice": torch.cat([images] * 2, dim=1)}
+        for what, inputs in wrong.items():
+            _check_refusal(part, model, what, inputs)
+
+
+def _check_refusal(part: Any, model: BackboneModel, what: str, images: Tensor) -> None:
+    promise = f"{what}: a UserError in one line"
+    try:
+        model(images)
+    except UserError as error:
+        assert_that(part, "\n" not in str(error), promise)
+    else:
+        assert_that(part, False, promise)
 
 
 def _check_features(part: Any, model: BackboneModel, images: Tensor) -> None:

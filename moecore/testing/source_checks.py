@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import more_packages, outside_kinds
 from moecore.data.expected_data import PlannedData, planned_data_from_card
-from moecore.data.prepared import Prepared
+from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
 from moecore.testing.requirements import assert_that, settings_of
 
@@ -21,7 +22,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     bytes, whatever was drawn before.
     """
     settings = settings_of(source)
-    planned = settings.preview()
+    planned = check_source_preview(settings)
     card, again = settings.prepare(folder / "first"), settings.prepare(folder / "second")
     assert_that(settings, again == card, "the same settings write the same bytes")
     try:
@@ -41,6 +42,29 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     if planned is not None:
         _check_preview(settings, planned, planned_data_from_card(card))
     return data
+
+
+def check_source_preview(source: Source | type[Source]) -> PlannedData | None:
+    """Raise AssertionError, in one line, where ``preview`` breaks a promise; return what it says.
+
+    source: settings, or their class, whose defaults are then checked; nothing is prepared. It says
+    the same twice and draws nothing. Its task is that of the source, ``volumes`` says whether
+    images have three axes, and images are counted by split.
+    """
+    settings = settings_of(source)
+    before = torch.get_rng_state()
+    planned, again = settings.preview(), settings.preview()
+    assert_that(settings, planned == again, "preview says the same twice")
+    assert_that(settings, torch.equal(before, torch.get_rng_state()), "preview draws no number")
+    if planned is None or planned.problem is not None:
+        return planned
+    fits = planned.task is None or isinstance(planned.task, settings.task)
+    assert_that(settings, fits, "preview foresees labels of its task")
+    is_volume = len(planned.shape) == 3
+    assert_that(settings, is_volume == settings.volumes, "volumes says whether images have 3 axes")
+    fits = not planned.counts or set(planned.counts) == set(SPLITS)
+    assert_that(settings, fits, f"counts has {', '.join(SPLITS)}")
+    return planned
 
 
 def _check_preview(settings: Source, planned: PlannedData, written: PlannedData) -> None:

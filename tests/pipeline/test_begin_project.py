@@ -114,7 +114,8 @@ def test_an_overlay_is_written_again_by_the_same_command(empty):
         (["own", "full"], "full: is not empty; take an empty folder, or a name that is new"),
         (["Own"], "found the name 'Own'; allowed: small letters, digits and _"),
         (["import"], "found the name 'import'; allowed: small letters, digits and _"),
-        (["moecore"], "found the name 'moecore'; allowed: another one"),
+        (["moecore"], "found the name 'moecore', which Python finds already; allowed: another"),
+        (["torch"], "found the name 'torch', which Python finds already; allowed: another one"),
         (["own", "--from", "swim"], "--from: found 'swim', did you mean 'swin'?; allowed: main, "),
         (["own", "--from", "main", "--overlay"], "--overlay: main has none"),
     ],
@@ -203,6 +204,8 @@ def test_a_project_of_a_newer_version_is_one_line(older):
         assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
         assert "the project is of moecore 9.1.0, newer than the installed" in refused.stderr
         assert refused.stderr.endswith("install moecore>=9.1.0,<9.2\n")
+    Path(PROJECT_ANSWERS).write_text("<<<<<<< ours", encoding="utf-8")
+    assert moecore("check").stderr.endswith("; restore it: git checkout .moecore.json\n")
     os.chdir("..")
     assert "found no such file; start from a folder of `moecore new`" in moecore("upgrade").stderr
 

@@ -10,11 +10,20 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.report.tables.comparison import unfit_metrics
+from moecore.study.checking.outside_part_rules import outside_part_misfits
 from moecore.study.checking.preflight import check_study
 from moecore.study.checking.step_rules import step_misfits
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.study import Study, read_study
-from tests.my_lab import BRIGHTNESS_PAGE, CALM, COSINE, SECTIONS, forget_package, write_my_lab
+from tests.my_lab import (
+    BRIGHTNESS,
+    BRIGHTNESS_PAGE,
+    CALM,
+    COSINE,
+    SECTIONS,
+    forget_package,
+    write_my_lab,
+)
 from tests.project import ROOT, SHIPPED
 
 PARAMS = f"""\
@@ -52,7 +61,7 @@ def with_all_methods(study: Study) -> Study:
 @pytest.mark.parametrize("file", [SHIPPED, *sorted(ROOT.glob("pipelines/*/params.yaml"))])
 def test_our_methods_make_a_step(file):
     before = torch.get_rng_state()
-    assert list(step_misfits(with_all_methods(read_study(load_yaml(file))), [])) == []
+    assert list(step_misfits(with_all_methods(read_study(load_yaml(file))))) == []
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -109,15 +118,127 @@ def test_parts_of_a_text_tower_are_tried_too(folder):
     write_my_lab(folder, cosine=COSINE.replace(SOFTMAX, "logits.sigmoid()"))
     text = "    text: {router: {kind: my_lab.cosine, k: 1}, experts: {kind: mlp, number: 3}}\n"
     (folder / "params.yaml").write_text(PARAMS.replace("pretrain: {ep", f"{text}pretrain: {{ep"))
-    misfits = step_misfits(read_study(load_yaml("params.yaml")), [])
+    misfits = list(outside_part_misfits(read_study(load_yaml("params.yaml")), {}, []))
     assert [keys[2:] for keys, _ in misfits] == [("router",), ("text", "router")]
+    assert list(step_misfits(read_study(load_yaml("params.yaml")), [misfits[0][0]])) == []
+
+
+CHILD = """\
+import torch
+from typing import ClassVar, Literal
+from {module} import {parent}
+
+
+class Own({parent}):
+    kind: Literal["my_lab.own"] = "my_lab.own"
+"""
+SECTION = {  # of params.yaml, each with a part of a family that the others do not have
+    "data": "data: {pretrain: {kind: my_lab.own, size: 16}}",
+    "model": "model: {kind: my_lab.own, patch: 8, width: 32, depth: 4, heads: 2}",
+    "teacher": "teacher: {kind: my_lab.own}",
+    "calibrate": "calibrate: {calibrator: {kind: my_lab.own}}",
+    "robustness": "robustness: {epsilons: [0.1], attacks: [{kind: my_lab.own}]}",
+}
+DIGITS = ("moecore.data.sources.digits", "Digits")
+VIT = ("moecore.nn.backbones.vit", "Vit")
+PLAN = "\n    def preview(self):\n        return super().preview()"
+BUILT = """\
+    def build(self, image, moe=None):
+        model = super().build(image, moe)
+        model.register_forward_hook(lambda model, given, out: out._replace({change}))
+        return model
+"""
+OTHERS = [
+    ("data", DIGITS, "", ""),
+    ("data", DIGITS, f"{PLAN}._replace(counts={{'train': (1,)}})", "counts has train, validation"),
+    ("data", DIGITS, f"{PLAN}.nothing", "my_lab/own.py:10)"),
+    ("model", VIT, "", ""),
+    ("model", VIT, BUILT.format(change="prediction=out.prediction * float('nan')"), "finite"),
+    ("model", VIT, BUILT.format(change="prediction=out.prediction[1:]"), "(B, …, K)"),
+    ("calibrate", ("moecore.measure.calibrators.temperature", "Temperature"), "", "kind"),
+    ("robustness", ("moecore.attacks.fgsm", "Fgsm"), "", ""),
+    (
+        "robustness",
+        ("moecore.attacks.fgsm", "Fgsm"),
+        "    def perturb_images(self, at, ball, generator):\n        return ball.centre + 1\n",
+        "no pixel moves",
+    ),
+]
+
+
+@pytest.mark.parametrize(("section", "parent", "body", "words"), OTHERS)
+def test_a_part_of_every_other_family_is_tried(folder, section, parent, body, words):
+    write_my_lab(folder, own=CHILD.format(module=parent[0], parent=parent[1]) + body)
+    key = SECTION[section].partition(":")[0]
+    lines = [line for line in PARAMS.splitlines() if not line.startswith(key)]
+    text = "\n".join([*lines, SECTION[section], ""])
+    (folder / "params.yaml").write_text(text, encoding="utf-8")
+    try:
+        assert check_study().untried == () and not words
+    except UserError as error:
+        place, _, fault = str(error).partition(" found my_lab.own, which breaks ")
+        assert place.split(":")[3].strip().startswith(section), str(error)
+        assert words and words in fault and "\n" not in fault
+
+
+CLASSED = """\
+from typing import Literal
+from moecore.tasks.classification import Classification
+
+
+class Classed(Classification):
+    kind: Literal["my_lab.classed"] = "my_lab.classed"
+
+    def loss(self, *given, **named):
+        return 2 * super().loss(*given, **named) if named else super().loss(*given)
+"""
+OF_CLASSED = """\
+    task = Classed
+
+    def preview(self):
+        plan = super().preview()
+        return plan._replace(task=Classed(classes=plan.classes))
+"""
+DEAF = """\
+    def check_name(self, image):
+        raise KeyError("name")
+"""
+
+
+def test_a_task_and_a_teacher_are_tried(folder):
+    source = CHILD.format(module=DIGITS[0], parent=DIGITS[1])
+    source = f"from my_lab.classed import Classed\n{source}{OF_CLASSED}"
+    write_my_lab(folder, classed=CLASSED, own=source)
+    text = PARAMS.replace("kind: digits", "kind: my_lab.own")
+    (folder / "params.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"data.pretrain: found my_lab.classed, .*mean of the item"):
+        check_study()
+    forget_package()
+    teacher = CHILD.format(module="moecore.training.teachers.timm", parent="Timm")
+    write_my_lab(folder, own=f"{teacher}{DEAF}")
+    text = f"{PARAMS}teacher: {{kind: my_lab.own, name: vit}}\n"
+    (folder / "params.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r": teacher: cannot be built: KeyError: 'name' \("):
+        check_study()
 
 
 def test_a_part_that_refuses_so_small_a_model_is_noted(folder):
     refusing = 'from moecore import UserError\n        raise UserError("width: found 8")'
     write_my_lab(folder, calm=CALM.replace("return ", f"{refusing}\n        return "))
     note = "my_lab.calm was not tried in small: width: found 8"
-    assert note in check_study(also=unfit_metrics).notes
+    assert check_study(also=unfit_metrics).untried == (note,)
+
+
+def test_a_measurement_is_held_to_its_promises_and_noted_where_it_fails_in_small(folder):
+    drawing = BRIGHTNESS.replace("images = ", "import torch; torch.rand(1); images = ")
+    write_my_lab(folder, brightness=drawing)
+    with pytest.raises(UserError, match=r"^params.yaml:2:10: my_lab.brightness: .*no global"):
+        check_study(also=unfit_metrics)
+    forget_package()
+    write_my_lab(folder, brightness=BRIGHTNESS.replace("subject.data.test", "subject.data.lost"))
+    [note] = check_study(also=unfit_metrics).untried
+    assert note.startswith("my_lab.brightness was not tried in small: it fails on a small ViT")
+    assert note.endswith("my_lab/brightness.py:14)")
 
 
 def test_a_measurement_that_the_report_would_drop_is_named(folder):

@@ -247,10 +247,17 @@ class BackboneModel(Model):
         return average_head_predictions(self.heads(tokens))
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Images in [0, 1] to the scale that the model was trained at; UserError for integers."""
+        """Images in [0, 1] to the scale that the model was trained at.
+
+        Raises UserError for integers and for images of other axes or channels.
+        """
         if not images.is_floating_point():
             allowed = "floating point in [0, 1]; divide bytes by 255"
             raise UserError(f"images: found {images.dtype}; allowed: {allowed}")
+        channels = {self.image.channels, self.image.stored_channels}
+        if images.ndim != 2 + len(self.image.shape) or images.shape[1] not in channels:
+            axes = ", ".join(["images", str(self.image.channels), *map(str, self.image.shape)])
+            raise UserError(f"images: found a shape of {tuple(images.shape)}; allowed: ({axes})")
         return (self.seen_channels(images) - self.pixel_mean) / self.pixel_std
 
     def seen_channels(self, images: Tensor) -> Tensor:

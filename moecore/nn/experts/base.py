@@ -28,7 +28,7 @@ class Experts(Part, ABC):
 
 
 class ExpertsModule(nn.Module):
-    """``experts(rows)`` with Rows of values (R, d) returns values (R, d)."""
+    """The experts of a layer: ``experts(rows)`` with Rows of values (R, d) returns such values."""
 
     def lent_basis(self) -> Tensor | None:
         """The bases (E, d, r) that the router may use; None where there are none."""

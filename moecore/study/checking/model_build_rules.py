@@ -155,8 +155,9 @@ def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
     if teacher is not None and len(image.shape) == 2:
         try:
             teacher.check_name(image)
-        except UserError as error:
-            yield _split_key_and_message(error)
+        except REFUSED as error:
+            key, text = _split_key_and_message(error)
+            yield key or ("teacher",), text
 
 
 def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:

@@ -13,6 +13,10 @@ from moecore.study.checking.data_rules import (
     misfits_with_pretrain_images,
 )
 from moecore.study.checking.model_build_rules import model_misfits
+from moecore.study.checking.outside_part_rules import (
+    outside_part_misfits,
+    outside_source_misfits,
+)
 from moecore.study.checking.step_rules import step_misfits
 from moecore.study.checking.training_rules import (
     training_image_misfits,
@@ -34,6 +38,7 @@ class CheckedStudy(NamedTuple):
 
     study: Study
     notes: tuple[str, ...]  # a line for each data set, and what is better known beforehand
+    untried: tuple[str, ...]  # a line for each part from outside that could not be tried in small
 
 
 def check_study(
@@ -49,17 +54,21 @@ def check_study(
     study, problems = collect_problems(document, stages)
     if study is None:
         raise UserError(cap_line_count(problems))
+    untried: list[str] = []
     with chdir_to_stages(Path(path).parent if home is None else home):
+        if faults := list(outside_source_misfits(study, untried)):
+            raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
         previews = load_previews(study)
     missing = format_misfits(document, data_problems(previews, document.data.get("data", {})))
     others = [
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
     ]
-    untried: list[str] = []
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
-        others += [] if others else step_misfits(study, untried)
+        if not others:
+            others += outside_part_misfits(study, previews, untried)
+            others += step_misfits(study, [keys for keys, _ in others])
         if also is not None and not others:  # it reads what all these rules have held good
             others += also(study, stages)
     lines = [*problems, *missing, *format_misfits(document, others)]
@@ -70,19 +79,21 @@ def check_study(
     notes = [
         f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()
     ]
-    notes += untried + [
+    notes += [
         note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note
     ]
-    return CheckedStudy(study, tuple(notes))
+    return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
 def describe_check(
     path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> str:
     """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
-    study, notes = check_study(path, home, also)
+    study, notes, untried = check_study(path, home, also)
     trained = "nothing is trained"
     if study.run.methods:
         seeds = ", ".join(map(str, study.run.seeds))
         trained = f"{', '.join(study.run.methods)}; seeds {seeds}"
-    return "\n".join([f"{path}: in order ({trained})", *(f"  {note}" for note in notes)])
+    return "\n".join(
+        [f"{path}: in order ({trained})", *(f"  {note}" for note in (*notes, *untried))]
+    )

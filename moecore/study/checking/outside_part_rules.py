@@ -1,0 +1,196 @@
+"""Every part from outside that a study names, held to what ``moecore.testing`` asks of all.
+
+Parts have their own settings, models and data are small. A UserError is no fault: a note says that
+the part was not tried. Nothing is prepared, downloaded or trained.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+
+from moecore.attacks.base import Attack
+from moecore.core.files import UserError
+from moecore.core.outside_packages import DOTTED_NAME, last_line
+from moecore.core.part_families import Part
+from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import Source
+from moecore.measure.base import MeasuredModel, Measurement
+from moecore.measure.calibrators.base import Calibrator
+from moecore.nn.backbones.base_model import Backbone
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.experts.base import Experts
+from moecore.nn.meta_device import on_meta_device
+from moecore.nn.routers.base import Router
+from moecore.study.checking.model_build_rules import image_spec
+from moecore.study.reading.study import Misfits, Study
+from moecore.tasks.base import Task
+from moecore.testing import (
+    check_attack,
+    check_backbone,
+    check_calibrator,
+    check_experts,
+    check_measurement,
+    check_regularizer,
+    check_router,
+    check_source_preview,
+    check_task,
+    check_teacher,
+)
+from moecore.testing.attack_checks import YEARS
+from moecore.testing.requirements import seeded_randn
+from moecore.testing.small_models import CLASSES, small_data, small_vit
+from moecore.training.method import Method
+from moecore.training.regularizers.base import Regularizer
+from moecore.training.teachers.base import Teacher
+from moecore.training.text_tower_method import TextTowerMethod
+
+ITEMS = 4  # that a task is tried with
+MOST = 2e7  # weights times tokens of a backbone that is tried: a second at most
+
+OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
+    Experts: check_experts,
+    Regularizer: check_regularizer,
+    Calibrator: check_calibrator,
+}
+
+Keys = tuple[str | int, ...]
+
+
+def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
+    """Yield what is wrong with what sources from outside foresee of their data.
+
+    notes: gets a line for each part that refuses to be tried.
+    """
+    for phase, source in study.data.items():
+        keys = ("data", phase)
+        if _is_from_outside(source):
+            attempt = partial(check_source_preview, source)
+            yield from _part_misfits(keys, source.kind, attempt, notes)
+
+
+def outside_part_misfits(
+    study: Study, previews: Mapping[str, PlannedData], notes: list[str]
+) -> Misfits:
+    """Yield what every other part from outside breaks, by its keys; notes: as above."""
+    for phase, preview in previews.items():
+        if preview.task is not None and _is_from_outside(preview.task):
+            attempt = partial(_try_task, preview.task)
+            yield from _part_misfits(("data", phase), preview.task.kind, attempt, notes)
+    images = image_spec(previews["pretrain"]) if "pretrain" in previews else None
+    chosen = {name: study.methods[name] for name in study.run.methods}
+    for keys, part, experts in _outside_parts(study.model_copy(update={"methods": chosen}), ()):
+        if not isinstance(part, Source):
+            attempt = partial(_try_part, part, experts, images)
+            yield from _part_misfits(keys, part.kind, attempt, notes)
+    for name in study.run.measurements:
+        if DOTTED_NAME.fullmatch(name):
+            keys = tuple(name.split("."))
+            measurement = getattr(getattr(study, keys[0]), keys[1])
+            yield from _part_misfits(keys, name, partial(_try_measurement, measurement), notes)
+
+
+def faults_of(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
+    """Yield in a line why an attempt fails; the draws of the caller stay what they were.
+
+    refusals: gets the UserError of parts that refuse so small a model.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            attempt()
+    except UserError as error:
+        refusals.append(str(error))
+    except AssertionError as error:
+        yield str(error) or last_line(error)
+    except Exception as error:
+        yield last_line(error)
+
+
+def _part_misfits(keys: Keys, kind: str, attempt: Callable[[], Any], notes: list[str]) -> Misfits:
+    refusals: list[str] = []
+    for fault in faults_of(attempt, refusals):
+        yield keys, f"found {kind}, which breaks what moecore.testing asks: {fault}"
+    notes += [f"{kind} was not tried in small: {refusal}" for refusal in refusals]
+
+
+def _is_from_outside(part: Part) -> bool:
+    return DOTTED_NAME.fullmatch(part.kind) is not None
+
+
+def _outside_parts(
+    value: Any, keys: Keys, experts: Experts | None = None
+) -> Iterator[tuple[Keys, Part, Experts | None]]:
+    """Yield every part from outside in ``value`` with its keys and its method's experts."""
+    if isinstance(value, Part) and _is_from_outside(value):
+        yield keys, value, experts
+    if isinstance(value, BaseModel):
+        experts = value.experts if isinstance(value, Method | TextTowerMethod) else experts
+        value = dict(value)
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _outside_parts(inner, (*keys, name), experts)
+
+
+def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
+    """Raise AssertionError, in one line, where a part breaks a promise of its family."""
+    if part.family is Router and experts is not None:
+        check_router(part, experts)
+    elif part.family in (Backbone, Teacher):
+        _try_model(part, images)
+    elif part.family is Attack:
+        if refusal := part.refuses(CLASSES) and part.refuses(YEARS):
+            raise UserError(refusal)
+        check_attack(part)
+    else:
+        OTHER_CHECKS[part.family](part)
+
+
+def _try_model(part: Any, images: ImageSpec | None) -> None:
+    if images is None:
+        raise UserError("the images of pretraining are not known yet")
+    is_teacher = part.family is Teacher
+    if is_teacher and part.training is None:
+        part.check_name(images)  # building it may download its weights
+        return
+    with on_meta_device():
+        model = part.build(images)
+    layout = model.layout_of(0)
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights * (layout.special + prod(layout.grid)) > MOST:
+        check = "check_teacher" if is_teacher else "check_backbone"
+        raise UserError(f"its model has {weights:,} weights; moecore.testing.{check} tries smaller")
+    if is_teacher:
+        check_teacher(part, images)
+    else:
+        check_backbone(part, images)
+
+
+def _try_measurement(measurement: Measurement) -> None:
+    """Try it on a small ViT; what fails there may be in order on the study's models and images."""
+    subject = MeasuredModel(small_vit(), small_data())
+    if refusal := measurement.applies(subject):
+        raise UserError(refusal)
+    try:
+        check_measurement(measurement, subject)
+    except (AssertionError, UserError):
+        raise
+    except Exception as error:
+        where = "on a small ViT and 24 images of 8 × 8 pixels"
+        raise UserError(f"it fails {where}: {last_line(error)}") from error
+
+
+def _try_task(task: Task) -> None:
+    if task.long:
+        raise UserError("its predictions are scored as they come")
+    shape, dtype = task.storage_format(ITEMS)
+    labels = np.zeros(shape, dtype)
+    task.check(labels, "labels of zeros")
+    prediction = seeded_randn(ITEMS, task.cells * task.outputs)
+    check_task(task, prediction, labels, np.full(shape, np.nan))

@@ -1,0 +1,180 @@
+"""A part of every family that needs more than settings, written with public names alone."""
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+import moecore
+from moecore.parts import (
+    Backbone,
+    BackboneModel,
+    Classification,
+    DatasetInfo,
+    Encoded,
+    EncodeOptions,
+    Experts,
+    ExpertsModule,
+    ImageSpec,
+    MoESettings,
+    PlannedData,
+    RoutingContext,
+    Rows,
+    Score,
+    Source,
+    SplitToWrite,
+    Task,
+    Teacher,
+    TokenLayout,
+    write_prepared,
+)
+from moecore.testing import (
+    check_backbone,
+    check_experts,
+    check_source,
+    check_task,
+    check_teacher,
+)
+
+SIDE = 8
+STRIPED = Classification(classes=("along", "across"))
+
+
+class Stripes(Source):
+    """Eight images a split, striped along or across."""
+
+    task: ClassVar[type[Task]] = Classification
+    kind: Literal["my_lab.stripes"] = "my_lab.stripes"
+    seed: int = 0
+
+    def prepare(self, folder):
+        labels = np.arange(8) % 2
+        image = np.tile(np.arange(SIDE, dtype=np.uint8) * 30, (SIDE, 1))
+        images = np.stack([image if label else image.T for label in labels])[:, None]
+        facts = DatasetInfo("Stripes", STRIPED, 1, SIDE, "CC0", "drawn", self)
+        split = SplitToWrite(labels, [images])
+        return write_prepared(folder, facts, dict.fromkeys(("train", "validation", "test"), split))
+
+    def preview(self):
+        counts = dict.fromkeys(("train", "validation", "test"), (4, 4))
+        return PlannedData("Stripes", 1, SIDE, STRIPED, counts)
+
+
+class Weight(Task):
+    """One number per image: its error is the score."""
+
+    kind: Literal["my_lab.weight"] = "my_lab.weight"
+    outputs: ClassVar[int] = 1
+    answers: ClassVar[tuple[str, ...]] = ("weight",)
+    score: ClassVar[Score] = Score("error", "absolute error", "kg", "number", "lower")
+
+    def loss(self, prediction, labels, label_smoothing=0.0, reduction="mean"):
+        errors = self.attack_loss(prediction, labels)
+        return errors.mean() if reduction == "mean" else errors
+
+    def attack_loss(self, prediction, labels):
+        return (prediction[:, 0] - labels.to(prediction)).square()
+
+    def test_loss(self, prediction, labels):
+        return self.attack_loss(prediction.double(), labels)
+
+    def scores(self, prediction, labels):
+        return (prediction[:, 0].double() - labels.double()).abs()
+
+    def running(self, prediction, labels, learned=None):
+        return (prediction[:, 0] - labels).abs().sum()
+
+    def baseline_score(self, labels):
+        return float((labels - labels.median()).abs().mean())
+
+    def storage_format(self, images):
+        return (images,), np.float32
+
+    def check(self, labels, what):
+        if not np.isfinite(labels).all():
+            raise moecore.UserError(f"{what} are not finite; allowed: kilograms")
+
+    @classmethod
+    def needs_classes(cls, what):
+        return "a weight has no classes"
+
+
+class Linear(Experts):
+    """One matrix per expert."""
+
+    kind: Literal["my_lab.linear"] = "my_lab.linear"
+    number: int = 4
+
+    def build(self, width):
+        return Matrices(self.number, width)
+
+
+class Matrices(ExpertsModule):
+    def __init__(self, experts: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, width, width))
+
+    def forward(self, rows: Rows) -> torch.Tensor:
+        pieces = rows.values.tensor_split(rows.offsets[:-1].tolist())
+        return torch.cat([piece @ one for piece, one in zip(pieces, self.weight, strict=True)])
+
+
+class Flat(Backbone):
+    """One feed-forward over the whole image as one token."""
+
+    kind: Literal["my_lab.flat"] = "my_lab.flat"
+    depth: ClassVar[int] = 1
+    width: int = 16
+
+    def grid(self, image: ImageSpec):
+        return (1, 1)
+
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> BackboneModel:
+        return FlatModel(self, image, moe)
+
+
+class FlatModel(BackboneModel):
+    depth: ClassVar[int] = 1
+
+    def __init__(self, config, image, moe):
+        super().__init__(config, image, moe)
+        self.embed = nn.Linear(image.channels * image.size**2, config.width)
+        self.mlp = nn.Linear(config.width, config.width) if moe is None else moe.build(config.width)
+        self.head = nn.Linear(config.width, image.outputs)
+
+    @property
+    def layout(self):
+        return TokenLayout(0, (1, 1), self.image.shape)
+
+    def encode(self, images, options=EncodeOptions()):
+        entering = self.embed(self.normalised(images).flatten(1))[:, None]
+        tokens, records = self.mlp(entering), ()
+        if self.moe is not None:
+            context = self.routing_contexts(images, options).get(0, RoutingContext())
+            tokens, records = self.mlp(entering, context)
+        feature = options.select_tokens(entering, tokens)
+        return Encoded(tokens, records, (feature,) * len(options.blocks))
+
+    def heads(self, tokens):
+        return (self.head(tokens[:, 0]),)
+
+
+class Untrained(Teacher):
+    """A small ViT of one seed."""
+
+    kind: Literal["my_lab.untrained"] = "my_lab.untrained"
+
+    def build(self, image: ImageSpec) -> BackboneModel:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return moecore.backbones.Vit(patch=4, width=16, depth=1, heads=2).build(image)
+
+
+def test_they_keep_what_their_families_promise(tmp_path):
+    assert check_source(Stripes, tmp_path).task == STRIPED
+    kilograms = np.array([60.0, 80.0], np.float32)
+    check_task(Weight(), torch.tensor([[61.0], [77.0]]), kilograms, np.array([np.nan]))
+    check_experts(Linear)
+    check_backbone(Flat)
+    check_teacher(Untrained)
