@@ -32,6 +32,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.told import Told
 from moecore.pipeline.predict_cli import main
 from moecore.predict.ages import calibrator_folder, load_age_calibration
 from moecore.predict.ages import predict_ages as predict
@@ -40,6 +41,7 @@ from moecore.predict.input_volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened
+from tests.measure.test_truth import subject as measured_on_dialects
 from tests.nn.backbones.test_cells import MOSAIC
 from tests.volumes import leaning, write_classes, write_cohort
 
@@ -311,6 +313,14 @@ def test_of_a_mosaic_each_cell_has_its_answer(pictures, tmp_path, capsys):
     answers = ", ".join("abc"[best] for best in probs.argmax(dim=1))
     assert (row["prediction"], row["probability"], row["error"]) == (answers, "", "")
     assert f"{answers}</" in table.with_suffix(".html").read_text(encoding="utf-8")
+
+
+def test_a_model_that_is_told_the_truth_has_no_pictures(pictures, tmp_path):
+    save_model(tmp_path / "told", measured_on_dialects(Told()).model)
+    request = PredictionRequest(tmp_path / "told", pictures, tmp_path / "out.csv")
+    with pytest.raises(UserError, match="is routed by the truth, which pictures do not say"):
+        predict_folder(request)
+    assert not request.out.exists()
 
 
 def spoil(folder: Path) -> set[str]:
