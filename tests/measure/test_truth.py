@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
-from moecore.data.corruptions.draws import add_noise, noise_directions
+from moecore.data.corruptions.draws import SIGMAS, add_noise, noise_directions
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
@@ -17,7 +17,6 @@ from moecore.measure.routing_metrics.purity import (
 )
 from moecore.measure.truth import (
     EPSILONS,
-    SIGMAS,
     Truth,
     mutual_information,
     truth_layer,
