@@ -17,7 +17,7 @@ from moecore.data.jpeg_store import jpeg_store_file_names
 from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.thread_map import map_in_threads
-from moecore.tasks.classification import Classification
+from moecore.tasks.class_task import ClassTask
 from moecore.tasks.image_text import ImageText
 
 
@@ -25,7 +25,7 @@ class DatasetInfo(NamedTuple):
     """What a source knows of its data before any image is written."""
 
     name: str
-    task: Classification | ImageText
+    task: ClassTask | ImageText
     channels: int
     size: int
     licence: str
