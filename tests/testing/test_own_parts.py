@@ -44,6 +44,7 @@ ROUTERS = [
     routers.SoftSlots(slots=3),
     routers.Hash(k=2),
     routers.Hash(k=2, by="position"),
+    routers.Hash(k=2, by="word"),
     routers.FrozenCopy(),
     routers.FrozenCopy(router=routers.NoisyTopK(**ORDERED)),
     routers.Told(),
