@@ -2,12 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 
-from moecore.measure.truth import ChangedPurity, Result
+from moecore.measure.truth import ChangedPurity, Result, truth_layer
 from moecore.report.column import Column
 from moecore.report.figures.overview import draw_scatter, named_points, overview_charts
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
-from moecore.report.measures.truth import phase_blocks, purity_curves, share_of_routings_worth
+from moecore.report.measures.truth import (
+    figures,
+    phase_blocks,
+    purity_curves,
+    share_of_routings_worth,
+)
 from moecore.report.page.answer import describe_phase_findings
 from moecore.report.page.report_page import main_finding
 from moecore.report.tables.cells import Cell
@@ -120,6 +126,14 @@ def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
 
 def as_cells(values: dict[str, float]) -> dict[str, Cell]:
     return {name: Cell(Interval(value), "", 1) for name, value in values.items()}
+
+
+def test_experts_beyond_the_kinds_are_said_to_match_none():
+    kinds = torch.tensor([[1, 2]]).repeat(5, 1)
+    for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
+        result = Result(images=5, layers=[truth_layer(kinds - 1, kinds, number, 2)], changed=())
+        ((_, figure),) = figures(result)
+        assert said in figure.caption
 
 
 def test_of_a_text_less_is_better():

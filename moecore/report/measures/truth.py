@@ -128,6 +128,8 @@ def figures(result: Result) -> Figures:
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
         labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind")
         caption = "Percent of each expert's tokens."
+        if (unmatched := len(shares) - shares.shape[1]) > 0:
+            caption += f" More experts than kinds: the last {unmatched} are matched to none."
         yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 
