@@ -32,6 +32,7 @@ class RoutingContext(NamedTuple):
     attended: Tensor | None = None
     # (B, T, pixels) of each token's patch, in [0, 1]; zeros for special tokens
     patches: Tensor | None = None
+    words: Tensor | None = None  # (B, T) int64: the number of each token's word; of text
     teacher: Tensor | None = None  # (B, T, E) probs of the teacher's router at this layer
     basis: Tensor | None = None  # (E, d, r) the experts' bases
     progress: float = 1.0  # share of the training that is done

@@ -10,7 +10,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
-from moecore.data.corruptions.draws import add_noise, noise_directions
+from moecore.data.corruptions.draws import SIGMAS, add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import (
     SEED,
@@ -47,7 +47,7 @@ class Stability(Measurement):
         4, ge=0, le=8, description="Of these, shown with their patches' experts and ramps."
     )
     sigmas: tuple[Sigma, ...] = Field(
-        (0.05, 0.1, 0.2), min_length=1, description="Of the noise; pixels lie in [0, 1]."
+        SIGMAS, min_length=1, description="Of the noise; pixels lie in [0, 1]."
     )
     steps: int = Field(40, ge=1, description="Equal steps of the ramp.")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
+from moecore.data.corruptions.draws import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.routing_metrics.purity import (
@@ -33,7 +34,6 @@ from moecore.statistics.intervals import bootstrap_interval
 PERMUTATIONS = 200
 RESAMPLES = 1000
 CHANGED = 500  # images that get noise and are attacked
-SIGMAS = (0.05, 0.1, 0.2)  # of Gaussian noise, as the measurement stability has it
 EPSILONS = (2 / 255, 4 / 255, 8 / 255)  # of the attack
 ATTACK = Pgd(steps=10)
 BATCH = 128

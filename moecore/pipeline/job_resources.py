@@ -16,8 +16,8 @@ THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
     """Return the environments of ``jobs`` processes: a GPU each, and more where a stage wants more;
-    or else a share of the cores; nothing where a cluster's launcher gives them. Raises UserError
-    where a stage wants more GPUs than there are.
+    or else a share of the cores, unless MOECORE_THREADS says how many; nothing where a cluster's
+    launcher gives them. Raises UserError where a stage wants more GPUs than there are.
     """
     path = os.environ.get(CLUSTER)
     cluster = read_cluster(path) if path is not None else None
@@ -32,7 +32,8 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
         return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(places)]
     if cluster is not None:
         return [{} for _ in range(jobs)]
-    threads = str(max(1, available_cores() // jobs))
+    share = str(max(1, available_cores() // jobs))
+    threads = os.environ.get(THREAD_VARIABLES[0]) or share
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
 
 

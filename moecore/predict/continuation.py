@@ -74,6 +74,8 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     if not isinstance(model, LanguageTransformer):
         problem = f"{folder}: found a model of images"
         raise UserError(f"{problem}; --prompt takes one of text, and others take FOLDER")
+    if model.moe is not None and "truth" in model.moe.router.wants:
+        raise UserError(f"{folder}: is routed by the truth, which a prompt does not say")
     vocabulary = read_vocabulary(folder, model.image.outputs)
     words = read_prompt(prompt, folder)
     continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)

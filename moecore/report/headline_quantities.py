@@ -135,8 +135,9 @@ class QuantityByMethod(NamedTuple):
         return self.words.format(values)
 
     def ends(self) -> tuple[str, str]:
-        """The methods with the smallest and the largest value."""
-        values = {method: self.interval(method).value for method in self.cells}
+        """The methods with the smallest and the largest value, the ceiling left out."""
+        methods = [method for method in self.cells if method != CEILING] or self.cells
+        values = {method: self.interval(method).value for method in methods}
         return min(values, key=values.__getitem__), max(values, key=values.__getitem__)
 
 
@@ -162,9 +163,10 @@ class PhaseQuantities(NamedTuple):
 def phase_quantities(
     phase: Phase, compared: ComparisonTable, controls: Collection[str] = ()
 ) -> PhaseQuantities:
-    """Those of a phase, without its controls."""
+    """Return those of a phase, without its controls but the ceiling."""
     columns = {metric.name: metric.column for metric in compared.metrics}
-    cells = {method: row for method, row in compared.cells.items() if method not in controls}
+    left_out = set(controls) - {CEILING}
+    cells = {method: row for method, row in compared.cells.items() if method not in left_out}
 
     def choose(words_by_name: Mapping[str, str]) -> QuantityByMethod | None:
         """Return the first that any method has; words_by_name: a column → its words."""

@@ -15,13 +15,14 @@ CEILING = "told"  # routed by the truth of generated data
 
 
 def find_moe_baseline(models: Models) -> str:
-    """``vmoe`` where it is there, else the first method with MoE layers; "" where none has."""
+    """``vmoe`` where it is there, else the first method with MoE layers; "" where none has.
+
+    The ceiling only where no other method has them.
+    """
     if BASELINE in models:
         return BASELINE
-    for method, seeds in models.items():
-        if any(has_experts(model) for model in seeds.values()):
-            return method
-    return ""
+    routed = [method for method, seeds in models.items() if any(map(has_experts, seeds.values()))]
+    return min(routed, key=lambda method: method == CEILING, default="")
 
 
 def has_moe_method(models: Models) -> bool:

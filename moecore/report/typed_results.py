@@ -15,7 +15,7 @@ R = TypeVar("R", bound=Config)
 V = TypeVar("V")
 Kinds = Mapping[type[Config], Any]
 NOTHING: Kinds = MappingProxyType({})
-UNLEARNED = ("hash", "teacher_routed")  # kinds of routers that the model itself does not train
+UNLEARNED = ("hash", "teacher_routed", "told")  # routers that the model itself does not train
 
 
 class Measured(NamedTuple):
@@ -98,7 +98,8 @@ class Results(NamedTuple):
         """Methods that are no candidates: they are never marked, and need not be beaten.
 
         With ``permuted: true`` the training labels are dealt out anew, and nothing can be learned;
-        a router that is fixed, or is another model's, is steady without having decided anything.
+        a router that is fixed, is another model's, or is told the truth is steady without having
+        decided anything.
         """
         return frozenset(
             name

@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
-from moecore.statistics.intervals import Interval
-from moecore.tasks.base import ExtraTestMetrics, Reduction, Task
-from moecore.tasks.classification import Classification
+from moecore.tasks.base import Reduction
+from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification_metrics import class_nll
 
 SEVERAL = "these mosaics have a label for each cell"
 
 
-class Cells(Classification):
+class Cells(ClassTask):
     """Softmax cross-entropy, and the share of cells that are right; both are means over cells."""
 
-    kind: Literal["cells"] = "cells"  # pyrefly: ignore[bad-override]
+    kind: Literal["cells"] = "cells"
     grid: int = Field(ge=1, description="cells along each side of a mosaic")
 
     @property
@@ -56,26 +55,9 @@ class Cells(Classification):
         hits = self._by_cell(prediction).argmax(dim=-1) == labels
         return hits.double().mean(dim=1)
 
-    def top5(self, prediction: Tensor, labels: Tensor) -> None:
-        """Not defined: a mosaic has no single answer."""
-        return None
-
     def running(self, prediction: Tensor, labels: Tensor, learned: Tensor | None = None) -> Tensor:
         scores = self.scores(prediction, labels)
         return scores.sum() if learned is None else scores[learned].mean() * len(labels)
-
-    def difference(
-        self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
-    ) -> Interval:
-        """Return the difference of paired shares, over mosaics, by bootstrap."""
-        return Task.difference(self, one, other, level, people)
-
-    def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
-        """Return nothing: a mosaic is not right or wrong."""
-        return ExtraTestMetrics()
-
-    encode_scores = Task.encode_scores
-    decode_scores = Task.decode_scores
 
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         return torch.arange(len(labels)).repeat_interleave(self.cells), labels.flatten()
@@ -88,7 +70,7 @@ class Cells(Classification):
         if labels.ndim != 2 or labels.shape[1] != self.cells:
             allowed = f"allowed: (images, {self.cells}) in every split"
             raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
-        super().check(labels.reshape(-1), what)
+        super().check(labels, what)
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:

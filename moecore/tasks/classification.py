@@ -6,40 +6,23 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
-from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, Task
+from moecore.tasks.base import ExtraTestMetrics, Reduction
+from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification_metrics import class_nll, confusion_counts, top1_hits, topk_hits
 
 BEST = 5  # answers of which one has to be right in ``top5``
 
 
-class Classification(Task):
+class Classification(ClassTask):
     """Softmax cross-entropy, and the share of images whose largest logit is that of the label."""
 
     kind: Literal["classification"] = "classification"
-    classes: tuple[str, ...] = Field(min_length=2, description="names, in the order of the labels")
-
-    @property
-    def outputs(self) -> int:
-        return len(self.classes)
-
-    @property
-    def answers(self) -> tuple[str, ...]:
-        return self.classes
-
-    @property
-    def score(self) -> Score:
-        return Score("accuracy", "accuracy", "", "share", "higher")
-
-    @property
-    def history_name(self) -> str:
-        return "accuracy"
 
     def loss(
         self,
@@ -83,9 +66,6 @@ class Classification(Task):
             return right.sum()
         return right[learned].double().mean() * len(labels)
 
-    def mean_score(self, prediction: Tensor, labels: Tensor) -> float:
-        return float(self.scores(prediction, labels).float().mean())
-
     def difference(
         self, one: Tensor, other: Tensor, level: float = 0.95, people: np.ndarray | None = None
     ) -> Interval:
@@ -93,10 +73,6 @@ class Classification(Task):
         if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
         return paired_difference(count_paired_hits(one.numpy(), other.numpy()), level)
-
-    def baseline_score(self, labels: Tensor) -> float:
-        """Chance: one in K."""
-        return 1 / self.outputs
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return how many are right, and which class is taken for which."""
@@ -121,10 +97,6 @@ class Classification(Task):
     def by_class(self, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         return torch.arange(len(labels)), labels
 
-    def counts(self, labels: np.ndarray) -> list[int]:
-        """Return how many images have each class; −1 is no class."""
-        return np.bincount(labels[labels >= 0], minlength=self.outputs).tolist()
-
     def storage_format(self, images: int) -> tuple[tuple[int, ...], type]:
         return (images,), np.int64
 
@@ -133,9 +105,7 @@ class Classification(Task):
         if labels.ndim != 1:
             allowed = "allowed: (images,) in every split"
             raise UserError(f"{what} have the shape {labels.shape}; {allowed}")
-        if len(labels) and not 0 <= labels.min() <= labels.max() < self.outputs:
-            problem = f"run from {labels.min()} to {labels.max()}"
-            raise UserError(f"{what} {problem}; allowed: 0 to {self.outputs - 1}")
+        super().check(labels, what)
 
     @classmethod
     def needs_classes(cls, what: str) -> str | None:

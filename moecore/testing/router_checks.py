@@ -76,6 +76,7 @@ def make_inputs(router: Any, layer: MoEFeedForward, seed: int = 1) -> tuple[Tens
         "attention": scores.softmax(dim=-1),
         "attended": seeded_randn(batch, TOKENS, WIDTH, seed=seed + 2),
         "patches": seeded_randn(batch, TOKENS, 12, seed=seed + 3).sigmoid(),
+        "words": torch.arange(batch * TOKENS).view(batch, TOKENS),
         "teacher": (2 * seeded_randn(batch, TOKENS, experts, seed=seed + 4)).softmax(dim=-1),
         "truth": torch.arange(batch * TOKENS).view(batch, TOKENS) % (experts + 1),
     }

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
-from moecore.data.corruptions.draws import add_noise, noise_directions
+from moecore.data.corruptions.draws import SIGMAS, add_noise, noise_directions
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
@@ -17,7 +17,6 @@ from moecore.measure.routing_metrics.purity import (
 )
 from moecore.measure.truth import (
     EPSILONS,
-    SIGMAS,
     Truth,
     mutual_information,
     truth_layer,
@@ -40,7 +39,6 @@ IMAGE = ImageSpec(
     task=Classification(classes=("a", "b")),
     truth=3,
 )
-CARD = {"name": "noise", "task": IMAGE.task.model_dump()}
 EXPERTS = torch.tensor([[0, 0], [0, 1], [1, 1], [2, 2]])
 KINDS = torch.tensor([[1, 1], [2, 2], [2, 0], [3, 1]])
 
@@ -49,16 +47,22 @@ def kept(name, compute):
     return compute()
 
 
-def subject(router, seed: int = 0) -> MeasuredModel:
+def subject(router, seed: int = 0, image: ImageSpec = IMAGE) -> MeasuredModel:
     """A fresh model, and 40 images of noise with four patches of drawn kinds."""
+    task = image.task
     torch.manual_seed(seed)
     moe = MoESettings(router=router, experts=Mlp(number=3), blocks="all")
-    model = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE, moe).eval()
+    pooling = "mean" if task.cells > 1 else "class"
+    model = Vit(patch=4, width=16, depth=2, heads=2, pooling=pooling).build(image, moe).eval()
     random = np.random.default_rng(seed)
     pixels = random.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     kinds = random.integers(1, 4, (40, 1, 2, 2), dtype=np.uint8).repeat(4, 2).repeat(4, 3)
-    split = Split(np.concatenate([pixels, kinds], axis=1), np.arange(40) % 2)
-    return MeasuredModel(model, Prepared(CARD, split, split, split))
+    labels = np.arange(40 * task.cells) % task.outputs
+    split = Split(
+        np.concatenate([pixels, kinds], axis=1), labels.reshape(task.storage_format(40)[0])
+    )
+    card = {"name": "noise", "task": task.model_dump()}
+    return MeasuredModel(model, Prepared(card, split, split, split))
 
 
 def text_subject(router) -> MeasuredModel:

@@ -14,6 +14,7 @@ from threading import Event
 import pytest
 
 from moecore.core.files import whole_folder, write_json
+from moecore.pipeline import job_resources
 from moecore.pipeline.parallel import next_job, run_job, run_stages
 from moecore.pipeline.plan import query_pipeline_status
 from moecore.run.history_file import read_dvc_locks
@@ -115,6 +116,15 @@ def test_all_cores_are_for_what_runs_alone(started):
         "measure@cost-finetune-vmoe-0",
     }
     assert given.keys() == above.keys()
+
+
+@pytest.mark.parametrize(("given", "threads"), [("3", "3"), ("", "2")])
+def test_a_job_has_a_share_of_the_cores_unless_threads_are_given(monkeypatch, given, threads):
+    monkeypatch.setattr(job_resources, "available_cores", lambda: 4)
+    monkeypatch.setattr(job_resources, "list_gpus", list)
+    monkeypatch.setenv("MOECORE_THREADS", given)
+    job = {"MOECORE_THREADS": threads, "OMP_NUM_THREADS": threads}
+    assert job_resources.job_environments(2) == [job, job]
 
 
 def test_nothing_starts_after_a_failure(started):

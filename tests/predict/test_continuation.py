@@ -8,11 +8,13 @@ from moecore.core.files import UserError
 from moecore.core.streams import generator_for
 from moecore.data.text.words import read_vocabulary
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.routers.told import Told
 from moecore.pipeline.predict_cli import main
 from moecore.predict.continuation import Sampling, continue_file, continue_words, sample_token
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import opened
 from tests.measure.subjects import built, digits
+from tests.measure.test_truth import text_subject
 from tests.measure.test_words import subject
 
 __all__ = ["subject"]
@@ -120,6 +122,16 @@ def test_bad_prompts_and_models_are_refused(trained, tmp_path):
     save_model(pictures, built(Vit(patch=6, width=8, depth=1, heads=1), None, data, 1))
     with pytest.raises(UserError, match="found a model of images; --prompt takes one of text"):
         continue_file(pictures, prompt(tmp_path), out, Sampling())
+
+
+def test_a_model_that_is_told_the_truth_has_no_prompt(tmp_path):
+    folder = tmp_path / "told"
+    folder.mkdir()
+    save_model(folder, text_subject(Told()).model)
+    page = tmp_path / "a.html"
+    with pytest.raises(SystemExit, match=f"^{folder}: is routed by the truth, which a prompt "):
+        main([str(folder), "--prompt", str(prompt(tmp_path)), "--out", str(page)])
+    assert not page.exists()
 
 
 def test_either_a_folder_or_a_prompt(trained):

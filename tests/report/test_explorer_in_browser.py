@@ -1,18 +1,22 @@
 """The explorer as a person meets it: every control, by mouse and by keyboard, in every look."""
 
+import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
 import pytest
+import torch
 from playwright.sync_api import Browser, Page
 
 from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.page.explorer import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
+from tests.nn.backbones.test_cells import MOSAIC
 from tests.report.explored import DENSE, alone, study
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
@@ -333,3 +337,19 @@ def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
             assert numbers(page) == [f"{kind - 1}k{kind}" for kind in kinds]
             assert f"true kind {kinds[3]}" in page.locator(".details h3").inner_text()
             assert clipped(page) == []
+
+
+def test_of_a_mosaic_every_cells_answer_stands_beside_its_label(browser: Browser, folder):
+    model = measured_on_dialects(NoisyTopK(k=1), image=MOSAIC)
+    path = written(folder / "cells.html", alone(model))
+    test, image = model.data.test, 3
+    place = alone(model).phases["pretrain"].first(Explorer)["vmoe"].images[image]
+    logits = model.model(torch.from_numpy(test.images[[place]]) / 255).prediction.view(4, 3)
+    answers, labels = logits.argmax(dim=1), torch.from_numpy(test.labels[place])
+    with opened(browser, address(path, f"#image={image}"), 390, "light") as page:
+        said = settled(page).locator(".answer >> nth=0").inner_text()
+        assert said.startswith(f"{int((answers == labels).sum())} of 4 cells right: ")
+        assert re.findall("([abc]) [0-9]+ %", said) == ["abc"[answer] for answer in answers]
+        right = ", ".join("abc"[label] for label in labels)
+        assert page.locator("#truth").inner_text() == f"{right}, number {place} of the test split"
+        assert clipped(page) == []

@@ -201,6 +201,7 @@ def test_what_methods_are_compared_with():
     routed = {0: sized(parameters=20)}
     assert find_moe_baseline({"dense": plain, "prc": routed, "vmoe": routed}) == "vmoe"
     assert references({"dense": plain, "prc": routed, "tgr": routed}) == ["prc", "dense"]
+    assert references({"told": routed, "prc": routed, "dense": plain}) == ["prc", "dense"]
     assert references({"a": plain}) == []
     assert find_moe_baseline({"a": plain}) == ""
 

@@ -2,20 +2,31 @@
 
 import numpy as np
 import pytest
+import torch
 
-from moecore.measure.truth import ChangedPurity, Result
-from moecore.report.figures.overview import overview_charts
-from moecore.report.headline_quantities import phase_quantities
-from moecore.report.measures.truth import phase_blocks, purity_curves, share_of_routings_worth
+from moecore.measure.truth import ChangedPurity, Result, truth_layer
+from moecore.report.column import Column
+from moecore.report.figures.overview import draw_scatter, named_points, overview_charts
+from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
+from moecore.report.measures.truth import (
+    figures,
+    phase_blocks,
+    purity_curves,
+    share_of_routings_worth,
+)
+from moecore.report.page.answer import describe_phase_findings
 from moecore.report.page.report_page import main_finding
+from moecore.report.tables.cells import Cell
 from moecore.report.tables.comparison import build_table, compare_methods
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.intervals import Interval
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome
 from tests.report import generated
 
+ROUTERS = "methods: {dense: {}, vmoe: {router: {kind: top}}, told: {router: {kind: told}}}"
 RIGHT = {"dense": 4, "vmoe": 6, "told": 9}  # of ten images
 
 
@@ -84,6 +95,45 @@ def test_the_first_figure_has_floor_and_ceiling():
         assert dashed == pytest.approx(expected)
         left, right = axes.get_xlim()
         assert all(left <= x <= right for line in axes.lines for x in line.get_xdata())
+
+
+def test_the_ceiling_is_never_the_best():
+    """All right, beyond chance: marked where no settings say that the router is told."""
+    known = phase(dense=1, vmoe=5, told=10)
+    for settings, best in ("", "told"), (ROUTERS, "vmoe"):
+        found = Results({"pretrain": known}, settings)
+        cells = build_table(found, known).cells
+        assert [name for name in cells if cells[name]["test_accuracy"].marked] == [best]
+    quantities = phase_quantities(known, build_table(found, known), found.controls)
+    said = describe_phase_findings(known, "Digits", quantities, found.without_experts)
+    assert "vmoe is most accurate on clean test data" in said and "told" not in said
+    assert list(quantities.score.floor_and_ceiling) == ["dense", "told"]
+
+
+def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
+    """Thirteen methods: the best three clean, and the best three under attack."""
+    values = {"dense": 0.1, "told": 0.2} | {
+        f"m{number}": 0.3 + number / 100 for number in range(11)
+    }
+    score = QuantityByMethod("", Column("x", "x", float, "higher"), as_cells(values))
+    errors = QuantityByMethod("", Column("x", "x", float, "lower"), as_cells(values))
+    assert named_points(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}
+    looks = {name: {"color": "black", "marker": "o"} for name in values}
+    (axes,) = draw_scatter(score, errors, looks).axes
+    assert {text.get_text() for text in axes.texts} == named_points(score, errors)
+    assert len([line for line in axes.lines if line.get_marker() == "o"]) == 13
+
+
+def as_cells(values: dict[str, float]) -> dict[str, Cell]:
+    return {name: Cell(Interval(value), "", 1) for name, value in values.items()}
+
+
+def test_experts_beyond_the_kinds_are_said_to_match_none():
+    kinds = torch.tensor([[1, 2]]).repeat(5, 1)
+    for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
+        result = Result(images=5, layers=[truth_layer(kinds - 1, kinds, number, 2)], changed=())
+        ((_, figure),) = figures(result)
+        assert said in figure.caption
 
 
 def test_of_a_text_less_is_better():

@@ -32,6 +32,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.told import Told
 from moecore.pipeline.predict_cli import main
 from moecore.predict.ages import calibrator_folder, load_age_calibration
 from moecore.predict.ages import predict_ages as predict
@@ -40,6 +41,8 @@ from moecore.predict.input_volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened
+from tests.measure.test_truth import subject as measured_on_dialects
+from tests.nn.backbones.test_cells import MOSAIC
 from tests.volumes import leaning, write_classes, write_cohort
 
 
@@ -289,6 +292,35 @@ def test_probabilities_are_calibrated_where_there_is_a_calibrator(pictures, tmp_
     assert [row["prediction"] for row in plain] == [row["prediction"] for row in sharp]
     for one, other in zip(plain, sharp, strict=True):
         assert float(other["probability"]) > float(one["probability"])
+
+
+def test_of_a_mosaic_each_cell_has_its_answer(pictures, tmp_path, capsys):
+    """Probabilities are those of the model, cell by cell; the truth's channel is not asked for."""
+    torch.manual_seed(0)
+    image = MOSAIC.model_copy(update={"channels": 3, "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    moe = MoESettings(router=NoisyTopK(k=1), experts=Mlp(number=4), blocks=(0,))
+    model = Vit(patch=4, width=16, depth=1, heads=2, pooling="mean").build(image, moe).eval()
+    save_model(tmp_path / "model", model)
+    table = tmp_path / "out.csv"
+    with pytest.raises(SystemExit, match="^0$"):
+        main([str(tmp_path / "model"), str(pictures), "--out", str(table)])
+    row = rows_of(table)[0]
+    pixels = torch.from_numpy(decode_image(pictures / row["file"], 8, 3).copy())[None]
+    with torch.inference_mode():
+        probs = model(pixels / 255).prediction.view(4, 3).softmax(dim=1)
+    names = [f"p({name}) of cell {cell}" for cell in (1, 2, 3, 4) for name in "abc"]
+    assert [float(row[name]) for name in names] == pytest.approx(probs.flatten().tolist(), abs=1e-5)
+    answers = ", ".join("abc"[best] for best in probs.argmax(dim=1))
+    assert (row["prediction"], row["probability"], row["error"]) == (answers, "", "")
+    assert f"{answers}</" in table.with_suffix(".html").read_text(encoding="utf-8")
+
+
+def test_a_model_that_is_told_the_truth_has_no_pictures(pictures, tmp_path):
+    save_model(tmp_path / "told", measured_on_dialects(Told()).model)
+    request = PredictionRequest(tmp_path / "told", pictures, tmp_path / "out.csv")
+    with pytest.raises(UserError, match="is routed by the truth, which pictures do not say"):
+        predict_folder(request)
+    assert not request.out.exists()
 
 
 def spoil(folder: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def edited(text: str, edits: dict[str, Any]) -> str:
         if value is GONE:
             del inner[last]
         else:
-            inner[last] = value
+            inner[last] = deepcopy(value)
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
@@ -271,7 +272,7 @@ FILE = [
         "calibrate.calibrator.kind",
         "allowed: temperature",
     ),
-    (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip", "say left and right"),
+    (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip", "left and right matter"),
     (CAPTIONS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "has no caption of its own"),
     (
         CAPTIONS,
@@ -359,6 +360,26 @@ RUN = [
         SPOKEN | {"data.pretrain.families": 5},
         "data.pretrain.families",
         "found 5; allowed: null, or of 12 dialects 1, 2, 3, 4, 6, 12",
+    ),
+    (
+        IMAGES,
+        SPOKEN | {"data.pretrain.change": "rotation"},
+        "data.pretrain",
+        "dialects: found 12; allowed: at most 8 of rotation",
+    ),
+    (
+        IMAGES,
+        SPOKEN
+        | {"data.pretrain.form": "cells", "pretrain.views": {"shift": 1}}
+        | {"model.patch": 48, "model.pooling": "mean"},
+        "model.patch",
+        "found 48, whose patches do not make up the cells of a mosaic",
+    ),
+    (
+        IMAGES,
+        {"methods.dense": {"router": {"kind": "hash", "by": "word"}, "experts": {"kind": "mlp"}}},
+        "methods.dense.router.kind",
+        "found hash, which reads words; images have none",
     ),
     (IMAGES, {"teacher.model.patch": 16}, "teacher.model.patch", "image size 24 (data.finetune)"),
     (IMAGES, {"teacher.model.patch": 4}, "teacher.model", "and methods.tgr, which it guides, 5"),

@@ -44,6 +44,7 @@ ROUTERS = [
     routers.SoftSlots(slots=3),
     routers.Hash(k=2),
     routers.Hash(k=2, by="position"),
+    routers.Hash(k=2, by="word"),
     routers.FrozenCopy(),
     routers.FrozenCopy(router=routers.NoisyTopK(**ORDERED)),
     routers.Told(),
@@ -55,7 +56,7 @@ ROUTERS = [
     ),
 ]
 EXPERTS = [
-    *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu")),
+    *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "linear")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
     *(experts.Eigen(factored_output=factored) for factored in (False, True)),
 ]

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from moecore.core.streams import generator_for
 
+SIGMAS = (0.05, 0.1, 0.2)  # of Gaussian noise on pixels in [0, 1], where nothing else is said
+
 
 def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
     """The generator of one corrupted image; ``index`` is the image's place in its split.

@@ -25,6 +25,7 @@ from moecore.data.sources.mosaic import (
 )
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.cells import Cells
+from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification import Classification
 
 CHUNK = 4096
@@ -77,7 +78,7 @@ class Dialects(Source):
         return families
 
     @property
-    def labels_task(self) -> type[Classification]:
+    def labels_task(self) -> type[ClassTask]:
         """Return the task of one label an image, or of one a cell."""
         return Cells if self.form == "cells" else Classification
 
@@ -148,7 +149,7 @@ class Dialects(Source):
             check_cells(source.images[split], self.cells, split)
         return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
 
-    def _task(self, classes: tuple[str, ...]) -> Classification:
+    def _task(self, classes: tuple[str, ...]) -> ClassTask:
         if self.form == "cells":
             return Cells(classes=classes, grid=self.grid)
         return Classification(classes=classes)

@@ -149,6 +149,9 @@ class BackboneModel(Model):
         if moe is not None and "truth" in moe.router.wants and not image.truth:
             problem = f"found {moe.router.kind}, but nobody knows the truth of these data's tokens"
             raise UserError(f"router.kind: {problem}; allowed: data whose card says truth")
+        if moe is not None and "words" in moe.router.wants and len(image.shape) > 1:
+            problem = f"found {moe.router.kind}, which reads words; images have none"
+            raise UserError(f"router.kind: {problem}; allowed: text, or hash by patch or position")
         if image.task.cells > 1 and not self.answers_cells:
             problem = f"found {config.kind}, which does not answer the cells of a mosaic"
             raise UserError(f"model.kind: {problem}; allowed: vit, or another form of data")
@@ -188,6 +191,8 @@ class BackboneModel(Model):
             if "patches" in router.wants:
                 seen = self.seen_channels(images)
                 context = context._replace(patches=cut_tokens(seen, layout))
+            if "words" in router.wants:
+                context = context._replace(words=images[:, 0].long())
             if "truth" in router.wants:
                 context = context._replace(truth=truth_of_tokens(images, layout))
             if options.guidance is not None and "teacher" in router.wants:

@@ -13,7 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.layers.block import DenseMlp, timm_linear
+from moecore.nn.layers.block import Activation, DenseMlp, timm_linear
 from moecore.nn.layers.moe import MoESettings
 
 
@@ -22,6 +22,7 @@ class SingleLayer(Backbone):
 
     kind: Literal["single_layer"] = "single_layer"
     hidden: int = Field(64, ge=1, description="hidden width of a dense model's layer")
+    activation: Activation = Field("gelu", description="of a dense model's layer; linear: none")
 
     @property
     def depth(self) -> int:
@@ -54,7 +55,7 @@ class SingleLayerModel(BackboneModel):
         super().__init__(config, image, moe)
         self.width = image.channels * math.prod(image.shape)
         if moe is None:
-            self.mlp = DenseMlp(self.width, config.hidden)
+            self.mlp = DenseMlp(self.width, config.hidden, config.activation)
         else:
             self.mlp = moe.build(self.width)
         self.head = timm_linear(self.width, image.outputs)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingContext, RoutingRecord
@@ -103,7 +104,12 @@ class TextTransformer(nn.Module):
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
         context = RoutingContext()
         if self.config.moe is not None:
-            context = RoutingContext(progress=self.config.moe.router.phase(progress))
+            router = self.config.moe.router
+            context = RoutingContext(progress=router.phase(progress))
+            if "words" in router.wants:
+                context = context._replace(
+                    words=pad(tokens, (0, hidden.shape[1] - tokens.shape[1]))
+                )
         records: tuple[RoutingRecord, ...] = ()
         for block in self.blocks:
             hidden, _, record = block(hidden, context)

@@ -31,7 +31,8 @@ class TransformerSettings(Backbone):
     qkv_bias: bool = True
     pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
     activation: Activation = Field(
-        "gelu", description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+        "gelu",
+        description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none",
     )
     norm_eps: float = Field(
         1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"

@@ -11,11 +11,13 @@ from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
-from moecore.nn.layers.block import quick_gelu
+from moecore.nn.layers.block import keep_linear, quick_gelu
+
+ACTIVATIONS = {"gelu": gelu, "relu": relu, "quick_gelu": quick_gelu, "linear": keep_linear}
 
 
 class Mlp(Experts):
-    """Each expert is Linear(d, h), GELU or ReLU, Linear(h, d), with biases."""
+    """Each expert is Linear(d, h), an activation, Linear(h, d), with biases."""
 
     kind: Literal["mlp"] = "mlp"
     number: int = Field(8, ge=2, le=2**16, description="experts")
@@ -27,8 +29,8 @@ class Mlp(Experts):
         description="experts start apart, or all the same (as V-MoE), with timm's weights of a "
         "ViT; flat: apart, uniform within 1 / √(d·h), as SMoE language models start",
     )
-    activation: Literal["gelu", "relu", "quick_gelu"] = Field(
-        "gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP"
+    activation: Literal["gelu", "relu", "quick_gelu", "linear"] = Field(
+        "gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none"
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
@@ -54,8 +56,9 @@ class MlpExperts(ExpertsModule):
         maps = (self.up, self.up_bias, self.down, self.down_bias)
         if self.activation == "gelu" and not self.dropout:
             return grouped_mlp(rows.values, *maps, rows.offsets)
-        active = {"gelu": gelu, "relu": relu, "quick_gelu": quick_gelu}[self.activation]
-        hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
+        hidden = ACTIVATIONS[self.activation](
+            grouped_linear(rows.values, self.up, self.up_bias, rows.offsets)
+        )
         hidden = self._drop_hidden(hidden, rows)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
 

@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
     wants: frozenset[str] = frozenset()
 
 
-Activation = Literal["gelu", "quick_gelu"]
+Activation = Literal["gelu", "quick_gelu", "linear"]
 
 
 def quick_gelu(values: Tensor) -> Tensor:
@@ -49,20 +49,24 @@ def quick_gelu(values: Tensor) -> Tensor:
     return values * torch.sigmoid(1.702 * values)
 
 
+def keep_linear(values: Tensor) -> Tensor:
+    """Return the values: two linear maps in a row are one, the layer that theory asks about."""
+    return values
+
+
 class DenseMlp(FeedForward):
-    """Linear, GELU (erf; quick_gelu: x·σ(1.702 x)), Linear over (B, T, width); no records."""
+    """Linear, an activation (gelu: by erf), Linear over (B, T, width); no records."""
 
     def __init__(self, width: int, hidden: int, activation: Activation = "gelu") -> None:
         super().__init__()
-        self.quick = activation == "quick_gelu"
+        self.activate = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": keep_linear}[activation]
         self.fc1 = timm_linear(width, hidden)
         self.fc2 = timm_linear(hidden, width)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[Tensor, tuple[()]]:
-        hidden = self.fc1(tokens)
-        return self.fc2(quick_gelu(hidden) if self.quick else gelu(hidden)), ()
+        return self.fc2(self.activate(self.fc1(tokens))), ()
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:

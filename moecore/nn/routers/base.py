@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.part_families import Part
 
-CAUSAL = "top_k_softmax, eigenbasis, or noisy_top_k without a capacity"  # for language models
+# for language models
+CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
 
 
 class ChoosesK(Protocol):

@@ -18,31 +18,31 @@ from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.token_choice import plan_and_record, top_k
 
+PRIME = 2**31 - 1  # above every word's number
 # a patch whose pixels differ by less (half a grey level) is blank: all that is in it is rounding
 BLANK = 0.5 / 255
 
 
 class Hash(Router):
-    """A fixed hash of each patch's pixels or position chooses k experts with weight 1/k each.
+    """A fixed hash of each word, patch or position chooses k experts with weight 1/k each.
 
     Words have an identity to hash, patches have not: `patch` hashes alike what looks alike (*our
     choice*). Experts are then as unequally busy as patches are unequally common (on scikit-learn's
-    digits, 8 experts got 2 to 28 %); `position` is balanced.
+    digits, 8 experts got 2 to 28 %), and so they are with `word`; `position` is balanced.
     """
 
     kind: Literal["hash"] = "hash"
     k: int = Field(1, ge=1, description="experts per token")
-    by: Literal["patch", "position"] = Field(
-        "patch", description="the patch's pixels without their mean, or the position"
+    by: Literal["patch", "position", "word"] = Field(
+        "patch", description="the patch's pixels without their mean, the position, or a text's word"
     )
     seed: int = Field(0, ge=0, description="of the hash; another seed is another hash")
 
     @property
     def wants(self) -> frozenset[str]:
-        """The patches' pixels, where they are what is hashed."""
-        if self.by == "patch":
-            return frozenset({"patches"})
-        return frozenset()
+        """The patches' pixels or the words, where they are what is hashed."""
+        hashed = {"patch": ["patches"], "position": [], "word": ["words"]}
+        return frozenset(hashed[self.by])
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "HashRouter":
         """The router over ``experts`` experts. Raises UserError where k is larger than that."""
@@ -67,6 +67,7 @@ class HashRouter(nn.Module):
         super().__init__()
         self.config = config
         self.experts = experts
+        self.of_words = draw_word_hash(config.seed)
         self.register_buffer("lines", None, persistent=False)
         self.register_buffer("places", None, persistent=False)
 
@@ -75,7 +76,10 @@ class HashRouter(nn.Module):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            chosen = self._by_position(tokens)
+            if self.config.by == "word":
+                chosen = self._by_word(context.words)
+            else:
+                chosen = self._by_position(tokens)
             if self.config.by == "patch":
                 chosen = self._by_patch(context.patches, chosen)
             dtype = torch.promote_types(tokens.dtype, torch.float32)
@@ -96,9 +100,18 @@ class HashRouter(nn.Module):
                 self.config.seed, tokens.shape[1], self.experts, tokens.device
             )
             self.places = first
-        following = torch.arange(self.config.k, device=tokens.device)
-        places = (first.unsqueeze(-1) + following) % self.experts
-        return places.expand(len(tokens), -1, -1)
+        return self._in_circle(first).expand(len(tokens), -1, -1)
+
+    def _by_word(self, words: Tensor | None) -> Tensor:
+        """(B, T, k): the expert of the words (B, T), and the ones after it in a circle."""
+        assert words is not None  # models without words are refused
+        factor, shift = self.of_words
+        return self._in_circle((words.long() * factor + shift) % PRIME)
+
+    def _in_circle(self, first: Tensor) -> Tensor:
+        """Return the experts (..., k) from ``first`` (...) on."""
+        following = torch.arange(self.config.k, device=first.device)
+        return (first.unsqueeze(-1) + following) % self.experts
 
     def _by_patch(self, patches: Tensor | None, otherwise: Tensor) -> Tensor:
         """The nearest directions of patches (B, T, pixels), (B, T, k); ``otherwise`` if blank."""
@@ -139,3 +152,12 @@ def experts_by_position(seed: int, tokens: int, experts: int, device: torch.devi
         for _ in range(-(-tokens // experts))
     ]
     return torch.cat(shuffles)[:tokens].to(device)
+
+
+def draw_word_hash(seed: int) -> tuple[int, int]:
+    """Return a factor and a shift: a word's hash is its number times one plus the other, modulo
+    PRIME, and its expert the rest by E (Carter & Wegman 1979).
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    factor, shift = torch.randint(1, PRIME, (2,), generator=generator, device="cpu").tolist()
+    return factor, shift

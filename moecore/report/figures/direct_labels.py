@@ -65,16 +65,17 @@ def label_points(
     figure: Figure,
     axes: Axes,
     points: Mapping[str, tuple[float, float]],
-    whiskers: Sequence[Line2D],
+    lines: Sequence[Line2D],
 ) -> None:
-    """A name near each point, where it covers no other name, no point and no whisker.
+    """A name near each point, where it covers no other name, no point and no line.
 
-    points: name → place in the data. The layout of the figure is done here.
+    points: name → place in the data; lines: whiskers, and points without names. The layout of the
+    figure is done here.
     """
     laid_out(figure)
     frame = axes.get_window_extent()
     dots = {name: axes.transData.transform(place) for name, place in points.items()}
-    taken = [(line.get_window_extent().padded(1), 3) for line in whiskers]  # box and weight
+    taken = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight
     taken += [(Bbox.from_bounds(x - 6, y - 6, 12, 12), 10) for x, y in dots.values()]
     for name, dot in sorted(dots.items(), key=lambda named: -named[1][1]):
         size = _size(figure, name)
@@ -85,7 +86,7 @@ def label_points(
         ]
         reach, box = min(places, key=lambda one: _cost(*one, taken, frame))
         taken.append((box, 10))
-        line = {"arrowstyle": "-", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
+        arrow = {"arrowstyle": "-", "color": INK, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4}
         right, up = (box.get_points().mean(axis=0) - dot) * 72 / figure.dpi
         axes.annotate(
             name,
@@ -95,7 +96,7 @@ def label_points(
             ha="center",
             va="center",
             fontsize=FONT,
-            arrowprops=line if reach > REACHES[1] else None,
+            arrowprops=arrow if reach > REACHES[1] else None,
         )
 
 

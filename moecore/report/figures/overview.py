@@ -17,7 +17,8 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
-NAMED = 12  # points that have their names; more have numbers, which stand with the names of rows
+NAMED = 12  # points that all have their names; of more only floor, ceiling and the best have them
+FEW = 3  # best points of each axis that are then named
 WIDE = 18  # letters of a panel's title in one line
 ERRORS = ("test_nats", "test_mae")
 FAR = 0.8  # of its largest value: a panel whose smallest is above does not begin at zero
@@ -36,11 +37,12 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
+        named = " Named: floor, ceiling and the best; the other marks: beside."
         yield Picture(
             draw_scatter(quantities.score, quantities.attacked, looks),
             f"{phase.name}: overview of scores",
             f"{bounds}The best place is the {corner} corner. Lines: 95\u00a0% intervals."
-            + (" Numbers: the methods beside." if len(looks) > NAMED else ""),
+            + (named if len(looks) > NAMED else ""),
         )
         bounds = ""
     else:
@@ -60,32 +62,35 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 @styled
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
-    """A point per method with its name, and thin whiskers."""
+    """A point per method, and a name and thin whiskers for each of ``named_points``."""
     form = score.column.form
     figure = new_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
-    whiskers = []
-    names = method_labels(list(looks))
+    lines = []
+    named = named_points(score, attacked)
     for method in score.cells:
         if method not in attacked.cells:
             continue
         x = score.interval(method)
         y = attacked.interval(method)
-        points[names[method][0]] = (x.value, y.value)
+        if method not in named:
+            lines += axes.plot(x.value, y.value, linestyle="", markersize=5, **looks[method])
+            continue
+        points[method] = (x.value, y.value)
         thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
-        whiskers += axes.plot(whisker_ends(x), [y.value] * 2, **thin)
-        whiskers += axes.plot([x.value] * 2, whisker_ends(y), **thin)
+        lines += axes.plot(whisker_ends(x), [y.value] * 2, **thin)
+        lines += axes.plot([x.value] * 2, whisker_ends(y), **thin)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
     draw_floor_and_ceiling(axes, score)
-    axes.set_xlim(limits_with_margin([x for one in whiskers for x in one.get_xdata()], form))
-    axes.set_ylim(limits_with_margin([y for one in whiskers for y in one.get_ydata()], form))
+    axes.set_xlim(limits_with_margin([x for one in lines for x in one.get_xdata()], form))
+    axes.set_ylim(limits_with_margin([y for one in lines for y in one.get_ydata()], form))
     axes.set(title="Clean and under attack", xlabel=score.column.label)
     axes.set_ylabel(attacked.column.label)
     if form == "share":
         share_axis(axes, attacked.column.label)
         axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
-    label_points(figure, axes, points, whiskers)
+    label_points(figure, axes, points, lines)
     return figure
 
 
@@ -118,8 +123,7 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.tick_params(axis="x", labelsize=8.5)
-    names = method_labels(list(looks))
-    panels[0].set_yticks(range(len(methods)), [names[method][1] for method in methods])
+    panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
     return figure
 
@@ -147,13 +151,18 @@ def panel_limits(quantity: QuantityByMethod, ends: Sequence[float]) -> tuple[flo
     return limits_with_margin(ends, quantity.column.form, from_zero=True)
 
 
-def method_labels(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """What stands at a method's point, and at its row: its name, or its number where many are."""
-    if len(methods) <= NAMED:
-        return {method: (method, method) for method in methods}
-    return {
-        method: (str(place), f"{method}  {place}") for place, method in enumerate(methods, start=1)
-    }
+def named_points(*quantities: QuantityByMethod) -> set[str]:
+    """Return the methods whose points have names: of many floor, ceiling and each one's best."""
+    named = set().union(*(one.cells for one in quantities))
+    if len(named) <= NAMED:
+        return named
+    return {DENSE, CEILING}.union(*map(best_few, quantities))
+
+
+def best_few(quantity: QuantityByMethod) -> list[str]:
+    """Return the methods with the best values, the best first."""
+    sign = {"higher": -1, "lower": 1}[quantity.column.better]
+    return sorted(quantity.cells, key=lambda name: sign * quantity.interval(name).value)[:FEW]
 
 
 def print_values(axes: Axes, quantity: QuantityByMethod, methods: Sequence[str]) -> None:

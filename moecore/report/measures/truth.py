@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moecore.measure.truth import EPSILONS, SIGMAS, ChangedPurity, Result
+from moecore.data.corruptions.draws import SIGMAS
+from moecore.measure.truth import EPSILONS, ChangedPurity, Result
 from moecore.report.column import Column, ColumnPerRow, decode_items, mean_or_none
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, format_shares
 from moecore.report.figures.training_figures import row_shares
@@ -127,6 +128,8 @@ def figures(result: Result) -> Figures:
         columns = [str(kind + 1) for kind in range(shares.shape[1])]
         labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind")
         caption = "Percent of each expert's tokens."
+        if (unmatched := len(shares) - shares.shape[1]) > 0:
+            caption += f" More experts than kinds: the last {unmatched} are matched to none."
         yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
 
 

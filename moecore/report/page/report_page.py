@@ -27,7 +27,7 @@ from moecore.report.page.view import (
     Section,
     TableRow,
 )
-from moecore.report.reference_methods import find_moe_baseline, has_moe_method
+from moecore.report.reference_methods import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.tables.comparison import build_table
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
@@ -100,7 +100,8 @@ def build_overview_charts(
 ) -> PhaseOverviewCharts:
     """The picture of the first screen, and what it lacks."""
     notes = known.missing(has_moe_method(phase.models))
-    left_out = [method for method in phase.models if method in results.controls]
+    controls = results.controls - {CEILING}
+    left_out = [method for method in phase.models if method in controls]
     if left_out:
         notes.append(f"Without {join_names(left_out)} (control).")
     drawn = list(overview.overview_charts(phase, known))

@@ -174,11 +174,11 @@ def _models_of_text(study: Study) -> Misfits:
 
 
 def _captions(study: Study, kinds: dict[str, str]) -> Misfits:
-    """Captions need two towers, and views that leave left and right as they are."""
+    """Captions need two towers; where left and right matter no view may flip."""
     sided: set[str] = {phase for phase, source in study.data.items() if source.sided}
     for keys, phase, training in list_training_settings(study):
         if phase in sided and training.views.flip:
-            text = f"found true, but captions of data.{phase} say left and right"
+            text = f"found true, but in data.{phase} left and right matter"
             yield (*keys, "views", "flip"), f"{text}; allowed: false"
     if kinds.get("pretrain") == "image_text":
         teacher = getattr(study.teacher, "model", None)

@@ -6,7 +6,7 @@ from scipy.linalg import hadamard
 
 from moecore.core.files import UserError
 from moecore.data.dialect_changes import CHANGES, draw_change
-from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources.dialects import Dialects
 from moecore.data.sources.digits import Digits
 
@@ -104,6 +104,28 @@ def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp
     assert data.card["truth"] == 4 and data.card["channels"] == (3 if "colour" in change else 1)
     counted = np.bincount(which)
     assert list(counted) == sorted(counted, reverse=True), "a later dialect is rarer"
+
+
+def test_four_images_by_hand():
+    """Dialect 1 leaves an image and its class, dialect 2 turns it to the left and exchanges both
+    classes; each image is drawn twice.
+    """
+    plain = np.arange(16, dtype=np.uint8).reshape(4, 1, 2, 2)
+    source = dialects(change="rotation", dialects=2, test=8)
+    names = np.array([[0, 1], [1, 0]])
+    change = draw_change("rotation", 2, 2, 0, 1)
+    drawn = source._part(Split(plain, np.array([0, 1, 0, 1])), "test", change, names)
+    images = np.concatenate(list(drawn.images))
+    assert set(images[:, 1].ravel().tolist()) == {1, 2}
+    seen = []
+    for (pixels, kind), label in zip(images, drawn.labels, strict=True):
+        number = pixels.min() // 4  # of the image
+        first = 4 * number
+        by_hand = {1: [[0, 1], [2, 3]], 2: [[1, 3], [0, 2]]}[kind[0, 0]]
+        assert (pixels - first).tolist() == by_hand and (kind == kind[0, 0]).all()
+        assert label == (number % 2 if kind[0, 0] == 1 else 1 - number % 2)
+        seen.append(int(number))
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(tmp_path):

@@ -68,6 +68,10 @@ def test_a_later_word_never_moves_an_earlier_logit(name):
         assert_causal(moe)
 
 
+def test_nor_does_a_hash_of_words():
+    assert_causal(moe_of({"kind": "hash", "by": "word"}))
+
+
 def test_nor_does_the_truth_of_later_words():
     moe = moe_of({"kind": "told"})
     assert_causal(moe, truth=WORDS)

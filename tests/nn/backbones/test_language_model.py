@@ -327,6 +327,15 @@ def test_features_are_what_enters_and_leaves_the_layer():
         built.encode(images, EncodeOptions("final", (1,)))
 
 
+@pytest.mark.parametrize("activation", ["gelu", "linear"])
+def test_a_linear_layer_of_a_mean_is_the_mean_of_its_outputs(activation):
+    built = SingleLayer(hidden=5, activation=activation).build(IMAGE).double()
+    first, second = torch.rand(2, 4, 2, 4, 4, dtype=torch.float64)
+    of_mean = built((first + second) / 2).prediction
+    mean = (built(first).prediction + built(second).prediction) / 2
+    assert torch.allclose(of_mean, mean, rtol=0, atol=1e-12) == (activation == "linear")
+
+
 class Asking(torch.nn.Module):
     """A layer that keeps the context it was given."""
 

@@ -177,15 +177,16 @@ def test_a_column_of_u_that_was_zero_and_is_not_any_more():
     torch.testing.assert_close(experts.up[:, 0].norm(dim=-1), torch.ones(3, dtype=torch.float64))
 
 
-def test_each_expert_is_its_own_mlp():
-    experts = Mlp(number=3).build(8)
+@pytest.mark.parametrize(("name", "activate"), [("gelu", gelu), ("linear", lambda hidden: hidden)])
+def test_each_expert_is_its_own_mlp(name, activate):
+    experts = Mlp(number=3, activation=name).build(8)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     values = torch.randn(6, 8)
     offsets = torch.tensor([2, 2, 6], dtype=torch.int32)
     outputs = experts(Rows(values, offsets))
     for row, expert in enumerate([0, 0, 2, 2, 2, 2]):
-        hidden = gelu(linear(values[row], experts.up[expert].t(), experts.up_bias[expert]))
+        hidden = activate(linear(values[row], experts.up[expert].t(), experts.up_bias[expert]))
         expected = linear(hidden, experts.down[expert].t(), experts.down_bias[expert])
         torch.testing.assert_close(outputs[row], expected, atol=1e-4, rtol=1e-4)
 

@@ -7,8 +7,24 @@ import math
 import pytest
 import torch
 
+from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.routers.hash import Hash, experts_by_position, hash_directions
+from moecore.nn.backbones.language_model import LanguageModel
+from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers import hash as hash_router
+from moecore.nn.routers.hash import (
+    PRIME,
+    Hash,
+    draw_word_hash,
+    experts_by_position,
+    hash_directions,
+)
+from tests.measure.test_truth import IMAGE
+from tests.nn.backbones.test_language_model import text
+from tests.nn.backbones.test_two_towers import TASK
 from tests.nn.routers import reference
 
 CPU = torch.device("cpu")
@@ -138,3 +154,42 @@ def test_a_hash_made_in_inference_mode_serves_in_training():
     outputs, _ = layer(torch.ones(2, 9, 8, requires_grad=True), context)
     outputs.sum().backward()
     torch.testing.assert_close(outputs.detach(), expected.detach())
+
+
+def test_words_by_hand(monkeypatch):
+    """Three times a word plus 5, modulo 4 experts; of word 2**30 that is above the prime, and
+    3 * 2**30 + 5 - (2**31 - 1) = 1,073,741,830 leaves 2.
+    """
+    monkeypatch.setattr(hash_router, "draw_word_hash", lambda seed: (3, 5))
+    words = torch.tensor([[0, 1, 2, 3, 4, 2**30, -1]])
+    for k, first in (1, [[1], [0], [3], [2], [1], [2], [2]]), (2, [[1, 2], [0, 1], [3, 0]]):
+        router = Hash(k=k, by="word").build(8, 4)
+        _, record = router(torch.randn(1, 7, 8), RoutingContext(words=words))
+        chosen = [row.nonzero().flatten().tolist() for row in record.chosen[0]]
+        assert chosen[: len(first)] == [sorted(experts) for experts in first]
+        assert torch.equal(record.combine, record.chosen / k)
+
+
+def test_words_are_spread_over_the_experts_by_the_seed():
+    factor, shift = draw_word_hash(0)
+    assert (factor, shift) == draw_word_hash(0) != draw_word_hash(1)
+    experts = (torch.arange(4000) * factor + shift) % PRIME % 8
+    assert torch.bincount(experts).tolist() == pytest.approx([500] * 8, rel=0.1)
+
+
+@torch.no_grad()
+def test_a_text_is_routed_by_its_words_and_an_image_has_none():
+    moe = MoESettings(router=Hash(by="word"), experts=Mlp(number=3), blocks="all")
+    model = LanguageModel(width=8, depth=2, heads=2, span=4).build(text(4, 1), moe).eval()
+    words = torch.tensor([[[1, 2, 3, 4], [5, 1, 5, 2]]])
+    factor, shift = draw_word_hash(0)
+    expected = (words[0, 1] * factor + shift) % PRIME % 3
+    for record in model(words).routing:
+        assert torch.equal(record.chosen[0].int().argmax(-1), expected)
+    tower = TextTowerSettings(width=16, depth=1, heads=2, moe=moe, pooling="class")
+    captions = torch.tensor([[1, 3, TASK.end] + [0] * (TASK.context - 3)])
+    _, (record,) = TextTransformer(tower, TASK)(captions)
+    expected = (captions[0, :3] * factor + shift) % PRIME % 3
+    assert torch.equal(record.chosen[0].int().argmax(-1), expected)
+    with pytest.raises(UserError, match=r"router.kind: found hash, which reads words; images "):
+        Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE, moe)
