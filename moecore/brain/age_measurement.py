@@ -5,7 +5,7 @@ which holds whatever the model is (Lei et al. 2018, algorithm 2).
 """
 
 import math
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -42,7 +42,10 @@ class AgePoints(Config):
 class AgeResult(Config):
     """Errors of predicted ages before and after correction, in years."""
 
-    kind: Literal["linear"] = "linear"
+    kind: str = Field("linear", description="of the calibrator")
+    uses_age: bool = Field(
+        False, description="whether the correction takes the known age: then it predicts none"
+    )
     unit: str
     simulated: bool
     n_test: int = Field(description="volumes")
@@ -72,13 +75,18 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     test = ages.correct_split("test", line.fitted)
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
-    table = measure_age_errors(test_ages, test.variants, people)
-    by_one_line = {name: test.variants[name] for name in test.variants if name != "sex_specific"}
+    corrected = [name for name in test.variants if name != "raw"]
+    no_predictions = corrected if line.uses_age else []
+    table = measure_age_errors(test_ages, test.variants, people, no_predictions)
+    predictions = {name: said for name, said in test.variants.items() if name not in no_predictions}
+    by_one_line = {name: said for name, said in predictions.items() if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
         return measure_group_errors(groups, test_ages, by_one_line, people)
 
     return AgeResult(
+        kind=line.kind,
+        uses_age=line.uses_age,
         unit=task.unit,
         simulated=ages.data.card["simulated"],
         n_test=len(test_ages),
@@ -103,7 +111,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         ),
         items={
             name: encode_item_values(np.abs(said - test_ages), ages.data.test.people)
-            for name, said in test.variants.items()
+            for name, said in predictions.items()
         },
     )
 

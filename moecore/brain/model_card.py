@@ -30,6 +30,9 @@ fitted to.
 nor brain health, nor a biological age. It
   mixes individual anatomy, errors of the model and artefacts of the scan.
 - **No selection of people** (insurance, employment, asylum, access to treatment)."""
+TAKES_AGE = """\
+It takes the known age: it corrects the gap (brain-PAD) of people whose age is known, and predicts \
+nobody's age; so it has no MAE, and intervals are around the uncorrected predictions."""
 TABLE_HEAD = """\
 | Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
 | --- | --- | --- | --- | --- |"""
@@ -98,7 +101,8 @@ def _correction_line(result: AgeResult) -> str:
     if result.refused:
         return f"No correction was fitted: {result.refused}."
     where = result.fit_on.replace("_", " ")
-    return f"The correction was fitted on {result.n_fit} predictions ({where})."
+    fitted = f"The correction was fitted on {result.n_fit} predictions ({where})."
+    return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
 def _interval_line(interval: AgeInterval) -> str:
@@ -114,7 +118,9 @@ def _interval_line(interval: AgeInterval) -> str:
     )
 
 
-def _format_estimate(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "–"
     if estimate.low is None:
         return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -56,6 +56,17 @@ def age_number_reader(prediction: str, name: str) -> Callable[[AgeResult], Estim
     return read
 
 
+def correlation_size_reader(prediction: str) -> Callable[[AgeResult], float | None]:
+    """The size of the correlation of the error with age: 0 is no leaning, to either side."""
+    read = age_number_reader(prediction, "corr")
+
+    def read_size(result: AgeResult) -> float | None:
+        estimate = read(result)
+        return None if estimate is None else abs(estimate.value)
+
+    return read_size
+
+
 def errors_over_median_mae(result: AgeResult) -> np.ndarray | None:
     errors = items_reader("raw")(result)
     return None if errors is None else errors / result.median_mae
@@ -99,6 +110,17 @@ COLUMNS = (
             f"Corr., {words}",
             age_number_reader(prediction, "corr"),
             note="of the error with age; 0 is no leaning",
+        )
+        for prediction, words in TABLE_S1.items()
+    ),
+    *(
+        age_column(
+            f"corr_size_{prediction}",
+            f"|Corr.|, {words}",
+            correlation_size_reader(prediction),
+            "lower",
+            note="of the error with age, without its sign",
+            detail=True,
         )
         for prediction, words in TABLE_S1.items()
     ),
@@ -148,7 +170,8 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     words = (
         f"{first.n_test} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
         f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
-        f"was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
+        f"was fitted on: {first.fit_on.replace('_', ' ')}; it takes "
+        f"{'the known age, so it corrects gaps and predicts none' if first.uses_age else 'no age'}."
     )
     drawn = pictures_by_name(phase, AgeResult, figures)
     block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])
