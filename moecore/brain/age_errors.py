@@ -81,7 +81,7 @@ def measure_group_errors(
         for name, predictions in variants.items():
             size = np.abs(predictions[own] - ages[own])
             drawn = weights @ size / weights.sum(1)
-            errors[name] = MeanError(mae=_bootstrap_estimate(size.mean(), drawn, 0.0))
+            errors[name] = MeanError(mae=bootstrap_estimate(size.mean(), drawn, 0.0))
         rows.append(GroupErrors(group=group, n=len(own), **errors))
     return tuple(rows)
 
@@ -132,14 +132,14 @@ def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) 
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
     resampled = age_errors_by_resample(predictions, ages, weights)
     return AgeErrors(
-        mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
-        corr=_bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
-        slope=_bootstrap_estimate(fit["slope"], resampled["slope"]),
-        intercept=_bootstrap_estimate(fit["intercept"], resampled["intercept"]),
+        mae=bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
+        corr=bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
+        slope=bootstrap_estimate(fit["slope"], resampled["slope"]),
+        intercept=bootstrap_estimate(fit["intercept"], resampled["intercept"]),
     )
 
 
-def _bootstrap_estimate(
+def bootstrap_estimate(
     value: float, drawn: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
     """The bootstrap interval; no limits where resamples do not vary or are undefined."""

@@ -19,6 +19,8 @@ from moecore.brain.age_errors import (
     measure_group_errors,
 )
 from moecore.brain.age_predictions import Ages, CalibratorFit
+from moecore.brain.diagnosis_gaps import DiagnosisGap, GapRows, measure_diagnosis_gaps
+from moecore.brain.tissue_ridge import RidgeResult
 from moecore.brain.training_cohort import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.base import FitOn
@@ -60,7 +62,14 @@ class AgeResult(Config):
     by_sex: tuple[GroupErrors, ...]
     by_decade: tuple[GroupErrors, ...]
     by_site: tuple[GroupErrors, ...]
+    by_diagnosis: tuple[GroupErrors, ...] = ()
+    diagnosis_gaps: tuple[DiagnosisGap, ...] = Field(
+        (), description="of each diagnosis against the one that most training volumes have"
+    )
     interval: AgeInterval
+    tissue_ridge: RidgeResult | None = Field(
+        None, description="the same data's ridge regression on tissue volumes; null: not asked for"
+    )
     predictor_sha256: str
     points: AgePoints
     items: dict[str, str] = Field(
@@ -84,6 +93,10 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
         return measure_group_errors(groups, test_ages, by_one_line, people)
 
+    diagnoses = ages.column("test", "diagnosis")
+    corrects = test.pooled is not None
+    said = test.raw if test.pooled is None else test.pooled
+    gaps = GapRows(said - test_ages, test_ages, sexes, diagnoses, people)
     return AgeResult(
         kind=line.kind,
         uses_age=line.uses_age,
@@ -101,6 +114,8 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         by_sex=by(sexes),
         by_decade=by([age_decade(age) for age in test_ages]),
         by_site=by(ages.column("test", "site")),
+        by_diagnosis=by(diagnoses) if any(diagnoses) else (),
+        diagnosis_gaps=measure_diagnosis_gaps(gaps, ages.column("train", "diagnosis"), corrects),
         interval=conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
         points=AgePoints(

@@ -1,4 +1,4 @@
-"""The gap between predicted and known age: corrected by the known age."""
+"""The gap between predicted and known age: corrected by the known age, and against diagnoses."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,12 @@ import pytest
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_measurement import AgeResult, summarize_age_errors
 from moecore.brain.age_predictions import Ages, fit_age_line
+from moecore.brain.diagnosis_gaps import GapRows, measure_diagnosis_gaps
 from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
 from moecore.core.files import UserError
 from moecore.measure.calibrators.gap_on_age import GapOnAge
 from moecore.measure.calibrators.linear import Linear
+from moecore.report.column import Column
 from moecore.report.measures.ages import COLUMNS
 from tests.volumes import leaning, write_cohort
 
@@ -80,9 +82,43 @@ def test_what_the_age_went_into_has_no_error(ages, tmp_path):
     assert measured.kind == "gap_on_age" and measured.uses_age and measured.pooled.mae is None
     assert measured.raw.corr.value < -0.6 and abs(measured.pooled.corr.value) < 0.3
     assert set(measured.items) == {"raw"} and all(row.pooled is None for row in measured.by_sex)
-    column = {column.name: column for column in COLUMNS}
+    column = {one.name: one for one in COLUMNS if isinstance(one, Column)}
     assert column["mae_pooled"].read(measured) is None
     assert column["corr_size_raw"].read(measured) == -measured.raw.corr.value
     write_calibration_folder(tmp_path / "out", ages, line, measured, "pretrain/vmoe/0")
     assert "predicts nobody's age" in (tmp_path / "out/MODEL_CARD.md").read_text()
     assert read_predictions(tmp_path / "out/predictions.csv")[-1]["brain_pad_pooled"]
+
+
+def rows(ages, gaps, sexes, diagnoses):
+    people = [f"p{number}" for number in range(len(ages))]
+    return GapRows(np.array(gaps, float), np.array(ages, float), sexes, diagnoses, people)
+
+
+def test_gaps_of_a_diagnosis_by_hand():
+    # AD: gaps 4, 6; CN: 1, 3, 5. Means 5 and 3. Of six pairs AD is the larger in 5: (4 > 1, 3;
+    # 6 > 1, 3, 5) — 5/6.
+    given = rows([70] * 5, [4, 6, 1, 3, 5], "FMFMF", ["AD", "AD", "CN", "CN", "CN"])
+    (one,) = measure_diagnosis_gaps(given, ["CN", "CN", "AD"], corrected=True)
+    assert (one.diagnosis, one.reference, one.n, one.n_reference) == ("AD", "CN", 2, 3)
+    assert one.difference.value == pytest.approx(2) and one.auc.value == pytest.approx(5 / 6)
+    assert one.difference.low < 2 < one.difference.high and one.auc.high <= 1
+
+
+def test_a_difference_that_is_one_of_age_goes_at_equal_age():
+    random = np.random.default_rng(0)
+    ages = np.concatenate([random.uniform(70, 90, 60), random.uniform(50, 80, 90)])
+    sexes = list("FM" * 75)
+    gaps = -0.3 * (ages - 70) + np.where(np.array(sexes) == "F", 2, 0) + random.normal(0, 1, 150)
+    given = rows(ages, gaps, sexes, ["AD"] * 60 + ["CN"] * 90)
+    (one,) = measure_diagnosis_gaps(given, ["CN"], corrected=False)
+    assert one.difference.high < -3 and one.adjusted.low < 0 < one.adjusted.high
+    design = np.column_stack([np.ones(150), np.arange(150) < 60, ages, [s == "F" for s in sexes]])
+    slope = np.linalg.lstsq(design.astype(float), gaps, rcond=None)[0][1]
+    assert one.adjusted.value == pytest.approx(slope)
+
+
+def test_whom_nothing_can_be_said_of():
+    given = rows([70, 71, 72], [1, 2, 3], "FMF", ["AD", "CN", "CN"])
+    assert measure_diagnosis_gaps(given, ["CN"], True) == ()  # one person with AD
+    assert measure_diagnosis_gaps(given, [""], True) == ()  # no diagnosis in training

@@ -1,6 +1,7 @@
 """What cohorts of T1-weighted MRI share, whatever their layout: each subject's files, read once."""
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -79,6 +80,11 @@ class FileCohort(CohortSettings, Grid, Source):
     diagnoses: tuple[str, ...] | None = Field(
         None, min_length=1, description="Only these of the column `diagnosis`; null: all"
     )
+    train_diagnoses: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="Who has another diagnosis is in the test alone; null: no matter",
+    )
     on_error: Literal["stop", "skip"] = Field(
         "stop", description="Problems stop, all of them named, or leave those subjects out"
     )
@@ -108,6 +114,30 @@ class FileCohort(CohortSettings, Grid, Source):
         Raises UserError that lists every problem of the whole cohort (unless ``on_error`` is
         ``skip``), or on splits without anybody.
         """
+        ready, table = self.read_volumes()
+        rows = split_cohort([one.subject for one in ready], self, table.splits, table.places)
+        parts = {split: [ready[place] for place in places] for split, places in rows.items()}
+        return write_cohort(folder, self.facts(self, table.problems), parts)
+
+    def facts(self, settings: Config, problems: Sequence[SubjectProblem]) -> VolumeDatasetInfo:
+        """Return what the card says; settings: of the whole source; problems: who was left out."""
+        return VolumeDatasetInfo(
+            self.name,
+            self.size,
+            (self.voxel_mm,) * 3,
+            self.licence,
+            self.root,
+            settings,
+            self.regions,
+            skipped=[problem._asdict() for problem in problems],
+        )
+
+    def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
+        """Read every subject into the cache; return those that can be used, and the table.
+
+        Raises UserError that lists every problem, unless ``on_error`` is ``skip``: then they are
+        the table's.
+        """
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
@@ -126,46 +156,34 @@ class FileCohort(CohortSettings, Grid, Source):
             else:
                 ready.append(outcome)
         self._refuse(root, problems)
-        parts = {}
-        rows = split_cohort([one.subject for one in ready], self, table.splits)
-        for split, places in rows.items():
-            part = [ready[place] for place in places]
-            # a generator: the volumes of a split are loaded one by one, when written
-            volumes = (load_stored(one.path) for one in part)
-            parts[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
-        facts = VolumeDatasetInfo(
-            self.name,
-            self.size,
-            (self.voxel_mm,) * 3,
-            self.licence,
-            self.root,
-            self,
-            self._regions(),
-            skipped=[problem._asdict() for problem in problems],
-        )
-        return write_volumes(folder, facts, parts)
+        return ready, table
 
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = planned_age_cohort_data(self.name, self.size, self._regions())
-        return known.complete_with(self._look)
-
-    def _look(self) -> dict[str, Any]:
+    def find_subjects(self) -> tuple[list[VolumeSubject], CohortTable]:
+        """Return the subjects that have their files, and the table, as ``read_volumes`` does; no
+        volume is read.
+        """
         root = self._root()
         table = self.read_rows(root)
-        problems = table.problems
         usable = []
         for subject in table.subjects:
             try:
                 files = self.find_files(root, subject)
                 usable.append(self.complete_subject(subject, files["t1"]))
             except UnusableVolume as error:
-                problems += _list_problems(subject, error)
-        self._refuse(root, problems)
-        rows = split_cohort(usable, self, table.splits)
-        note = f"{len(problems)} problems; those subjects will be left out" if problems else None
-        counts = {split: (len(part),) for split, part in rows.items()}
-        return {"counts": counts, "note": note}
+                table.problems.extend(_list_problems(subject, error))
+        self._refuse(root, table.problems)
+        return usable, table
+
+    def preview(self) -> PlannedData:
+        """Return what ``prepare`` would write; tables are read and files are sought."""
+        known = planned_age_cohort_data(self.name, self.size, self.regions)
+        return known.complete_with(self._look)
+
+    def _look(self) -> dict[str, Any]:
+        usable, table = self.find_subjects()
+        return preview_counts(
+            split_cohort(usable, self, table.splits, table.places), table.problems
+        )
 
     def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
         if problems and self.on_error == "stop":
@@ -173,7 +191,9 @@ class FileCohort(CohortSettings, Grid, Source):
             way = "repair them, or set `on_error: skip` to leave these subjects out"
             raise UserError(f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}")
 
-    def _regions(self) -> tuple[str, ...]:
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """Return the tissues that are stored beside the volumes."""
         return REGIONS if self.maps or self.dseg else ()
 
     def _read(
@@ -226,6 +246,26 @@ class FileCohort(CohortSettings, Grid, Source):
         raise UserError(
             f"{' and '.join(map(str, roots))}: no such folder; set `root` to the cohort's folder"
         )
+
+
+def write_cohort(
+    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, Sequence[CachedSubject]]
+) -> dict[str, Any]:
+    """Write the prepared layout of subjects in the cache, by split; return the card."""
+    written = {}
+    for split, part in parts.items():
+        # a generator: the volumes of a split are loaded one by one, when written
+        volumes = (load_stored(one.path) for one in part)
+        written[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
+    return write_volumes(folder, facts, written)
+
+
+def preview_counts(
+    rows: Mapping[str, Sequence[int]], problems: Sequence[SubjectProblem]
+) -> dict[str, Any]:
+    """Return the counts of each split, and a note on who will be left out."""
+    note = f"{len(problems)} problems; those subjects will be left out" if problems else None
+    return {"counts": {split: (len(part),) for split, part in rows.items()}, "note": note}
 
 
 def _list_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:

@@ -25,11 +25,14 @@ class SubjectProblem(NamedTuple):
 
 
 class CohortTable(NamedTuple):
-    """The usable rows, splits that the user chose, and the problems of the others."""
+    """The usable rows, splits that the user chose, the problems of the others, and each
+    participant's first line, as file:line.
+    """
 
     subjects: list[VolumeSubject]
     splits: dict[str, str]
     problems: list[SubjectProblem]
+    places: dict[str, str]
 
 
 def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
@@ -42,8 +45,10 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
     """
     path = root / "participants.tsv"
     people = defaultdict(list)
-    for row in _read_rows(root, path, NEEDED_COLUMNS):
+    places: dict[str, str] = {}
+    for line, row in enumerate(_read_rows(root, path, NEEDED_COLUMNS), 2):
         people[row["participant_id"]].append(row)
+        places.setdefault(row["participant_id"], f"{path}:{line}")
     problems = []
     subjects = []
     seen: Counter[str] = Counter()
@@ -69,7 +74,7 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
             problems.append(SubjectProblem(folder.name, "", reason))
     bad = {problem[:2] for problem in problems}
     usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
-    return CohortTable(usable, splits, problems)
+    return CohortTable(usable, splits, problems, places)
 
 
 def nobody_has_diagnosis(diagnoses: tuple[str, ...] | None, seen: Counter[str]) -> str:

@@ -56,11 +56,13 @@ def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> Coho
     problems, subjects = [], []
     seen: Counter[str] = Counter()
     people = defaultdict(list)
+    places: dict[str, str] = {}
     for line, row in enumerate(rows, 2):
         seen[row.get("diagnosis") or "none given"] += 1
         if reading.diagnoses is not None and row.get("diagnosis") not in reading.diagnoses:
             continue
         people[row["participant_id"]].append(row)
+        places.setdefault(row["participant_id"], f"{path}:{line}")
         subject, wrong = parse_subject(row)
         who = subject[:2]
         problems += [SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in wrong]
@@ -71,7 +73,7 @@ def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> Coho
     problems += duplicate_problems(path, subjects) + split_problems
     bad = {problem[:2] for problem in problems}
     usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
-    return CohortTable(usable, splits, problems)
+    return CohortTable(usable, splits, problems, places)
 
 
 def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +11,13 @@ from matplotlib.figure import Figure
 from moecore.brain.age_errors import GroupErrors
 from moecore.brain.age_measurement import AgePoints, AgeResult
 from moecore.measure.base import Estimate
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import (
+    Column,
+    ColumnPerRow,
+    ResultColumn,
+    column_slug,
+    decode_items,
+)
 from moecore.report.figures.drawing import GUIDE, PALETTE, add_legend_below, new_figure, styled
 from moecore.report.measures.result_display import (
     Figures,
@@ -39,6 +46,12 @@ SEXES = {
 }
 PANELS = {"raw": "as predicted", "pooled": "corrected"}
 COLOURS = {"raw": PALETTE[1], "pooled": PALETTE[0]}
+
+DIAGNOSIS_COLUMNS = (  # name, field, label, note; {1} is the reference
+    ("gap", "difference", "Gap", "its mean minus that of {1}, years"),
+    ("gap_adjusted", "adjusted", "Gap at equal age and sex", "minus that of {1}, years"),
+    ("gap_auc", "auc", "AUC of the gap", "against {1}; ½ is chance"),
+)
 
 
 def applies(task: Task) -> bool:
@@ -134,6 +147,23 @@ COLUMNS = (
         )
         for prediction, words in TABLE_S1.items()
         for name in ("slope", "intercept")
+    ),
+    *(
+        ColumnPerRow(
+            lambda result: {column_slug(one.diagnosis): one for one in result.diagnosis_gaps},
+            age_column(f"{name}_{{}}", f"{label}, {{}}", attrgetter(field), note=note),
+            lambda ahead: (),
+            lambda key, one: (one.diagnosis, one.reference),
+        )
+        for name, field, label, note in DIAGNOSIS_COLUMNS
+    ),
+    age_column(
+        "ridge_mae",
+        "Ridge's MAE, years",
+        path_reader("tissue_ridge.errors.mae"),
+        "lower",
+        note="of ridge regression on the volumes of the three tissues, of the same data",
+        items=lambda result: decode_items(result.tissue_ridge and result.tissue_ridge.items),
     ),
     age_column(
         "interval_radius",
