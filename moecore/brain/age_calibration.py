@@ -6,6 +6,7 @@ from moecore.brain.age_measurement import AgeResult, summarize_age_errors
 from moecore.brain.age_predictions import Ages, CalibratorFit, fit_age_line
 from moecore.brain.model_card import render_model_card
 from moecore.brain.prediction_table import prediction_rows, write_predictions
+from moecore.brain.tissue_ridge import measure_tissue_ridge
 from moecore.brain.training_cohort import (
     age_range_flags,
     collect_training_ranges,
@@ -32,6 +33,9 @@ def calibrate_ages(
     ages = Ages.of(data, predicted, files.model / "model.safetensors")
     line = fit_age_line(ages, settings.calibrator, files.out_of_fold, settings.on_refusal)
     result = summarize_age_errors(ages, line)
+    if settings.tissue_ridge is not None:
+        ridge = measure_tissue_ridge(data, settings.tissue_ridge)
+        result = result.model_copy(update={"tissue_ridge": ridge})
     write_calibration_folder(files.out, ages, line, result, files.item)
     return result
 

@@ -4,7 +4,7 @@ N volumes of P participants, R resamples. Intervals resample participants, never
 sessions of one person are no two persons. Source: ERMoE, supplement, table S1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from moecore.tasks.regression_metrics import age_fit
 class AgeErrors(Config):
     """Agreement of predictions ŷ with ages y, each value with its 95 % interval."""
 
-    mae: Estimate  # mean |ŷ − y|, years
+    mae: Estimate | None  # mean |ŷ − y|, years; None where y was used to correct ŷ
     corr: Estimate  # of ŷ − y with y
     slope: Estimate  # of ŷ on y
     intercept: Estimate  # of ŷ on y, years
@@ -43,10 +43,12 @@ def measure_age_errors(
     ages: np.ndarray,
     variants: Mapping[str, np.ndarray],
     participants: Sequence[str],
+    no_predictions: Collection[str] = (),
 ) -> dict[str, AgeErrors]:
     """The errors of each variant; the same resamples for every one.
 
-    ages: (N,); variants: name → predictions (N,); participants: (N,) ids. UserError for one age.
+    ages: (N,); variants: name → predictions (N,); participants: (N,) ids; no_predictions: variants
+    that the known ages were used for, which have no MAE. UserError for one age.
     """
     if np.ptp(ages) == 0:
         raise UserError(
@@ -54,7 +56,10 @@ def measure_age_errors(
             "or more"
         )
     weights = draw_resample_weights(participants)
-    return {name: _age_errors(predictions, ages, weights) for name, predictions in variants.items()}
+    errors = {
+        name: _age_errors(predictions, ages, weights) for name, predictions in variants.items()
+    }
+    return errors | {name: errors[name].model_copy(update={"mae": None}) for name in no_predictions}
 
 
 def measure_group_errors(
@@ -76,7 +81,7 @@ def measure_group_errors(
         for name, predictions in variants.items():
             size = np.abs(predictions[own] - ages[own])
             drawn = weights @ size / weights.sum(1)
-            errors[name] = MeanError(mae=_bootstrap_estimate(size.mean(), drawn, 0.0))
+            errors[name] = MeanError(mae=bootstrap_estimate(size.mean(), drawn, 0.0))
         rows.append(GroupErrors(group=group, n=len(own), **errors))
     return tuple(rows)
 
@@ -127,14 +132,14 @@ def _age_errors(predictions: np.ndarray, ages: np.ndarray, weights: np.ndarray) 
     fit = age_fit(torch.from_numpy(predictions), torch.from_numpy(ages))
     resampled = age_errors_by_resample(predictions, ages, weights)
     return AgeErrors(
-        mae=_bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
-        corr=_bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
-        slope=_bootstrap_estimate(fit["slope"], resampled["slope"]),
-        intercept=_bootstrap_estimate(fit["intercept"], resampled["intercept"]),
+        mae=bootstrap_estimate(fit["mae"], resampled["mae"], 0.0),
+        corr=bootstrap_estimate(fit["corr"], resampled["corr"], -1.0, 1.0),
+        slope=bootstrap_estimate(fit["slope"], resampled["slope"]),
+        intercept=bootstrap_estimate(fit["intercept"], resampled["intercept"]),
     )
 
 
-def _bootstrap_estimate(
+def bootstrap_estimate(
     value: float, drawn: np.ndarray, lowest: float = -np.inf, highest: float = np.inf
 ) -> Estimate:
     """The bootstrap interval; no limits where resamples do not vary or are undefined."""

@@ -5,7 +5,7 @@ which holds whatever the model is (Lei et al. 2018, algorithm 2).
 """
 
 import math
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from moecore.brain.age_errors import (
     measure_group_errors,
 )
 from moecore.brain.age_predictions import Ages, CalibratorFit
+from moecore.brain.diagnosis_gaps import DiagnosisGap, GapRows, measure_diagnosis_gaps
+from moecore.brain.tissue_ridge import RidgeResult
 from moecore.brain.training_cohort import AgeInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.base import FitOn
@@ -42,7 +44,10 @@ class AgePoints(Config):
 class AgeResult(Config):
     """Errors of predicted ages before and after correction, in years."""
 
-    kind: Literal["linear"] = "linear"
+    kind: str = Field("linear", description="of the calibrator")
+    uses_age: bool = Field(
+        False, description="whether the correction takes the known age: then it predicts none"
+    )
     unit: str
     simulated: bool
     n_test: int = Field(description="volumes")
@@ -57,7 +62,14 @@ class AgeResult(Config):
     by_sex: tuple[GroupErrors, ...]
     by_decade: tuple[GroupErrors, ...]
     by_site: tuple[GroupErrors, ...]
+    by_diagnosis: tuple[GroupErrors, ...] = ()
+    diagnosis_gaps: tuple[DiagnosisGap, ...] = Field(
+        (), description="of each diagnosis against the one that most training volumes have"
+    )
     interval: AgeInterval
+    tissue_ridge: RidgeResult | None = Field(
+        None, description="the same data's ridge regression on tissue volumes; null: not asked for"
+    )
     predictor_sha256: str
     points: AgePoints
     items: dict[str, str] = Field(
@@ -72,13 +84,22 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     test = ages.correct_split("test", line.fitted)
     people = ages.column("test", "participant_id")
     sexes = ages.column("test", "sex")
-    table = measure_age_errors(test_ages, test.variants, people)
-    by_one_line = {name: test.variants[name] for name in test.variants if name != "sex_specific"}
+    corrected = [name for name in test.variants if name != "raw"]
+    no_predictions = corrected if line.uses_age else []
+    table = measure_age_errors(test_ages, test.variants, people, no_predictions)
+    predictions = {name: said for name, said in test.variants.items() if name not in no_predictions}
+    by_one_line = {name: said for name, said in predictions.items() if name != "sex_specific"}
 
     def by(groups: list[str]) -> tuple[GroupErrors, ...]:
         return measure_group_errors(groups, test_ages, by_one_line, people)
 
+    diagnoses = ages.column("test", "diagnosis")
+    corrects = test.pooled is not None
+    said = test.raw if test.pooled is None else test.pooled
+    gaps = GapRows(said - test_ages, test_ages, sexes, diagnoses, people)
     return AgeResult(
+        kind=line.kind,
+        uses_age=line.uses_age,
         unit=task.unit,
         simulated=ages.data.card["simulated"],
         n_test=len(test_ages),
@@ -93,6 +114,8 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         by_sex=by(sexes),
         by_decade=by([age_decade(age) for age in test_ages]),
         by_site=by(ages.column("test", "site")),
+        by_diagnosis=by(diagnoses) if any(diagnoses) else (),
+        diagnosis_gaps=measure_diagnosis_gaps(gaps, ages.column("train", "diagnosis"), corrects),
         interval=conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
         points=AgePoints(
@@ -103,7 +126,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         ),
         items={
             name: encode_item_values(np.abs(said - test_ages), ages.data.test.people)
-            for name, said in test.variants.items()
+            for name, said in predictions.items()
         },
     )
 

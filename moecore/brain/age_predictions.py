@@ -47,7 +47,8 @@ class Ages(NamedTuple):
 
     def correct_split(self, split: str, fitted: FittedCalibrator | None) -> CorrectedAges:
         """The predictions of a split as they come and corrected."""
-        return correct_ages(self.predicted[split], self.column(split, "sex"), fitted)
+        sexes = self.column(split, "sex")
+        return correct_ages(self.predicted[split], sexes, fitted, self.known(split))
 
 
 class CalibratorFit(NamedTuple):
@@ -57,6 +58,12 @@ class CalibratorFit(NamedTuple):
     refused: str | None
     n: int
     split: FitOn
+    kind: str = "linear"
+
+    @property
+    def uses_age(self) -> bool:
+        """Return whether what it corrects is the gap of a known age, and no prediction."""
+        return self.fitted is not None and self.fitted.uses_age
 
 
 def fit_age_line(
@@ -83,9 +90,9 @@ def fit_age_line(
         if on_refusal == "stop":
             raise
         warnings.warn(f"{error}. Nothing is corrected (calibrate.on_refusal: report)", stacklevel=2)
-        return CalibratorFit(None, str(error), len(known), calibrator.split)
+        return CalibratorFit(None, str(error), len(known), calibrator.split, calibrator.kind)
     fitted = fitted.model_copy(update={"predictor_sha256": ages.sha256})
-    return CalibratorFit(fitted, None, len(known), calibrator.split)
+    return CalibratorFit(fitted, None, len(known), calibrator.split, calibrator.kind)
 
 
 def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from moecore.brain.age_errors import AgeErrors
 from moecore.brain.age_measurement import AgeResult
+from moecore.brain.diagnosis_gaps import DiagnosisGap
+from moecore.brain.tissue_ridge import RidgeResult
 from moecore.brain.training_cohort import AgeInterval
 from moecore.statistics.intervals import Estimate
 
@@ -30,9 +32,16 @@ fitted to.
 nor brain health, nor a biological age. It
   mixes individual anatomy, errors of the model and artefacts of the scan.
 - **No selection of people** (insurance, employment, asylum, access to treatment)."""
+TAKES_AGE = """\
+It takes the known age: it corrects the gap (brain-PAD) of people whose age is known, and predicts \
+nobody's age; so it has no MAE, and intervals are around the uncorrected predictions."""
 TABLE_HEAD = """\
 | Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
 | --- | --- | --- | --- | --- |"""
+
+GAP_HEAD = """\
+| Gap against diagnosis | difference, years | at equal age and sex | AUC |
+| --- | --- | --- | --- |"""
 
 
 def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
@@ -83,10 +92,21 @@ def _error_section(result: AgeResult) -> str:
         "Always saying the training's median age has an MAE of "
         f"{result.median_mae:.2f} {result.unit}."
     )
+    if (ridge := result.tissue_ridge) is not None:
+        rows.append(_error_row(_ridge_words(ridge), ridge.errors))
     table = "\n".join([TABLE_HEAD, *rows])
-    return "\n\n".join(
-        [table, f"{test} {median}", _correction_line(result), _interval_line(result.interval)]
-    )
+    lines = [table, f"{test} {median}", _correction_line(result), _interval_line(result.interval)]
+    if result.diagnosis_gaps:
+        rows = [_diagnosis_row(one) for one in result.diagnosis_gaps]
+        lines += ["\n".join([GAP_HEAD, *rows])]
+    return "\n\n".join(lines)
+
+
+def _diagnosis_row(one: DiagnosisGap) -> str:
+    gap = "corrected" if one.corrected else "raw"
+    cells = " | ".join(map(_format_estimate, (one.difference, one.adjusted, one.auc)))
+    words = f"{one.diagnosis} (n {one.n}) against {one.reference} (n {one.n_reference}), {gap}"
+    return f"| {words} | {cells} |"
 
 
 def _error_row(words: str, errors: AgeErrors) -> str:
@@ -94,11 +114,21 @@ def _error_row(words: str, errors: AgeErrors) -> str:
     return f"| {words} | {' | '.join(map(_format_estimate, cells))} |"
 
 
+def _ridge_words(ridge: RidgeResult) -> str:
+    words = "beside it: ridge on tissue volumes"
+    if ridge.harmonise != "none":
+        words += f", {ridge.harmonise}"
+    if ridge.reference:
+        words += f", {ridge.n_test} volumes that are no site's reference"
+    return words
+
+
 def _correction_line(result: AgeResult) -> str:
     if result.refused:
         return f"No correction was fitted: {result.refused}."
     where = result.fit_on.replace("_", " ")
-    return f"The correction was fitted on {result.n_fit} predictions ({where})."
+    fitted = f"The correction was fitted on {result.n_fit} predictions ({where})."
+    return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
 def _interval_line(interval: AgeInterval) -> str:
@@ -114,7 +144,9 @@ def _interval_line(interval: AgeInterval) -> str:
     )
 
 
-def _format_estimate(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "–"
     if estimate.low is None:
         return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -40,18 +40,23 @@ COLUMNS = PredictionRow._fields
 class CorrectedAges(NamedTuple):
     """Predictions of N volumes in years, each (N,): as they come, and corrected.
 
-    ``groups`` says whose line corrected each per sex. Without a calibrator: None.
+    ``groups`` says whose line corrected each per sex. Without a calibrator: None. ``uses_age``: the
+    known age stands in what is corrected, which is NaN where none is known.
     """
 
     raw: np.ndarray
     pooled: np.ndarray | None
     sex_specific: np.ndarray | None
     groups: list[str] | None
+    uses_age: bool = False
 
     @property
     def best(self) -> np.ndarray:
-        """The predictions that intervals are around: the pooled correction, else the raw ones."""
-        return self.raw if self.pooled is None else self.pooled
+        """The predictions that intervals are around: the pooled correction, else the raw ones.
+
+        The raw ones, too, where the correction takes the age: that is no prediction.
+        """
+        return self.raw if self.pooled is None or self.uses_age else self.pooled
 
     @property
     def variants(self) -> dict[str, np.ndarray]:
@@ -61,13 +66,36 @@ class CorrectedAges(NamedTuple):
 
 
 def correct_ages(
-    raw: np.ndarray, sexes: Sequence[str], fitted: FittedCalibrator | None
+    raw: np.ndarray,
+    sexes: Sequence[str],
+    fitted: FittedCalibrator | None,
+    ages: np.ndarray | None = None,
 ) -> CorrectedAges:
-    """Raw predictions (N,) with both corrections. No age is looked at."""
+    """Raw predictions (N,) with both corrections.
+
+    ages: (N,), NaN where unknown; looked at only by a calibrator that ``uses_age``.
+    """
     raw = np.asarray(raw, np.float64)
     if fitted is None:
         return CorrectedAges(raw, None, None, None)
+    if fitted.uses_age:
+        return _correct_by_age(raw, sexes, fitted, ages)
     return CorrectedAges(raw, fitted.apply(raw), fitted.apply(raw, sexes), fitted.used(sexes))
+
+
+def _correct_by_age(
+    raw: np.ndarray, sexes: Sequence[str], fitted: Any, ages: np.ndarray | None
+) -> CorrectedAges:
+    ages = np.full(len(raw), np.nan) if ages is None else np.asarray(ages, np.float64)
+    known = np.isfinite(ages)
+    known_sexes = [sex for sex, there in zip(sexes, known, strict=True) if there]
+    pooled, own = np.full((2, len(raw)), np.nan)
+    pooled[known] = fitted.apply(raw[known], None, ages[known])
+    own[known] = fitted.apply(raw[known], known_sexes, ages[known])
+    groups = [
+        group if there else NO_GROUP for group, there in zip(fitted.used(sexes), known, strict=True)
+    ]
+    return CorrectedAges(raw, pooled, own, groups, uses_age=True)
 
 
 def prediction_rows(
@@ -96,6 +124,9 @@ def prediction_rows(
         strict=True,
     ):
         age = float(subject["age"]) if subject["age"] else None
+        if corrected.uses_age and age is None:
+            pooled = own = None
+            more = (*more, "not corrected: the correction takes the age, which is unknown")
         row = PredictionRow(
             participant_id=subject["participant_id"],
             session_id=subject["session_id"],

@@ -29,9 +29,14 @@ def replace_and_validate(
 ) -> AnySettings:
     """Settings with some other values, checked anew. Raises UserError, naming the key.
 
-    family: of the parts that they may become where ``kind`` is among the changes.
+    family: of the parts that they may become where ``kind`` is among the changes; what the other
+    part does not have is left behind.
     """
-    values = settings.model_dump() | dict(changes)
+    values = settings.model_dump()
+    if family is not None and "kind" in changes:
+        there = family.fields_of_kind(str(changes["kind"]))
+        values = {name: value for name, value in values.items() if name in there}
+    values |= changes
     try:
         if family is not None and "kind" in changes:
             return family.model_validate(values)

@@ -50,6 +50,14 @@ class Part(Config):
         return kind if isinstance(kind, str) else ""
 
     @classmethod
+    def fields_of_kind(cls, kind: str) -> set[str]:
+        """Return the names of the settings of a part of this family; of an unknown kind none."""
+        try:
+            return set(find_class(cls, kind).model_fields)
+        except (KeyError, ValueError):
+            return set()
+
+    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if cls.family is not cls:
             return handler(source)

@@ -6,11 +6,11 @@ calibrated by moecore.brain.age_calibration.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
@@ -37,6 +37,26 @@ from moecore.tasks.classification_metrics import (
 OnRefusal = Literal["stop", "report"]
 
 
+class TissueRidge(Config):
+    """A baseline of ages: ridge regression on the volumes of the three tissues."""
+
+    harmonise: Literal["none", "combat"] = Field(
+        "none", description="combat: without what each site adds, fitted to the training sites"
+    )
+    reference: int = Field(
+        0,
+        ge=0,
+        description="Of each test site that training lacks so many participants, the first by id, "
+        "whose known ages place the site; they are in no error. 0: such a site is refused",
+    )
+
+    @model_validator(mode="after")
+    def _reference_of_combat(self) -> Self:
+        if self.reference and self.harmonise == "none":
+            raise ValueError("reference: found some; allowed: 0, or harmonise: combat")
+        return self
+
+
 class Calibrate(Config):
     """What is fitted, and how many images a forward pass takes."""
 
@@ -44,6 +64,9 @@ class Calibrate(Config):
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
     on_refusal: OnRefusal = Field(
         "stop", description="Where no line can be fitted: stop, or report the raw predictions."
+    )
+    tissue_ridge: TissueRidge | None = Field(
+        None, description="Of ages: the baseline that knows tissue volumes alone; null: none."
     )
 
 

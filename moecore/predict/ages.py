@@ -81,7 +81,9 @@ def new_age_rows(
     reference = calibration.reference
     subjects = [one.subject for one in new_volumes]
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
-    said = correct_ages(raw, [subject["sex"] for subject in subjects], calibration.fitted)
+    sexes = [subject["sex"] for subject in subjects]
+    known = np.array([np.nan if age is None else age for age in ages])
+    said = correct_ages(raw, sexes, calibration.fitted, known)
     flags = [
         [
             *out_of_range_flags(volume, reference),

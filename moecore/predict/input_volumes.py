@@ -1,6 +1,6 @@
 """Volumes that no cohort lists, found and prepared as the training data were.
 
-In a folder in BIDS form, or any folder of NIfTI files.
+In a folder in BIDS form, or any folder of NIfTI or .mgz files.
 """
 
 import re
@@ -16,7 +16,7 @@ from moecore.data.volumes.bids_table import SEX, read_tsv
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.stored_volumes import read_volume
 
-ENDINGS = (".nii.gz", ".nii")
+ENDINGS = (".nii.gz", ".nii", ".mgz")
 # At the end of a brain mask's name, in the place of _T1w or after the whole name.
 MASKS = ("_desc-brain_mask", "_mask")
 Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
@@ -34,8 +34,8 @@ class NewVolume(NamedTuple):
 def find_volumes(folder: str | Path) -> list[NewVolume]:
     """Every T1-weighted volume below ``folder``, in the order of their names.
 
-    BIDS form: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] that is directly in the
-    folder and is no mask. participants.tsv may give age, sex and site by participant_id (and
+    BIDS form: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz that is directly in
+    the folder and is no mask. participants.tsv may give age, sex and site by participant_id (and
     session_id): in a plain folder that is the file's name without its ending.
     Raises UserError where there is no volume, or where participants.tsv has an age that is no
     number or a sex that is unknown.
@@ -44,12 +44,12 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
     paths = sorted(path for path in folder.glob("sub-*/**/*_T1w.nii*") if _stem(path))
     bids = bool(paths)
     if not bids:
-        every = [path for path in folder.glob("*.nii*") if _stem(path)]
+        every = [path for path in folder.glob("*") if _stem(path)]
         paths = sorted(path for path in every if not _stem(path).endswith(MASKS))
     if not paths:
         raise UserError(
             f"{folder}: no volumes; allowed: sub-*/anat/*_T1w.nii.gz below it (BIDS), or .nii.gz "
-            "files in it"
+            "or .mgz files in it"
         )
     table = _participants(folder / "participants.tsv")
     return [NewVolume(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
@@ -77,10 +77,10 @@ def prepare_volumes(
 
 
 def _stem(path: Path) -> str:
-    """The name without .nii or .nii.gz; "" for another file, or a hidden one."""
+    """The name without .nii, .nii.gz or .mgz; "" for another file, or a hidden one."""
     if path.name.startswith(".") or not path.name.endswith(ENDINGS):
         return ""
-    return path.name.removesuffix(".gz").removesuffix(".nii")
+    return path.name.removesuffix(".mgz").removesuffix(".gz").removesuffix(".nii")
 
 
 def _mask(path: Path) -> Path | None:

@@ -107,6 +107,7 @@ def table_s1_csv(results: Results) -> str:
                 values = {
                     column: getattr(getattr(errors, name), part)
                     for column, (name, part) in columns.items()
+                    if getattr(errors, name) is not None
                 }
                 yield {"prediction": prediction, **values}
 

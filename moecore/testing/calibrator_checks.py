@@ -30,10 +30,12 @@ def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
     read = settings.fitted.model_validate_json(fitted.model_dump_json())
     assert_that(settings, read == fitted, "what is fitted is the same behind JSON")
     for given in [None] if groups is None else [None, groups]:
-        values = fitted.apply(predictions, given)
+        ages = {"ages": labels} if fitted.uses_age else {}
+        values = fitted.apply(predictions, given, **ages)
         fits = values.shape == predictions.shape and np.isfinite(np.asarray(values)).all()
         assert_that(settings, fits, "what it calibrates is finite and keeps its shape")
-        alone = fitted.apply(predictions[1:2], given and given[1:2])
+        first = {name: known[1:2] for name, known in ages.items()}
+        alone = fitted.apply(predictions[1:2], given and given[1:2], **first)
         same = np.allclose(np.asarray(alone), np.asarray(values[1:2]))
         assert_that(settings, same, "a prediction is calibrated alike in any batch")
     if groups:

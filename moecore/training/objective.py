@@ -29,20 +29,22 @@ class Objective(NamedTuple):
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
         """Unweighted scalars, fp32: ``task``, ``distillation`` if it is on, one a regularizer."""
-        prediction = step.output.heads[0] if self.distillation else step.output.prediction
-        labels = step.batch.labels
-        if step.batch.learned is not None:
-            prediction = prediction[step.batch.learned]
-            labels = labels[step.batch.learned]
-        task = step.model.image.task
+        output, labels = step.output, step.batch.labels
+        if self.distillation:
+            output = output._replace(prediction=output.heads[0])
+        if (learned := step.batch.learned) is not None:
+            heads = tuple(head[learned] for head in output.heads)
+            output = output._replace(prediction=output.prediction[learned], heads=heads)
+            labels = labels[learned]
+        loss_of = step.model.task_loss
         if step.batch.learned is not None and has_process_group():
             # Ranks have unequally many images that teach the task.
-            losses = task.loss(prediction, labels, self.label_smoothing, reduction="none")
+            losses = loss_of(output, labels, self.label_smoothing, reduction="none")
             summed = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
             total = total_over_ranks(summed)
             terms = {"task": total[0] / total[1]}
         else:
-            terms = {"task": task.loss(prediction, labels, self.label_smoothing)}
+            terms = {"task": loss_of(output, labels, self.label_smoothing)}
         if self.distillation:
             terms["distillation"] = hard_distillation(step)
         terms |= {regularizer.kind: regularizer(step) for regularizer in self.regularizers}

@@ -139,7 +139,11 @@ def test_the_test_split_before_and_after(made):
 @pytest.mark.parametrize(
     ("kind", "task", "says"),
     [
-        ("temperature", YEARS, "kind: found temperature; .* regression; allowed: linear"),
+        (
+            "temperature",
+            YEARS,
+            "kind: found temperature; .* allowed: gap_on_age, linear",
+        ),
         ("linear", CLASSES, "kind: found linear; .* classification; allowed: temperature"),
         ("temperature", SETS, r"no calibrator .* multi_label .*leave pretrain out of run.phases"),
     ],

@@ -77,6 +77,7 @@ def test_numbers_of_compare_json(three):
         "mae_pooled": 5.6,
         "mae_sex_specific": 5.7,
         "corr_raw": -0.6,
+        "corr_size_raw": 0.6,
         "slope_pooled": 0.95,
         "isolated_csf": 7.1,
         "probe_wm": 6.7,

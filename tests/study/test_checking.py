@@ -108,7 +108,7 @@ FILE = [
         IMAGES,
         {"model": {"width": 32}},
         "model",
-        "kind is missing; allowed: kind: language_model | single_layer",
+        "kind is missing; allowed: kind: language_model | sfcn | single_layer",
     ),
     (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
     (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
@@ -217,7 +217,7 @@ FILE = [
         VOLUMES,
         {"calibrate.calibrator": {"kind": "temperature"}},
         "calibrate.calibrator.kind",
-        "allowed: linear",
+        "allowed: gap_on_age, linear",
     ),
     (
         VOLUMES,

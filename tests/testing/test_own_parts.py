@@ -74,6 +74,7 @@ TEXT = {"channels": 4, "size": (4,), "mean": (0.0,) * 4, "std": (1.0,) * 4}
 CAPTIONS = {"words": 9, "context": 4, "captions": 2, "end": 2, "vocabulary": "0" * 64}
 STAGED = {"patch": 1, "width": 16, "depths": (2, 2), "heads": (2, 4)}
 VOLUME = IMAGE.model_copy(update={"size": (8, 12, 4)})
+AGED = VOLUME.model_copy(update={"task": read_task({"kind": "regression", "target": "age"})})
 VIT = backbones.Vit(patch=4, width=16, depth=2, heads=2)
 CUBES = backbones.Vit3d(patch=4, width=24, depth=2, heads=2)
 BACKBONES = [
@@ -82,6 +83,8 @@ BACKBONES = [
         (CUBES.model_copy(update=changes), VOLUME)
         for changes in ({"stem": "pooled", "pool": 2}, {"stem": "conv", "positions": "sinusoidal"})
     ),
+    (backbones.Sfcn(channels=(4, 8, 8), head="number"), VOLUME),
+    (backbones.Sfcn(channels=(4, 8, 8)), AGED),
     *((kind(**STAGED, window=4), IMAGE) for kind in (backbones.Swin, backbones.SwinV2)),
     (backbones.SwinMoe(**STAGED, window=3), IMAGE),
     (backbones.SingleLayer(hidden=5), IMAGE),

@@ -162,10 +162,14 @@ def step(labels, heads, teacher=None, image=IMAGE):
     heads = tuple(torch.tensor(head, dtype=torch.float32) for head in heads)
     guidance = None if teacher is None else Guidance(torch.tensor(teacher), ())
     blank = torch.zeros(())
+
+    def loss_of(output, *rest):
+        return image.task.loss(output.prediction, *rest)
+
     return ObjectiveInputs(
         Batch(blank, torch.tensor(labels), blank),
         ModelOutput(torch.stack(heads).mean(0), (), heads),
-        SimpleNamespace(image=image),
+        SimpleNamespace(image=image, task_loss=loss_of),
         guidance,
     )
 

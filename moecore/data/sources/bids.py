@@ -1,62 +1,15 @@
 """A cohort of T1-weighted MRI kept as BIDS: participants.tsv, volumes and tissue maps as NIfTI."""
 
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.expected_data import PlannedData
-from moecore.data.sources.base import Source
-from moecore.data.thread_map import map_in_threads
-from moecore.data.volumes.bids_table import SubjectProblem, read_table
-from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
-from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.nifti import UnusableVolume
-from moecore.data.volumes.stored_volumes import REGIONS, read_subject_volumes
-from moecore.data.volumes.subjects import VolumeSubject, find_only_file
-from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
-
-PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
-sub-01 or sub-01_ses-1, * for anything"""
+from moecore.data.sources.file_cohort import PATTERN_WORDS, FileCohort, TissueMapPatterns
+from moecore.data.volumes.bids_table import CohortTable, read_table
 
 
-class TissueMapPatterns(Config):
-    """Where the probability maps of the three tissues lie."""
-
-    wm: str = Field(
-        "{folder}/anat/{prefix}*_label-WM_probseg.nii*",
-        description=f"White matter: {PATTERN_WORDS}",
-    )
-    gm: str = Field("{folder}/anat/{prefix}*_label-GM_probseg.nii*", description="Grey matter")
-    csf: str = Field("{folder}/anat/{prefix}*_label-CSF_probseg.nii*", description="Fluid")
-
-
-class Dseg(Config):
-    """One map with a number for each tissue."""
-
-    pattern: str = Field(
-        "{folder}/anat/{prefix}*_dseg.nii*", description=f"The label map: {PATTERN_WORDS}"
-    )
-    wm: tuple[int, ...] = Field((2,), min_length=1, description="Numbers of white matter")
-    gm: tuple[int, ...] = Field((1,), min_length=1, description="Numbers of grey matter")
-    csf: tuple[int, ...] = Field((3,), min_length=1, description="Numbers of fluid")
-
-
-class CachedSubject(NamedTuple):
-    """One subject, kept in the cache at ``path``, and the digest of the T1 as stored."""
-
-    subject: VolumeSubject
-    path: Path
-    digest: str
-
-
-class Bids(CohortSettings, Grid, Source):
+class Bids(FileCohort):
     """One T1-weighted volume a row of participants.tsv (or of sessions.tsv), skull-stripped or with
     a brain mask, in one common space.
 
@@ -69,158 +22,10 @@ class Bids(CohortSettings, Grid, Source):
     t1: str = Field(
         "{folder}/anat/{prefix}*_T1w.nii*", description=f"The T1w volume: {PATTERN_WORDS}"
     )
-    mask: str | None = Field(
-        None, description="A brain mask, as t1; null: where tissue is more than half"
-    )
     maps: TissueMapPatterns | None = Field(
         TissueMapPatterns(), description="Tissue as probability maps; null: none"
     )
-    dseg: Dseg | None = Field(
-        None, description="Tissue as one label map, in the place of maps (set maps: null)"
-    )
-    diagnoses: tuple[str, ...] | None = Field(
-        None, min_length=1, description="Only these of the column `diagnosis`; null: all"
-    )
-    on_error: Literal["stop", "skip"] = Field(
-        "stop", description="Problems stop, all of them named, or leave those subjects out"
-    )
-    cache: str = Field(
-        ".state/volumes", description="Keeps what was read; the next run reads what changed"
-    )
-    name: str = Field("cohort", description="Name of the cohort in the card and the report")
-    licence: str = Field("not stated", description="Licence of the data, for the card")
 
-    @model_validator(mode="after")
-    def _one_kind_of_map(self) -> Self:
-        if self.maps and self.dseg:
-            raise ValueError("maps and dseg are both set; allowed: one of them (set maps: null)")
-        return self
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card.
-
-        Raises UserError that lists every problem of the whole cohort (unless ``on_error`` is
-        ``skip``), or on splits without anybody.
-        """
-        root = self._root()
-        table = read_table(root, self.diagnoses)
-        problems = table.problems
-        read = partial(self._read, root, self._cache())
-        ready = []
-        first: dict[str, VolumeSubject] = {}
-        outcomes = map_in_threads(read, table.subjects)
-        for subject, outcome in zip(table.subjects, outcomes, strict=True):
-            if isinstance(outcome, UnusableVolume):
-                problems += _list_problems(subject, outcome)
-            elif (other := first.setdefault(outcome.digest, subject)) is not subject:
-                # in another split it would be a leak
-                one, two = (" ".join(who[:2]).strip() for who in (subject, other))
-                why = f"{one}: its T1 is a copy of that of {two}"
-                problems.append(SubjectProblem(*subject[:2], why))
-            else:
-                ready.append(outcome)
-        self._refuse(root, problems)
-        parts = {}
-        rows = split_cohort([one.subject for one in ready], self, table.splits)
-        for split, places in rows.items():
-            part = [ready[place] for place in places]
-            # a generator: the volumes of a split are loaded one by one, when written
-            volumes = (load_stored(one.path) for one in part)
-            parts[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
-        facts = VolumeDatasetInfo(
-            self.name,
-            self.size,
-            (self.voxel_mm,) * 3,
-            self.licence,
-            self.root,
-            self,
-            self._regions(),
-            skipped=[problem._asdict() for problem in problems],
-        )
-        return write_volumes(folder, facts, parts)
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = planned_age_cohort_data(self.name, self.size, self._regions())
-        return known.complete_with(self._look)
-
-    def _look(self) -> dict[str, Any]:
-        root = self._root()
-        table = read_table(root, self.diagnoses)
-        problems = table.problems
-        usable = []
-        for subject in table.subjects:
-            try:
-                self.find_files(root, subject)
-                usable.append(subject)
-            except UnusableVolume as error:
-                problems += _list_problems(subject, error)
-        self._refuse(root, problems)
-        rows = split_cohort(usable, self, table.splits)
-        note = f"{len(problems)} problems; those subjects will be left out" if problems else None
-        counts = {split: (len(part),) for split, part in rows.items()}
-        return {"counts": counts, "note": note}
-
-    def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
-        if problems and self.on_error == "stop":
-            lines = "\n  ".join(" ".join(problem.reason.split()) for problem in problems)
-            way = "repair them, or set `on_error: skip` to leave these subjects out"
-            raise UserError(f"{len(problems)} problems in the cohort {root}; {way}:\n  {lines}")
-
-    def _regions(self) -> tuple[str, ...]:
-        return REGIONS if self.maps or self.dseg else ()
-
-    def _read(
-        self, root: Path, cache: VolumeCache, subject: VolumeSubject
-    ) -> CachedSubject | UnusableVolume:
-        labels = {name: getattr(self.dseg, name) for name in REGIONS} if self.dseg else None
-        try:
-            files = self.find_files(root, subject)
-            path = cache.subject_path(files)
-            if not path.is_file():
-                save_stored(path, read_subject_volumes(files, self, labels))
-        except UnusableVolume as error:
-            return error
-        return CachedSubject(subject, path, sha256(load_stored(path).image.tobytes()).hexdigest())
-
-    def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """The subject's files below ``root``: t1, and what there is of mask, wm, gm, csf, dseg.
-
-        Raises UnusableVolume with a line for each that is missing or not the only one.
-        """
-        patterns = {"t1": self.t1}
-        if self.mask:
-            patterns["mask"] = self.mask
-        if self.maps:
-            patterns |= self.maps.model_dump()
-        if self.dseg:
-            patterns["dseg"] = self.dseg.pattern
-        paths = {}
-        problems = []
-        for name, pattern in patterns.items():
-            try:
-                paths[name] = find_only_file(root, pattern, subject)
-            except UserError as error:
-                problems.append(str(error))
-        if problems:
-            raise UnusableVolume(*problems)
-        return paths
-
-    def _cache(self) -> VolumeCache:
-        chosen = self.dseg and self.dseg.model_dump(exclude={"pattern"})
-        settings = {"voxel_mm": self.voxel_mm, "size": list(self.size), "dseg": chosen}
-        there = [path for path in candidate_folders(self.cache) if path.is_dir()]
-        return VolumeCache(there[0] if there else Path(self.cache), settings)
-
-    def _root(self) -> Path:
-        roots = candidate_folders(self.root)
-        if folder := next((root for root in roots if root.is_dir()), None):
-            return folder
-        raise UserError(
-            f"{' and '.join(map(str, roots))}: no such folder; set `root` to the folder with "
-            "participants.tsv"
-        )
-
-
-def _list_problems(subject: VolumeSubject, error: UnusableVolume) -> list[SubjectProblem]:
-    return [SubjectProblem(*subject[:2], why) for why in error.problems]
+    def read_rows(self, root: Path) -> CohortTable:
+        """Return participants.tsv with the sessions of each participant."""
+        return read_table(root, self.diagnoses)

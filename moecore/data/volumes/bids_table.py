@@ -25,11 +25,14 @@ class SubjectProblem(NamedTuple):
 
 
 class CohortTable(NamedTuple):
-    """The usable rows, splits that the user chose, and the problems of the others."""
+    """The usable rows, splits that the user chose, the problems of the others, and each
+    participant's first line, as file:line.
+    """
 
     subjects: list[VolumeSubject]
     splits: dict[str, str]
     problems: list[SubjectProblem]
+    places: dict[str, str]
 
 
 def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
@@ -42,8 +45,10 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
     """
     path = root / "participants.tsv"
     people = defaultdict(list)
-    for row in _read_rows(root, path, NEEDED_COLUMNS):
+    places: dict[str, str] = {}
+    for line, row in enumerate(_read_rows(root, path, NEEDED_COLUMNS), 2):
         people[row["participant_id"]].append(row)
+        places.setdefault(row["participant_id"], f"{path}:{line}")
     problems = []
     subjects = []
     seen: Counter[str] = Counter()
@@ -55,23 +60,28 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
             diagnosis = row.get("diagnosis", "")
             seen[diagnosis or "none given"] += 1
             if diagnoses is None or diagnosis in diagnoses:
-                subject, wrong = _parse_subject(row)
+                subject, wrong = parse_subject(row)
                 who = subject[:2]
                 problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in wrong]
                 subjects.append(subject)
     if not subjects and not problems:
-        counted = ", ".join(f"{name} ({number})" for name, number in sorted(seen.items()))
-        wanted = f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`)"
-        raise UserError(f"{path}: {wanted}; found: {counted}")
-    splits, split_problems = _chosen_splits(path, people)
-    problems += _duplicate_problems(path, subjects) + split_problems
+        raise UserError(f"{path}: {nobody_has_diagnosis(diagnoses, seen)}")
+    splits, split_problems = chosen_splits(path, people)
+    problems += duplicate_problems(path, subjects) + split_problems
     for folder in sorted(root.glob("sub-*")):
         if folder.is_dir() and folder.name not in people:
             reason = f"{folder}: a folder without a row in participants.tsv"
             problems.append(SubjectProblem(folder.name, "", reason))
     bad = {problem[:2] for problem in problems}
     usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
-    return CohortTable(usable, splits, problems)
+    return CohortTable(usable, splits, problems, places)
+
+
+def nobody_has_diagnosis(diagnoses: tuple[str, ...] | None, seen: Counter[str]) -> str:
+    """Return in words that nobody has one of the diagnoses; seen: how often each is there."""
+    counted = ", ".join(f"{name} ({number})" for name, number in sorted(seen.items()))
+    wanted = f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`)"
+    return f"{wanted}; found: {counted}"
 
 
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
@@ -93,7 +103,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
     ]
 
 
-def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+def read_tsv(path: Path, separator: str = "\t") -> tuple[list[str], list[dict[str, str]]]:
     """Return the columns of a table with a head line, and its rows, without blanks around values.
 
     Raises UserError where it is no text in UTF-8, or no table.
@@ -102,11 +112,17 @@ def read_tsv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
     try:
         table = pandas.read_csv(
-            path, sep="\t", dtype=str, keep_default_na=False, encoding="utf-8-sig", index_col=False
+            path,
+            sep=separator,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+            index_col=False,
         )
     except (OSError, ValueError) as error:  # pandas' own errors and UnicodeDecodeError are these
         why = " ".join(str(error).split())
-        raise UserError(f"{path}: no table of values between tabs: {why}") from None
+        between = "tabs" if separator == "\t" else f"{separator!r}"
+        raise UserError(f"{path}: no table of values between {between}: {why}") from None
     table = table.fillna("").apply(lambda column: column.str.strip())
     return list(table.columns), table.to_dict("records")
 
@@ -125,7 +141,10 @@ def _visit_rows(
     ]
 
 
-def _parse_subject(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
+def parse_subject(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
+    """Return the subject of a row (participant_id, age, sex, and what else there is of session_id,
+    site and diagnosis), and what is wrong about it.
+    """
     wrong = []
     session = row.get("session_id", "")
     if session and (odd := id_problem("session_id", session)):
@@ -143,7 +162,8 @@ def _parse_subject(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
     return VolumeSubject(*who, diagnosis=row.get("diagnosis", "")), wrong
 
 
-def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
+def duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
+    """Return a problem of each participant and session that is there more than once."""
     allowed = "allowed: once for each participant and session"
     return [
         SubjectProblem(
@@ -154,9 +174,10 @@ def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[Subje
     ]
 
 
-def _chosen_splits(
+def chosen_splits(
     path: Path, people: dict[str, list[dict[str, str]]]
 ) -> tuple[dict[str, str], list[SubjectProblem]]:
+    """Return participant → the split of the column ``split``, and what is wrong about it."""
     splits = {}
     problems = []
     for who, rows in people.items():

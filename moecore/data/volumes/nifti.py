@@ -1,4 +1,4 @@
-"""One NIfTI file to an array in canonical orientation."""
+"""One NIfTI or FreeSurfer (.mgz) file to an array in canonical orientation."""
 
 import math
 import zlib
@@ -32,7 +32,7 @@ class Volume(NamedTuple):
 
 
 def load_volume(path: Path) -> Volume:
-    """Read a NIfTI file whole and turn it to canonical axes, without interpolation.
+    """Read a NIfTI or .mgz file whole and turn it to canonical axes, without interpolation.
 
     Raises UnusableVolume on files that are missing, damaged or truncated, not 3-D, without an
     orientation, or with values that are no numbers.

@@ -18,6 +18,8 @@ POOLED = "pooled"
 class FittedCalibrator(Config, ABC):
     """What a calibrator fitted, as calibrator.json keeps it; ``kind`` is that of the calibrator."""
 
+    uses_age: ClassVar[bool] = False  # then ``apply`` takes the known ages, too: see there
+
     kind: Any
     predictor_sha256: str | None = Field(
         None,
@@ -29,7 +31,9 @@ class FittedCalibrator(Config, ABC):
     def apply(self, predictions: Any, groups: Sequence[str] | None = None) -> Any:
         """Return calibrated predictions: logits (N, K) of classes, or numbers (N,) fp64.
 
-        groups: a name (sex) for each of N numbers, which it may look at; None: at none.
+        groups: a name (sex) for each of N numbers, which it may look at; None: at none. Where it
+        ``uses_age``, a third argument ``ages`` (N,): what it returns then serves the difference
+        from the age, and is no prediction of the age.
         """
 
     def used(self, groups: Sequence[str]) -> list[str]:

@@ -4,10 +4,10 @@ A network that is trained to predict an age leans towards the mean age: b < 1, s
 older and old ones younger. The correction takes that out. The line is fitted where the ages are
 known; the fitted object takes none, so a new brain needs no age.
 
-N predictions, in the target's unit (years). Sources: Smith et al. (2019); de Lange & Cole (2020).
+N predictions, in the target's unit (years). Sources: Cole et al. (2018); Smith et al. (2019); de
+Lange & Cole (2020), who compare it with that of Beheshti et al. (2019), which is ``gap_on_age``.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -15,8 +15,14 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
 from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
+from moecore.measure.calibrators.fit_by_group import (
+    NotFitted,
+    check_ages_vary,
+    check_finite,
+    fit_by_group,
+    fit_of_each,
+)
 
 
 class FittedLine(Config):
@@ -62,21 +68,10 @@ class FittedLinear(FittedCalibrator):
         None: the pooled line for all. There is no age among the arguments. Raises UserError for
         another number of groups than of predictions, and for NaN or infinite predictions.
         """
-        predictions = _check_finite("predictions", predictions)
+        predictions = check_finite("predictions", predictions)
         if groups is None:
             return self.pooled.invert(predictions)
-        if len(groups) != len(predictions):
-            raise UserError(
-                f"calibrate: {len(groups)} groups for {len(predictions)} predictions; allowed: one "
-                "group for each prediction"
-            )
-        if strange := sorted({group for group in groups if group not in self.groups}):
-            named = ", ".join(map(repr, strange))
-            warnings.warn(
-                f"calibrate: no line of their own for {named}; the pooled line stands in",
-                stacklevel=2,
-            )
-        lines = [self.groups.get(group, self.pooled) for group in groups]
+        lines = fit_of_each(self.groups, self.pooled, groups, len(predictions))
         inverted = [line.invert(value) for line, value in zip(lines, predictions, strict=True)]
         return np.array(inverted, np.float64)
 
@@ -115,67 +110,20 @@ class Linear(Calibrator):
         Raises UserError for shapes that differ, n < 3, NaN or infinite values, equal targets, and a
         pooled |b| below ``min_slope``.
         """
-        predictions = _check_finite("predictions", predictions)
-        targets = _check_finite("ages", labels)
-        groups = [""] * len(targets) if groups is None else groups
-        if not len(predictions) == len(targets) == len(groups):
-            counts = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
-            raise UserError(
-                f"calibrate: {counts} of the split {self.fit_on}; allowed: as many of each"
-            )
-        pooled = self._fit_line(predictions, targets)
-        lines = {}
-        fallbacks = {}
-        for name in sorted({group for group in groups if group}):
-            members = np.array(groups, dtype=object) == name
-            if reason := self._why_not_fitted(predictions[members], targets[members]):
-                fallbacks[name] = reason
-                warnings.warn(
-                    f"calibrate: the group {name!r} gets the pooled line: {reason}", stacklevel=2
-                )
-            else:
-                lines[name] = _least_squares(predictions[members], targets[members])
-        return FittedLinear(
-            fit_on=self.fit_on,
-            pooled=pooled,
-            groups=lines,
-            fallbacks=fallbacks,
-        )
+        name = f"linear, fitted on {self.fit_on}"
+        fits = fit_by_group(predictions, labels, groups, self._fit_line, name)
+        return FittedLinear(fit_on=self.fit_on, **fits._asdict())
 
     def _fit_line(self, predictions: np.ndarray, targets: np.ndarray) -> FittedLine:
-        if reason := self._why_not_fitted(predictions, targets):
-            raise UserError(f"calibrate.calibrator (linear, fitted on {self.fit_on}): {reason}")
-        return _least_squares(predictions, targets)
-
-    def _why_not_fitted(self, predictions: np.ndarray, targets: np.ndarray) -> str:
-        """Why no line can be fitted to these pairs; "" where one can."""
-        if len(targets) < 3:
-            return f"found {len(targets)} pairs; allowed: 3 or more"
-        if targets.max() == targets.min():
-            return (
-                f"all {len(targets)} ages are {targets[0]:g}; allowed: two different ages or more"
-            )
-        if np.ptp(predictions):
-            slope = _least_squares(predictions, targets).slope
-        else:
-            slope = 0.0
-        if abs(slope) < self.min_slope:
-            return (
+        check_ages_vary(targets, 3)
+        line = _least_squares(predictions, targets) if np.ptp(predictions) else None
+        slope = line.slope if line else 0.0
+        if line is None or abs(slope) < self.min_slope:
+            raise NotFitted(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
                 "(predictions hardly follow age; train longer)"
             )
-        return ""
-
-
-def _check_finite(name: str, values: np.ndarray) -> np.ndarray:
-    values = np.asarray(values, np.float64)
-    if values.ndim != 1:
-        raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")
-    if bad := int((~np.isfinite(values)).sum()):
-        raise UserError(
-            f"calibrate: {bad} of {len(values)} {name} are NaN or infinite; allowed: finite numbers"
-        )
-    return values
+        return line
 
 
 def _least_squares(predictions: np.ndarray, targets: np.ndarray) -> FittedLine:

@@ -23,6 +23,7 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches
+from moecore.tasks.base import Reduction
 
 
 class EncodeOptions(NamedTuple):
@@ -114,6 +115,19 @@ class Model(nn.Module, ABC):
     def targets(self, labels: Tensor) -> Tensor:
         """Return what predictions are compared with: labels, unless the model reads them."""
         return labels
+
+    def task_loss(
+        self,
+        output: ModelOutput,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """Return the task's loss of an output, as ``Task.loss``; a model may learn its labels in a
+        form of its own.
+        """
+        task = self.image.task
+        return task.loss(output.prediction, labels, label_smoothing, reduction)
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
         """The routing records of images, where nobody asks for predictions."""

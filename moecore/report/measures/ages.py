@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +11,13 @@ from matplotlib.figure import Figure
 from moecore.brain.age_errors import GroupErrors
 from moecore.brain.age_measurement import AgePoints, AgeResult
 from moecore.measure.base import Estimate
-from moecore.report.column import Column, ResultColumn
+from moecore.report.column import (
+    Column,
+    ColumnPerRow,
+    ResultColumn,
+    column_slug,
+    decode_items,
+)
 from moecore.report.figures.drawing import GUIDE, PALETTE, add_legend_below, new_figure, styled
 from moecore.report.measures.result_display import (
     Figures,
@@ -40,6 +47,12 @@ SEXES = {
 PANELS = {"raw": "as predicted", "pooled": "corrected"}
 COLOURS = {"raw": PALETTE[1], "pooled": PALETTE[0]}
 
+DIAGNOSIS_COLUMNS = (  # name, field, label, note; {1} is the reference
+    ("gap", "difference", "Gap", "its mean minus that of {1}, years"),
+    ("gap_adjusted", "adjusted", "Gap at equal age and sex", "minus that of {1}, years"),
+    ("gap_auc", "auc", "AUC of the gap", "against {1}; ½ is chance"),
+)
+
 
 def applies(task: Task) -> bool:
     """What is a softmax over classes is calibrated in another way."""
@@ -54,6 +67,17 @@ def age_number_reader(prediction: str, name: str) -> Callable[[AgeResult], Estim
         return estimate if estimate is None or np.isfinite(estimate.value) else None
 
     return read
+
+
+def correlation_size_reader(prediction: str) -> Callable[[AgeResult], float | None]:
+    """The size of the correlation of the error with age: 0 is no leaning, to either side."""
+    read = age_number_reader(prediction, "corr")
+
+    def read_size(result: AgeResult) -> float | None:
+        estimate = read(result)
+        return None if estimate is None else abs(estimate.value)
+
+    return read_size
 
 
 def errors_over_median_mae(result: AgeResult) -> np.ndarray | None:
@@ -104,6 +128,17 @@ COLUMNS = (
     ),
     *(
         age_column(
+            f"corr_size_{prediction}",
+            f"|Corr.|, {words}",
+            correlation_size_reader(prediction),
+            "lower",
+            note="of the error with age, without its sign",
+            detail=True,
+        )
+        for prediction, words in TABLE_S1.items()
+    ),
+    *(
+        age_column(
             f"{name}_{prediction}",
             f"{name.title()}, {words}",
             age_number_reader(prediction, name),
@@ -112,6 +147,23 @@ COLUMNS = (
         )
         for prediction, words in TABLE_S1.items()
         for name in ("slope", "intercept")
+    ),
+    *(
+        ColumnPerRow(
+            lambda result: {column_slug(one.diagnosis): one for one in result.diagnosis_gaps},
+            age_column(f"{name}_{{}}", f"{label}, {{}}", attrgetter(field), note=note),
+            lambda ahead: (),
+            lambda key, one: (one.diagnosis, one.reference),
+        )
+        for name, field, label, note in DIAGNOSIS_COLUMNS
+    ),
+    age_column(
+        "ridge_mae",
+        "Ridge's MAE, years",
+        path_reader("tissue_ridge.errors.mae"),
+        "lower",
+        note="of ridge regression on the volumes of the three tissues, of the same data",
+        items=lambda result: decode_items(result.tissue_ridge and result.tissue_ridge.items),
     ),
     age_column(
         "interval_radius",
@@ -148,7 +200,8 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     words = (
         f"{first.n_test} test volumes, ages {low:.1f} to {high:.1f}. Always answering with the "
         f"training's median age has an MAE of {first.median_mae:.2f} years. The correction "
-        f"was fitted on: {first.fit_on.replace('_', ' ')}; it takes no age."
+        f"was fitted on: {first.fit_on.replace('_', ' ')}; it takes "
+        f"{'the known age, so it corrects gaps and predicts none' if first.uses_age else 'no age'}."
     )
     drawn = pictures_by_name(phase, AgeResult, figures)
     block = Block("Predicted age", [words], [table_s1(phase)], drawn["age_scatter"])

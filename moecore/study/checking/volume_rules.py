@@ -7,6 +7,7 @@ from moecore.measure.routing_metrics.view_pairs import OF_VOLUMES
 from moecore.study.checking.task_rules import format_non_default_settings, list_training_settings
 from moecore.study.reading.study import Misfits, Study
 
+VOLUME_MODELS = ("vit3d", "sfcn")
 VOLUME_VIEWS = "shift, flip, affine and fill"
 # of ViewSettings, for flat images only
 FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
@@ -73,7 +74,9 @@ def _models(study: Study, volumes: bool) -> Misfits:
     models: dict[tuple[str, ...], Any] = {("model", "kind"): study.model}
     models["teacher", "model", "kind"] = getattr(teacher, "model", None)
     for keys, model in models.items():
-        if model is not None and (model.kind == "vit3d") != volumes:
-            what, allowed = ("volumes", "vit3d") if volumes else ("flat images", "vit")
+        if model is not None and (model.kind in VOLUME_MODELS) != volumes:
+            what, allowed = ("flat images", "vit")
+            if volumes:
+                what, allowed = ("volumes", ", ".join(VOLUME_MODELS))
             text = f"found {model.kind}, but the images of data.pretrain are {what}"
             yield keys, f"{text}; allowed: {allowed}"

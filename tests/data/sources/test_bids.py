@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources import bids
+from moecore.data.sources import file_cohort
 from moecore.data.sources.base import Source
-from moecore.data.sources.bids import Bids, Dseg
+from moecore.data.sources.bids import Bids
+from moecore.data.sources.file_cohort import Dseg
 from moecore.data.sources.phantom import Phantom
 from tests.data.making import AFFINE, SMALL, cohort, head, participants, save, visit, write_phantom
 
@@ -266,9 +267,9 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
     source = cohort(tmp_path / "raw")
     first = source.prepare(tmp_path / "a")
     read = []
-    real = bids.read_subject_volumes
+    real = file_cohort.read_subject_volumes
     monkeypatch.setattr(
-        bids,
+        file_cohort,
         "read_subject_volumes",
         lambda files, *rest: read.append(files["t1"].name) or real(files, *rest),
     )
@@ -348,9 +349,9 @@ def test_an_id_is_no_path_and_no_pattern(tmp_path, monkeypatch, column, name):
     visit(tmp_path.parent, "evil", 50)
     change(tmp_path / "raw", "sub-01", **{column: name})
     opened = []
-    real = bids.read_subject_volumes
+    real = file_cohort.read_subject_volumes
     monkeypatch.setattr(
-        bids,
+        file_cohort,
         "read_subject_volumes",
         lambda files, *rest: opened.append(files["t1"]) or real(files, *rest),
     )

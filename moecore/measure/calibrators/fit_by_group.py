@@ -1,0 +1,104 @@
+"""What the calibrators of numbers share: one fit of all pairs, and one of each group (sex).
+
+N predictions, in the target's unit (years).
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from moecore.core.files import UserError
+
+Fit = TypeVar("Fit")
+
+
+class FitsByGroup(NamedTuple, Generic[Fit]):
+    """The fit of all pairs, those of groups that had enough, and why the others have none."""
+
+    pooled: Fit
+    groups: dict[str, Fit]
+    fallbacks: dict[str, str]
+
+
+class NotFitted(ValueError):
+    """Why these pairs allow no fit, in words for the user."""
+
+
+def fit_by_group(
+    predictions: Any,
+    labels: Any,
+    groups: Sequence[str] | None,
+    fit: Callable[[np.ndarray, np.ndarray], Fit],
+    name: str,
+) -> FitsByGroup[Fit]:
+    """Return the fit of all pairs and of each group; "" is no group.
+
+    fit: of predictions (N,) and labels (N,); raises NotFitted. A group that it refuses falls back
+    to the fit of all, with a warning. name: "linear, fitted on train". Raises UserError for shapes
+    that differ, NaN or infinite values, and where all pairs allow no fit.
+    """
+    predictions = check_finite("predictions", predictions)
+    targets = check_finite("ages", labels)
+    groups = [""] * len(targets) if groups is None else groups
+    if not len(predictions) == len(targets) == len(groups):
+        counts = f"{len(predictions)} predictions, {len(targets)} ages, {len(groups)} groups"
+        raise UserError(f"calibrate.calibrator ({name}): {counts}; allowed: as many of each")
+    try:
+        pooled = fit(predictions, targets)
+    except NotFitted as reason:
+        raise UserError(f"calibrate.calibrator ({name}): {reason}") from None
+    fits: dict[str, Fit] = {}
+    fallbacks = {}
+    for group in sorted({group for group in groups if group}):
+        members = np.array(groups, dtype=object) == group
+        try:
+            fits[group] = fit(predictions[members], targets[members])
+        except NotFitted as reason:
+            fallbacks[group] = str(reason)
+            warnings.warn(
+                f"calibrate: the group {group!r} gets the pooled line: {reason}", stacklevel=3
+            )
+    return FitsByGroup(pooled, fits, fallbacks)
+
+
+def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: int) -> list[Fit]:
+    """Return each prediction's fit: its group's, or the pooled one, with a warning.
+
+    Raises UserError for another number of groups than of predictions, n.
+    """
+    if len(groups) != n:
+        raise UserError(
+            f"calibrate: {len(groups)} groups for {n} predictions; allowed: one "
+            "group for each prediction"
+        )
+    if strange := sorted({group for group in groups if group not in fits}):
+        named = ", ".join(map(repr, strange))
+        warnings.warn(
+            f"calibrate: no line of their own for {named}; the pooled line stands in",
+            stacklevel=3,
+        )
+    return [fits.get(group, pooled) for group in groups]
+
+
+def check_ages_vary(ages: np.ndarray, fewest: int) -> None:
+    """Raise NotFitted for fewer than ``fewest`` ages, or fewer different ones than a line needs."""
+    if len(ages) < fewest:
+        raise NotFitted(f"found {len(ages)} pairs; allowed: {fewest} or more")
+    if ages.max() == ages.min():
+        raise NotFitted(
+            f"all {len(ages)} ages are {ages[0]:g}; allowed: two different ages or more"
+        )
+
+
+def check_finite(name: str, values: Any) -> np.ndarray:
+    """Return the values (N,) as fp64; UserError for another shape, NaN or infinite ones."""
+    values = np.asarray(values, np.float64)
+    if values.ndim != 1:
+        raise UserError(f"calibrate: {name} of shape {values.shape}; allowed: (N,)")
+    if bad := int((~np.isfinite(values)).sum()):
+        raise UserError(
+            f"calibrate: {bad} of {len(values)} {name} are NaN or infinite; allowed: finite numbers"
+        )
+    return values

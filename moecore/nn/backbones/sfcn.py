@@ -1,0 +1,206 @@
+"""The Simple Fully Convolutional Network of brain age: five halving convolutions, then one of 1³.
+
+B volumes, C channels, D × H × W voxels, T voxels of the last map (a cube of 32³ voxels each), K
+bins. Source: Peng et al. 2021, and their code (github.com/ha-ha-ha-han/UKBiobank_deep_pretrain).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, log_softmax, softmax
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import Guidance, ModelOutput, RoutingContext, TokenLayout
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
+from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.layers.language_block import Dropout
+from moecore.nn.layers.moe import MoESettings
+from moecore.tasks.base import Reduction
+from moecore.tasks.regression import Regression
+
+
+class Sfcn(Backbone):
+    """Settings of an SFCN, by default in the widths and with the bins that were published."""
+
+    kind: Literal["sfcn"] = "sfcn"
+    channels: tuple[int, ...] = Field(
+        (32, 64, 128, 256, 256, 64),
+        min_length=3,
+        description="of each convolution; all but the last halve the volume",
+    )
+    dropout: float = Field(0.5, ge=0, lt=1, description="before the head")
+    head: Literal["bins", "number"] = Field(
+        "bins", description="probabilities of bins of the label, or the task's own outputs"
+    )
+    first_bin: float = Field(42.0, description="lower edge of the first bin, in the label's unit")
+    bin_width: float = Field(1.0, gt=0, description="width of a bin, in the label's unit")
+    bins: int = Field(40, ge=2, description="number of bins")
+    bin_deviation: float = Field(
+        1.0, gt=0, description="of the normal distribution that a label is, in its unit"
+    )
+
+    @property
+    def depth(self) -> int:
+        """One block: where experts may stand, before the convolution of 1³."""
+        return 1
+
+    @property
+    def cube(self) -> int:
+        """Side of the cube of voxels that is a voxel of the last map."""
+        return 2 ** (len(self.channels) - 1)
+
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Voxels of the last map along each axis of such volumes."""
+        return tuple(size // self.cube for size in image.shape)
+
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "ConvolutionalNetwork":
+        """The model for such volumes. Raises UserError for images, sizes that cubes do not tile,
+        bins where the label is no number, and a router that reads attention.
+        """
+        if len(image.shape) != 3:
+            problem = f"found sfcn, but the images have {len(image.shape)} axes"
+            raise UserError(f"model.kind: {problem}; allowed: another kind, or volumes")
+        if any(size % self.cube for size in image.shape):
+            problem = f"found sfcn, whose {len(self.channels)} layers need"
+            raise UserError(
+                f"model.kind: {problem} multiples of {self.cube} voxels along each axis; the "
+                f"volumes have {list(image.shape)} (set `size` of the data)"
+            )
+        if self.head == "bins" and not isinstance(image.task, Regression):
+            problem = f"found bins, but the task is {image.task.kind}"
+            raise UserError(f"model.head: {problem}; allowed: number")
+        if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
+            reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
+            raise UserError(f"model.kind: sfcn has no attention, {reads}; choose another router")
+        return ConvolutionalNetwork(self, image, moe)
+
+
+class ConvolutionalNetwork(BackboneModel):
+    """``model(volumes)`` with volumes (B, C, D, H, W) in [0, 1] gives a ModelOutput.
+
+    With bins the prediction (B, 1) is their mean under the predicted probabilities, in the label's
+    unit, and ``heads`` are the logits (B, K). A dense model is the published network; with experts
+    x + moe(norm(x)) stands before the last convolution.
+    """
+
+    edges: Tensor
+
+    def __init__(self, config: Sfcn, image: ImageSpec, moe: MoESettings | None = None) -> None:
+        super().__init__(config, image, moe)
+        *halving, last = config.channels
+        inputs = (image.channels, *halving[:-1])
+        self.features = nn.Sequential(
+            *(_halving_block(here, there) for here, there in zip(inputs, halving, strict=True))
+        )
+        self.width = halving[-1]
+        self.norm = nn.Identity()
+        self.moe_layer = None
+        if moe is not None and moe.indices(config.depth):
+            self.norm = nn.LayerNorm(self.width)
+            self.moe_layer = moe.build(self.width)
+        self.last = nn.Sequential(
+            nn.Conv3d(self.width, last, kernel_size=1), nn.BatchNorm3d(last), nn.ReLU()
+        )
+        self.dropout = Dropout(config.dropout)
+        outputs = config.bins if config.head == "bins" else image.outputs
+        self.head = nn.Linear(last, outputs)
+        edges = config.first_bin + config.bin_width * torch.arange(config.bins + 1.0)
+        self.register_buffer("edges", edges, persistent=False)
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Return where the voxels of the last map lie in the volume."""
+        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return self.config.depth
+
+    def width_of(self, block: int) -> int:
+        """Channels of the last map but one, in which experts stand."""
+        return self.width
+
+    def forward(
+        self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0
+    ) -> ModelOutput:
+        encoded = self.encode(images, EncodeOptions(guidance=guidance, progress=progress))
+        heads = self.heads(encoded.tokens)
+        return ModelOutput(self._prediction(heads), encoded.routing, heads)
+
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return the last map as tokens; "mlp_input" and "block_out" surround the experts."""
+        volume = self.features(self.normalised(images))
+        grid = volume.shape[2:]
+        entering = leaving = volume.flatten(2).transpose(1, 2)
+        records = ()
+        if self.moe_layer is not None:
+            contexts = self.routing_contexts(images, options)
+            entering = self.norm(leaving)
+            change, records = self.moe_layer(entering, contexts.get(0, RoutingContext()))
+            leaving = leaving + change
+        tokens = self.last(leaving.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)
+        blocks = dict.fromkeys(options.blocks, options.select_tokens(entering, leaving))
+        return Encoded(tokens, records, options.select_features(blocks, tokens))
+
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens (B, T, channels) to the logits (B, K) of the bins, or the task's outputs."""
+        output = self.head(self.dropout(tokens.mean(dim=1)))
+        if self.config.head == "bins":
+            return (output.float(),)
+        return (self.image.task.predict(output),)
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Final tokens to predictions (B, 1) in the label's unit, or the task's."""
+        return self._prediction(self.heads(tokens))
+
+    def task_loss(
+        self,
+        output: ModelOutput,
+        labels: Tensor,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """With bins KL(label ‖ predicted), nats, where a label is a normal distribution over the
+        bins; else the task's loss. Raises UserError for label smoothing.
+        """
+        if self.config.head == "number":
+            return super().task_loss(output, labels, label_smoothing, reduction)
+        if label_smoothing:
+            why = "a label over bins is smooth already (model.bin_deviation)"
+            raise UserError(f"label_smoothing: found {label_smoothing}, but {why}; allowed: 0")
+        wanted = soft_labels(labels, self.edges, self.config.bin_deviation)
+        said = log_softmax(output.heads[0], dim=1)
+        losses = kl_div(said, wanted, reduction="none").sum(dim=1)
+        return losses.mean() if reduction == "mean" else losses
+
+    def _prediction(self, heads: Sequence[Tensor]) -> Tensor:
+        if self.config.head == "number":
+            return heads[0]
+        centres = (self.edges[:-1] + self.edges[1:]) / 2
+        return (softmax(heads[0], dim=1) @ centres)[:, None]
+
+
+def soft_labels(labels: Tensor, edges: Tensor, deviation: float) -> Tensor:
+    """Return the probability of each bin, fp32 (B, K), of normal distributions around ``labels``.
+
+    labels: (B,); edges: (K + 1,), ascending. What lies beyond the outer edges falls to the outer
+    bins, so that each row sums to 1.
+    """
+    beyond = (edges[None, 1:-1] - labels.float()[:, None]) / (deviation * math.sqrt(2))
+    below = (1 + torch.erf(beyond)) / 2
+    ends = below.new_zeros(len(labels), 1)
+    return torch.cat([ends, below, ends + 1], dim=1).diff(dim=1)
+
+
+def _halving_block(channels: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(channels, width, kernel_size=3, padding=1),
+        nn.BatchNorm3d(width),
+        nn.MaxPool3d(2),
+        nn.ReLU(),
+    )
