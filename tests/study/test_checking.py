@@ -148,6 +148,12 @@ FILE = [
     ),
     (
         IMAGES,
+        {"methods.vmoe.unguided_regularizers": [{"kind": "load"}]},
+        "methods.vmoe.unguided_regularizers",
+        "none is left out",
+    ),
+    (
+        IMAGES,
         {"teacher": {"kind": "no_teacher"}},
         "methods.tgr.regularizers[0]",
         "allowed: dense, open_clip",
@@ -318,6 +324,21 @@ RUN = [
         {"data.finetune": {"kind": "cifar", "download": True, "size": 24}},
         "data.finetune",
         "found 3 channels, in data.pretrain 1; allowed: as many",
+    ),
+    (
+        IMAGES,
+        {"teacher.data": {"kind": "digits", "size": 24}},
+        "teacher.data",
+        "of 24×24 pixels, those of data.pretrain of 16×16; allowed: the same size",
+    ),
+    (
+        IMAGES,
+        {
+            "teacher.data": {"kind": "clusters", "patch": 8, "grid": 2},
+            "methods.tgr.distillation": 0.5,
+        },
+        "methods.tgr.distillation",
+        "found a teacher of other classes (teacher.data) than data.pretrain has; allowed: 0",
     ),
     (
         IMAGES,

@@ -9,6 +9,7 @@ from moecore.study.checking.data_rules import (
     chdir_to_stages,
     data_problems,
     describe_planned_data,
+    keys_of_data,
     load_previews,
     misfits_with_pretrain_images,
 )
@@ -51,7 +52,7 @@ def check_study(
         raise UserError(cap_line_count(problems))
     with chdir_to_stages(Path(path).parent if home is None else home):
         previews = load_previews(study)
-    missing = format_misfits(document, data_problems(previews, document.data.get("data", {})))
+    missing = format_misfits(document, data_problems(previews, document.data))
     others = [
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
@@ -68,7 +69,8 @@ def check_study(
     if lines:
         raise UserError(cap_line_count(lines))
     notes = [
-        f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()
+        f"{'.'.join(keys_of_data(phase))}: {describe_planned_data(preview)}"
+        for phase, preview in previews.items()
     ]
     notes += untried + [
         note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note
