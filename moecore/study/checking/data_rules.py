@@ -41,7 +41,7 @@ def load_previews(study: Study) -> dict[str, PlannedData]:
     What is prepared already, with the same settings, counts before the raw data.
     """
     previews: dict[str, PlannedData] = {}
-    sources: dict[str, Source] = dict(study.data)
+    sources: dict[str, Source] = {**study.data}
     if study.teacher is not None and study.teacher.data is not None:
         sources["teacher"] = study.teacher.data
     for phase, source in sources.items():
