@@ -185,6 +185,7 @@ COLUMNS = (
         lambda result: result.training_memory_mb,
         note="the most that a step holds: weights, gradients, the optimizer's state, activations",
         paper="cost",
+        is_fixed=True,
     ),
     Column(
         "test_accuracy_top5",
