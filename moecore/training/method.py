@@ -61,7 +61,7 @@ class Method(Config):
     text: TextTowerMethod | None = Field(
         None, description="the text tower of a two-tower model; null: dense"
     )
-    pretrain: dict[str, int | float] = Field(
+    pretrain: dict[str, int | float | dict[str, float]] = Field(
         {}, description="what differs from the section: {learning_rate: 7.0e-4}"
     )
 

@@ -66,6 +66,8 @@ def test_the_values_come_from_where_they_are_stored(whole):
     expected |= {
         "agreement_with_final": 0.51,
         "agreement_consecutive": 0.9,
+        "agreement_consecutive_early": 0.66,  # between the 3rd and the 4th
+        "agreement_consecutive_mean": 0.74,
         "imed": 0.21,
         "imed_rotation_5": 0.11,
         "imed_translation_0_0_1": 0.31,
