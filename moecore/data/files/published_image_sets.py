@@ -39,7 +39,7 @@ class PublishedSource(SplitSettings, Source):
         False, description="Fetch from the authors into the first root where it is on none; checked"
     )
     only_classes: tuple[str, ...] = Field(
-        (), description="Names of the classes whose images are kept; empty: all"
+        (), description="Names of the classes that each split keeps; empty: all"
     )
     test_unused: bool = Field(
         False, description="Training images that train_limit leaves out are test images, too"
@@ -83,15 +83,13 @@ class PublishedSource(SplitSettings, Source):
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on missing or damaged files."""
         place, root = self._place_and_root()
-        sets = self.read_sets(place or self.fetch_files(root))
-        (train, train_labels), (test, test_labels) = map(self._images_of_kept_classes, sets)
+        (train, train_labels), (test, test_labels) = self.read_sets(place or self.fetch_files(root))
         facts = self.facts()
-        task = Classification(classes=self.kept_classes)
         info = DatasetInfo(
-            self._title, task, facts.channels, self.size, facts.licence, facts.source, self
+            self._title, self._task, facts.channels, self.size, facts.licence, facts.source, self
         )
         images = np.concatenate([train, test])
-        labels = np.concatenate([train_labels, test_labels])
+        labels = self._number_kept_classes(np.concatenate([train_labels, test_labels]))
         parts = {
             split: SplitToWrite(labels[rows], resize_images(images[rows], self.size))
             for split, rows in self._split_rows(train_labels, test_labels).items()
@@ -100,25 +98,24 @@ class PublishedSource(SplitSettings, Source):
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; no file is read."""
-        task = Classification(classes=self.kept_classes)
-        planned = PlannedData(self._title, self.facts().channels, self.size, task)
+        planned = PlannedData(self._title, self.facts().channels, self.size, self._task)
         return planned.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         place, root = self._place_and_root()
-        facts, kept = self.facts(), self.kept_classes
-        train, test = (
-            np.arange(total // len(facts.classes) * len(kept)) % len(kept)
-            for total in (facts.train, facts.test)
-        )
-        labels = np.concatenate([train, test])
-        rows = self._split_rows(train, test)
+        facts = self.facts()
+        train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
+        labels = self._number_kept_classes(np.concatenate([train, test]))
+        rows = self._split_rows(train, test).items()
+        counted = {split: labels[part] for split, part in rows}
         return {
-            "counts": class_counts(
-                self._title, kept, {split: labels[part] for split, part in rows.items()}
-            ),
+            "counts": class_counts(self._title, self.kept_classes, counted),
             "note": None if place else f"prepare will download it into {root}",
         }
+
+    @property
+    def _task(self) -> Classification:
+        return Classification(classes=self.kept_classes)
 
     @property
     def _title(self) -> str:
@@ -128,14 +125,13 @@ class PublishedSource(SplitSettings, Source):
             return facts.name
         return f"{facts.name}, {len(kept)} of {len(facts.classes)} classes"
 
-    def _images_of_kept_classes(self, part: LabelledImages) -> LabelledImages:
-        """The images of the classes that are kept, which are numbered anew from 0."""
+    def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
+        """The labels (N,) counted among the classes that are kept; −1 for others."""
         if not self.only_classes:
-            return part
+            return labels
         kept = self.kept_classes
         numbers = [kept.index(name) if name in kept else -1 for name in self.facts().classes]
-        images, labels = part[0], np.array(numbers)[part[1]]
-        return images[labels >= 0], labels[labels >= 0]
+        return np.array(numbers)[labels]
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
         """Where all files are, None where they are to be fetched, and the folder for that."""
@@ -146,12 +142,17 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of train, validation and test, in this order, of both sets one after the other."""
+        """Rows of train, validation and test, in this order, of both sets one after the other.
+
+        Classes are left out last: an image is in the same split whichever are kept.
+        """
         train, validation = split_train(labels, self)
-        whole = np.arange(len(labels) + len(test_labels))
-        test = whole[len(labels) :]
+        whole = np.concatenate([labels, test_labels])
+        test = np.arange(len(labels), len(whole))
         if self.test_unused:
-            test = np.concatenate([test, np.setdiff1d(whole[: len(labels)], [*train, *validation])])
-        known = np.concatenate([labels, test_labels])[test]
-        test = test[stratified_limit(known, self.test_limit, self.seed)]
-        return {"train": train, "validation": validation, "test": test}
+            unused = np.setdiff1d(np.arange(len(labels)), np.concatenate([train, validation]))
+            test = np.concatenate([test, unused])
+        test = test[stratified_limit(whole[test], self.test_limit, self.seed)]
+        numbers = self._number_kept_classes(whole)
+        rows = {"train": train, "validation": validation, "test": test}
+        return {split: part[numbers[part] >= 0] for split, part in rows.items()}

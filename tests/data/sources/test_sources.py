@@ -70,8 +70,9 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     )
     assert settings.prepare(tmp_path / "out")["name"] == "Fashion-MNIST, 5 of 10 classes"
     splits = Prepared.open(tmp_path / "out")[1:4]
-    # Of 100 training images of these classes 10 validate and 50 train: 40 join the 30 test images.
-    assert [len(split.labels) for split in splits] == [50, 10, 70]
+    # Of all 200 training images 20 validate and 50 train: 130 join the 60 test images. Then half of
+    # the classes go.
+    assert [len(split.labels) for split in splits] == [25, 10, 95]
     (train, labels), (test, test_labels) = settings.read_sets(tmp_path / "raw")
     known = dict(zip(map(bytes, [*train, *test]), [*labels, *test_labels], strict=True))
     seen = [
@@ -80,8 +81,12 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     names = settings.facts().classes
     assert all(names[known[image]] == settings.kept_classes[label] for image, label in seen)
     assert len(dict(seen)) == 130, "no image is in two splits"
-    # of the whole set 30,000 + 5,000 images: 3,000 validate
-    assert settings.preview().images == {"train": 50, "validation": 3000, "test": 31950}
+    whole = settings.model_copy(update={"only_classes": ()})
+    whole.prepare(tmp_path / "whole")
+    trained = {bytes(image) for image in Prepared.open(tmp_path / "whole").train.images}
+    tested = {image for image, _ in seen[-95:]}
+    assert not trained & tested, "who trains on all classes has seen no test image"
+    assert settings.preview().images == {"train": 25, "validation": 3000, "test": 31975}
 
 
 def test_classes_that_the_set_has_not_are_refused():
