@@ -380,9 +380,9 @@ RUN = [
     (
         IMAGES,
         {"methods.dense": {"router": {"kind": "noisy_top_k"}, "experts": {"kind": "eigen"}}}
-        | {"methods.dense.upcycle": True},
+        | {"methods.dense.upcycle": True, "methods.dense.experts.factored_output": True},
         "methods.dense.upcycle",
-        "experts of kind mlp only",
+        "set experts.factored_output: false",
     ),
     (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
     (
