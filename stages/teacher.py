@@ -31,17 +31,17 @@ class Params(Config):
 def teacher(seed: int) -> None:
     """Obtain the teacher that ``teacher`` describes; it shares no draws with the students."""
     params = read_params(Params)
-    settings = params.teacher
-    target = Path("artifacts/teacher", str(seed))
+    settings, target = params.teacher, Path("artifacts/teacher", str(seed))
     drawn = derived_seed("teacher", seed)
-    data = Prepared.open("artifacts/data/pretrain")
+    first = Prepared.open("artifacts/data/pretrain")
     trains = settings.training is not None
-    with training_run("teacher", params, data, [], __file__, None, seed, trains) as training:
+    with training_run("teacher", params, first, [], __file__, None, seed, trains) as training:
         if isinstance(settings, NoTeacher):
             with whole_folder(target) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
             training.run.result(Skipped(skipped=f"teacher.kind is {settings.kind}"))
             return
+        data = settings.open_data(first, training.work)
         torch.manual_seed(drawn)
         model = settings.build(ImageSpec.from_card(data.card))
         result: Skipped | Outcome = Skipped(skipped=f"{settings.kind}: it was trained elsewhere")

@@ -125,6 +125,7 @@ class Routing(Measurement):
         _, records = predict_in_batches(model, images, self.batch, prediction=False)
         people = test.people_at(where)
         layers, by_image = layer_routing_metrics(subject, records, images, self)
+        kept = [encode_means_over_layers([one], people) for one in by_image]
 
         def tried() -> RoutingSweeps:
             few = evenly_spaced_indices(len(images), self.sweeps.images)
@@ -137,7 +138,10 @@ class Routing(Measurement):
             images=len(images),
             items=encode_means_over_layers(by_image, people),
             **average_layers(layers, MEANS),
-            layers=layers,
+            layers=[
+                layer.model_copy(update={"items": items})
+                for layer, items in zip(layers, kept, strict=True)
+            ],
             overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
             corresponding=overlapping_crops(images[:CROPPED], finest_layout(model.layouts), SEED),
             augmentations=augmented_rows(model, images, self, parts, people),
@@ -146,8 +150,12 @@ class Routing(Measurement):
 
 
 class RoutingLayer(LayerUse, Matching):
-    """One MoE layer's use of its experts, and what corresponding patches of two views share."""
+    """One MoE layer's use of its experts, and what corresponding patches of two views share.
 
+    items: as those of Result, of this layer alone.
+    """
+
+    items: dict[str, str] = {}
     teacher_agreement: float | None = None  # methods with a teacher's routers only
 
 

@@ -1,19 +1,23 @@
 """Models of the sizes that the papers print, built without memory: parameters and FLOPs.
 
 On torch's meta device a tensor has a shape and no values, so a model of a billion parameters is
-built, and a forward pass through it counted, in a tenth of a second. Nothing is trained.
+built, and a forward pass through it or a training step counted, in a tenth of a second. Nothing is
+trained.
 """
 
 from typing import Self
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.measure.forward_cost import flops_per_image
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.meta_device import on_meta_device
 from moecore.tasks.classification import Classification
+from moecore.training.live_bytes import LiveBytes, live_training_tensors
 from moecore.training.method import Method
 
 
@@ -28,6 +32,9 @@ class PaperModel(Config):
     method: Method = Field(Method(), description="router, experts and blocks; {} is dense")
     size: int = Field(224, ge=1, description="height and width of its images, pixels")
     classes: int = Field(1000, ge=2, description="of its head")
+    batch: int = Field(
+        0, ge=0, description="images of a training step, whose memory is counted; 0: not counted"
+    )
     teacher_width: int = Field(
         0, ge=0, description="of a teacher whose routers are counted too; 0: none"
     )
@@ -63,6 +70,7 @@ class SizeRow(Config):
     active_parameters: int | None = None  # that a token uses
     flops_per_image: float | None = None  # a multiplication and an addition count as two
     routing_flops_per_layer: float | None = None  # of an image, in one MoE layer; the mean
+    training_memory_bytes: int | None = None  # that a step with AdamW holds at most, in fp32
     needs: str = ""
     why: str = ""
 
@@ -91,12 +99,38 @@ def count_sized_model(one: PaperModel) -> SizeRow:
         counts["parameters"] += one.teacher_width * model.moe.experts.number * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
     flops = flops_per_image(model, pixels)
+    memory = None
+    if one.batch:
+        memory = training_step_memory(model, pixels.expand(one.batch, *pixels.shape[1:]))
     return SizeRow(
         **told,
         **counts,
         flops_per_image=flops.whole,
         routing_flops_per_layer=flops.routing / layers if layers else None,
+        training_memory_bytes=memory,
     )
+
+
+def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:
+    """Return the most bytes that a training step with AdamW holds, weights and images among them.
+
+    model, pixels (B, C, H, W): on the meta device. Of the second step, when there are gradients
+    and moments; without regularizers, which the papers' memory does not tell apart.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    pixels = pixels.contiguous()
+
+    def run_step() -> None:
+        model(pixels).prediction.logsumexp(dim=-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.train()
+    with on_meta_device():
+        run_step()
+        with LiveBytes(live_training_tensors([model], optimizer, pixels)) as live:
+            run_step()
+    return live.peak
 
 
 def build_on_meta(one: PaperModel) -> BackboneModel:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, score_key
-from moecore.report.measures.robustness import (
+from moecore.report.measures.attacked_scores import (
     WORST,
     attack_title,
     attacked_name,

@@ -38,6 +38,9 @@ class Method(Config):
         "last_2", description="with experts: every_2, last_2, all, or indices from 0"
     )
     regularizers: tuple[Regularizer, ...] = ()
+    unguided_regularizers: tuple[Regularizer, ...] = Field(
+        (), description="in fine-tuning without the teacher, instead of those that need it"
+    )
     teacher_router: TeacherRouter = TeacherRouter()
     distillation: float = Field(
         0.0, ge=0, lt=1, description="share of DeiT's hard distillation in the loss"
@@ -58,7 +61,7 @@ class Method(Config):
     text: TextTowerMethod | None = Field(
         None, description="the text tower of a two-tower model; null: dense"
     )
-    pretrain: dict[str, int | float] = Field(
+    pretrain: dict[str, int | float | dict[str, float]] = Field(
         {}, description="what differs from the section: {learning_rate: 7.0e-4}"
     )
 
@@ -161,14 +164,18 @@ class Method(Config):
         return self.router.provides | self.experts.provides | {"routing"}
 
     def for_finetuning(self, k: int | None, guided: bool, same_classes: bool = False) -> "Method":
-        """The method with another k, without a warm start, and without the losses that need a
-        teacher unless ``guided``, or the method's own ``guided_finetuning``, says so.
+        """The method with another k, without a warm start, and with ``unguided_regularizers``
+        instead of the losses that need a teacher, unless ``guided``, or the method's own
+        ``guided_finetuning``, keeps these.
 
         Hard distillation goes on only where the teacher knows the new classes.
         """
         if self.guided_finetuning is not None:
             guided = self.guided_finetuning
-        kept = tuple(loss for loss in self.regularizers if guided or "guidance" not in loss.needs)
+        kept = self.regularizers
+        if not guided:
+            kept = tuple(loss for loss in kept if "guidance" not in loss.needs)
+            kept += self.unguided_regularizers
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:

@@ -13,6 +13,7 @@ from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.experts.eigen import EigenExperts
 from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.moe import MoEFeedForward
 
@@ -86,7 +87,7 @@ def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
 def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
     """Raise UserError where a dense MLP has another activation than the experts made of it."""
     there = "quick_gelu" if getattr(mlp, "quick", False) else "gelu"
-    here = getattr(experts, "activation", there)
+    here = getattr(experts, "activation", "gelu")
     if here != there:
         problem = f"the teacher's MLP at {name} has {there}, the experts have {here}"
         raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
@@ -95,13 +96,15 @@ def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) 
 def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert.
 
+    An eigen expert gets what of the MLP its own basis sees: x B Bᵀ W1ᵀ in the place of x W1ᵀ.
     Raises UserError for experts of another kind or size.
     """
-    if not isinstance(experts, MlpExperts):
-        mend = "set experts.kind: mlp, or upcycle: false"
-        raise UserError(f"upcycle: a dense MLP can be copied into experts of kind mlp only; {mend}")
+    eigen = isinstance(experts, EigenExperts)
+    if not (eigen and experts.down_inner is None) and not isinstance(experts, MlpExperts):
+        mend = "set experts.factored_output: false, or upcycle: false"
+        raise UserError(f"upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; {mend}")
     up = weights.pop(f"{prefix}fc1.weight", None)
-    _, width, hidden = experts.up.shape
+    width, hidden = experts.down.shape[2], experts.down.shape[1]
     if up is None or up.shape != (hidden, width):
         held = "no dense MLP"
         if up is not None:
@@ -113,7 +116,10 @@ def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefi
     down = weights.pop(f"{prefix}fc2.weight")
     down_bias = weights.pop(f"{prefix}fc2.bias")
     # A linear layer holds (out, in), experts (expert, in, out).
-    experts.up.copy_(up.t().expand_as(experts.up))
+    seen = up.t()
+    if isinstance(experts, EigenExperts):
+        seen = experts.basis.transpose(1, 2) @ seen  # (E, r, h)
+    experts.up.copy_(seen.expand_as(experts.up))
     experts.up_bias.copy_(up_bias.expand_as(experts.up_bias))
     experts.down.copy_(down.t().expand_as(experts.down))
     experts.down_bias.copy_(down_bias.expand_as(experts.down_bias))

@@ -45,6 +45,7 @@ from moecore.report.typed_results import Results
 from moecore.stages.sizes import Params
 from moecore.study.reading.stage_params import read_params
 from moecore.testing import check_measurement
+from moecore.training.live_bytes import LiveBytes, live_training_tensors
 from tests.measure.subjects import (
     built,
     captioned,
@@ -252,6 +253,23 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
         assert counts.routing_flops_per_layer == pytest.approx(flops.routing / 2)
 
 
+def test_the_memory_of_a_step_without_values_is_that_of_a_real_step():
+    one = PaperModel(name="one", model=SMALL_VIT, size=32, classes=10, batch=3)
+    real = one.model.build(built_sizes(one).image, None).train()
+    optimizer = torch.optim.AdamW(real.parameters(), foreach=False)
+    images = torch.rand(3, 3, 32, 32)
+
+    def step() -> None:
+        real(images).prediction.logsumexp(dim=-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with LiveBytes(live_training_tensors([real], optimizer, images)) as live:
+        step()
+    assert count_sized_model(one).training_memory_bytes == live.peak
+
+
 def test_a_teachers_routers_are_counted_but_not_active():
     alone, guided = (
         count_sized_model(
@@ -266,7 +284,8 @@ def test_a_teachers_routers_are_counted_but_not_active():
 def test_the_papers_sizes_come_out(paper_sizes):
     differences = sizes.size_differences(paper_sizes)
     # adversarial-moe, table 1, and TGR, table S9: all parameters
-    built_here = [row for row in paper_sizes.rows if not row.name.startswith(("ERMoE", "Swin"))]
+    others = ("ERMoE", "Swin", "MoE")
+    built_here = [row for row in paper_sizes.rows if not row.name.startswith(others)]
     assert len(built_here) == 14
     # MoGE: "approximately 1.4B", and 31 further experts in each of two layers beside two routers
     assert row(paper_sizes, "SwinV1-MoE-B, 128 experts").parameters == 1_420_631_712
@@ -282,6 +301,16 @@ def test_the_papers_sizes_come_out(paper_sizes):
     half = differences["ERMoE-B/16, rank 384"]
     assert abs(half["parameters"]["difference"]) < 0.003
     assert abs(half["routing_gflops"]["difference"]) < 0.003
+
+
+def test_what_eigenbases_add_to_the_memory_of_a_step(paper_sizes):
+    # supplement §12: 20.5 / 18.0 with 8 experts, 84.7 / 80.0 with 32; the batch is not printed
+    added = {}
+    for number in (8, 32):
+        names = (f"{kind}, one layer, {number} experts" for kind in ("ERMoE", "MoE"))
+        ours, plain = (row(paper_sizes, name).training_memory_bytes for name in names)
+        added[number] = ours / plain
+    assert added == pytest.approx({8: 1.14, 32: 2.24}, abs=0.005)
 
 
 def test_the_rank_that_gives_the_printed_parameters(paper_sizes):

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from moecore.core.source_layout import ROOT
+from moecore.measure.sizes import PaperModel, count_sized_model
 from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.report.tables.paper_numbers import REPORTED
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.overlay import load_presets, resolve_overlay
 from moecore.study.writing.write_params import write_params
 from moecore.tasks.classification import Classification
+from moecore.tasks.regression import Regression
 from tests.project import check_params, copy_shipped
 
 PAPERS = ("prc", "tgr", "moge", "ermoe")
@@ -32,6 +35,8 @@ TOGETHER = [  # combinations that the READMEs name
     ("moge", ("imagenet", "swin_moe_b")),
     ("moge", ("tiny_imagenet", "vit_b")),
     ("ermoe", ("tiny_imagenet", "top_4")),
+    ("ermoe", ("one_layer", "experts_32")),
+    ("adversarial", ("imagenet",)),
 ]
 ALTERNATIVES = [
     ("prc", ("imagenet", "cifar10", "flowers")),
@@ -85,8 +90,9 @@ def test_every_study_and_preset_is_in_order_and_builds(folder, study, names):
         source = settings.data[phase]
         image = colour_images(source.size, 2)
         for method in settings.methods.values():
+            sized = method.merge_model_settings(settings.model)
             with torch.device("meta"):
-                assert settings.model.build(image, method.moe).image.size == source.size
+                assert sized.build(image, method.moe).image.size == source.size
 
 
 @pytest.mark.parametrize("study", PAPERS)
@@ -149,3 +155,33 @@ def test_ermoe_models_are_near_table_s2(folder, method, count, tolerance):
     # The paper gives no rank. An expert with W1 = U diag(s) Bᵀ has r (768 + 1 + 3072) + 3072 of it
     # and 3072 · 768 + 768 of W2: 48 such and 58.23 M besides are 243.01 M with r = 387.
     assert millions("ermoe", (), method, folder) == pytest.approx(count, abs=tolerance)
+
+
+def test_the_models_under_attack_are_near_table_1(folder):
+    settings = check_params(folder("adversarial", ("imagenet",)) / "params.yaml")
+    printed = {one.model: one.values for one in REPORTED if one.paper == "cost"}
+    for name in settings.run.methods:
+        number = name.rpartition("_")[2]
+        title = {"dense": "ViT-B/32", "dense_big": "ViT-B++/32"}.get(
+            name, f"V-MoE-B/32, {number} experts"
+        )
+        method = settings.methods[name]
+        sized = method.merge_model_settings(settings.model)
+        counts = count_sized_model(
+            PaperModel(name=name, model=sized, method=method, size=224, classes=18291)
+        )
+        # The authors' ViT has one layer more before its head; XLA counts empty seats of experts.
+        assert counts.parameters == pytest.approx(printed[title]["parameters"], rel=0.007)
+        assert counts.flops_per_image / 1e9 == pytest.approx(printed[title]["gflops"], rel=0.06)
+
+
+def test_models_of_the_other_papers_sizes_are_built(folder):
+    ages = check_params(folder("brain_age", ("adni",)) / "params.yaml")
+    spec = {"channels": 1, "size": ages.data["pretrain"].size, "mean": (0.5,), "std": (0.5,)}
+    volume = ImageSpec(**spec, task=Regression(target="age"))
+    with torch.device("meta"):
+        model = ages.model.build(volume, ages.methods["ermoe"].moe)
+    assert model.layout.grid == (6, 7, 6) and len(model.moe.indices(model.depth)) == 6
+    pairs = check_params(folder("image_text", ("clip_b16", "section_14")) / "params.yaml")
+    tuned, frozen = (pairs.methods[name] for name in pairs.run.methods)
+    assert tuned.moe == frozen.moe and tuned.upcycle and frozen.text.frozen == "always"

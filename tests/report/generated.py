@@ -491,7 +491,7 @@ def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
             "score": 0.7,
             "load_cv2": 0.2,
         }
-        for t in (0.7, 0.1, 0.3)
+        for t in (0.7, 0.1, 0.3, 0.5)
     ]
     return {"k": over_k, "threshold": over_threshold if number % 2 else []}
 

@@ -8,10 +8,10 @@ import pytest
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
+from moecore.report.measures.attacked_scores import attack_scores_by_epsilon
 from moecore.report.measures.cohort_checks import tissue_error_table
 from moecore.report.measures.region_experts import mixture_table, region_experts_by_volume_kind
 from moecore.report.measures.robustness import Result as Robustness
-from moecore.report.measures.robustness import attack_scores_by_epsilon
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results

@@ -623,6 +623,25 @@ def test_every_claim_quotes_the_sentence_it_judges():
     assert not without
 
 
+def test_two_models_are_held_against_each_other_by_what_was_counted():
+    compared = {
+        "plain": {"parameters": {"ours": 2e8, "paper": 4e8}, "gflops": {"ours": 40, "paper": 20}},
+        "other": {"parameters": {"ours": 1e8, "paper": 3e8}, "gflops": {"ours": 41, "paper": 18}},
+    }
+    words = claims_page.describe_size_changes(
+        claims_page.CountedSizes(models=("plain", "other")), compared
+    )
+    assert words == (
+        "plain → other: Parameters, M: 200.00 → 100.00, 0.5 times (the paper: 0.75); "
+        "GFLOPs: 40.0 → 41.0, 1.02 times (the paper: 0.9; the other way)"
+    )
+    rows = [row for rows in read_paper_tables().values() for row in rows]
+    counted = json.loads((ROOT / "pipelines/sizes/reports/compare.json").read_text("utf-8"))
+    assert {name for row in rows for asked in row.sizes for name in asked.models} <= set(
+        counted["sizes"]
+    )
+
+
 def test_the_rows_of_the_papers_say_what_they_need():
     known = read_paper_tables()
     for name, rows in known.items():

@@ -12,12 +12,12 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
 from moecore.report.column import Column
 from moecore.report.figures.charts import attack_points, points_over_seeds
-from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.robustness import (
+from moecore.report.measures.attacked_scores import (
     WORST,
     attack_scores_by_epsilon,
     hits_under,
 )
+from moecore.report.measures.corruptions import errors_of, errors_of_dense
 from moecore.report.measures.routing import swept
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
@@ -146,6 +146,11 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
         hits_under(measured, WORST).nonzero()[0].tolist() == list(range(10, pgd))
         and int(hits_under(measured, "fgsm").sum()) == fgsm
     )
+    left = [row.score for row in rows["fgsm"][1:]]
+    assert [
+        found[f"accuracy_fgsm_at_{255 * row.epsilon:.0f}_255"].value for row in rows["fgsm"][1:]
+    ] == left
+    assert found["accuracy_fgsm_mean"].value == pytest.approx(sum(left) / len(left))
     # 0.5 · (8 / 255) · 255 / 8 at the largest epsilon
     assert found["routing_change_fgsm"].value == pytest.approx(0.5) and found[
         "processing_change_fgsm"
@@ -236,12 +241,18 @@ def test_the_controls_of_group_sparsity(whole):
 def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
     found = cells(whole, "vmoe")
     assert found["fallback_threshold_0_7"].value == pytest.approx(0.49)
+    # T²: from 0.1 to 0.5 by 0.24, from there to 0.7 by as much
+    assert found["fallback_slope_below"].value == pytest.approx(0.24 / 0.4)
+    assert found["fallback_slope_above"].value == pytest.approx(0.24 / 0.2)
     assert found["tail_mass_k_4"].value == pytest.approx(0.4)
     assert found["score_k_2"].value == pytest.approx(0.72)
     guided = [method for method in METHODS if "teacher_agreement" in cells(whole, method)]
     (method,) = guided
     layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
     assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
+    routed = whole.phases["pretrain"].models["vmoe"][0].of(Routing)
+    assert found["match_top1_layer_2"].value == routed.layers[1].match_top1
+    assert found["confidence_highest_layer_3"].value == routed.layers[2].confidence.highest
     metrics = {one.name: one.column for one in build_table(whole, whole.phases["pretrain"]).metrics}
     assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
 
@@ -253,10 +264,10 @@ def sweep(phase, method, setting, name):
 def test_sweeps(whole):
     phase = whole.phases["pretrain"]
     found = sweep(phase, "vmoe", "threshold", "fallback")
-    assert [point.x for point in found] == [0.1, 0.3, 0.7]
-    assert [point.value for point in found] == pytest.approx([0.01, 0.09, 0.49])
+    assert [point.x for point in found] == [0.1, 0.3, 0.5, 0.7]
+    assert [point.value for point in found] == pytest.approx([0.01, 0.09, 0.25, 0.49])
     mass = sweep(phase, "vmoe", "threshold", "tail_mass")
-    assert [point.x for point in mass] == [0.1, 0.3], "no tail mass at 0.7"
+    assert [point.x for point in mass] == [0.1, 0.3, 0.5], "no tail mass at 0.7"
     assert [point.value for point in sweep(phase, "vmoe", "k", "load_cv2")] == [1, 0.5, 0.25]
     assert sweep(phase, "dense", "k", "score") == []
 

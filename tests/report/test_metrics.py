@@ -31,7 +31,7 @@ from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.study.reading.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import SHIPPED
-from tests.report.generated import NEW, TRANSFORMS, write_results
+from tests.report.generated import EPSILONS, NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -66,6 +66,8 @@ def test_the_values_come_from_where_they_are_stored(whole):
     expected |= {
         "agreement_with_final": 0.51,
         "agreement_consecutive": 0.9,
+        "agreement_consecutive_early": 0.66,  # between the 3rd and the 4th
+        "agreement_consecutive_mean": 0.74,
         "imed": 0.21,
         "imed_rotation_5": 0.11,
         "imed_translation_0_0_1": 0.31,
@@ -278,6 +280,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     metrics = build_table(whole, whole.phases["pretrain"]).metrics
     attacks = "[{kind: fgsm}, {kind: pgd, steps: 10}]"
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
+    text = text.replace("[0.01]", str([epsilon for epsilon in EPSILONS if epsilon]))
     study = extract_declared_settings(
         Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"])))
     )

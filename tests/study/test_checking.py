@@ -149,6 +149,12 @@ FILE = [
     ),
     (
         IMAGES,
+        {"methods.vmoe.unguided_regularizers": [{"kind": "load"}]},
+        "methods.vmoe.unguided_regularizers",
+        "none is left out",
+    ),
+    (
+        IMAGES,
         {"teacher": {"kind": "no_teacher"}},
         "methods.tgr.regularizers[0]",
         "allowed: dense, open_clip",
@@ -322,6 +328,21 @@ RUN = [
     ),
     (
         IMAGES,
+        {"teacher.data": {"kind": "digits", "size": 24}},
+        "teacher.data",
+        "of 24×24 pixels, those of data.pretrain of 16×16; allowed: the same size",
+    ),
+    (
+        IMAGES,
+        {
+            "teacher.data": {"kind": "clusters", "patch": 8, "grid": 2},
+            "methods.tgr.distillation": 0.5,
+        },
+        "methods.tgr.distillation",
+        "found a teacher of other classes (teacher.data) than data.pretrain has; allowed: 0",
+    ),
+    (
+        IMAGES,
         {"finetune.batch": 401},
         "finetune.batch",
         "200 training images (20 shots of 10 classes",
@@ -386,9 +407,9 @@ RUN = [
     (
         IMAGES,
         {"methods.dense": {"router": {"kind": "noisy_top_k"}, "experts": {"kind": "eigen"}}}
-        | {"methods.dense.upcycle": True},
+        | {"methods.dense.upcycle": True, "methods.dense.experts.factored_output": True},
         "methods.dense.upcycle",
-        "experts of kind mlp only",
+        "set experts.factored_output: false",
     ),
     (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
     (

@@ -284,20 +284,19 @@ def test_damaged_files_are_named(tmp_path, model):
 VIT = Vit(patch=4, width=16, depth=4, heads=2, mlp_ratio=2)
 
 
-def models(renormalise=True, ratio=2.0, image=IMAGE, experts="mlp", k=2):
+def models(renormalise=True, ratio=2.0, image=IMAGE, k=2, **experts):
     torch.manual_seed(0)
     dense = VIT.build(IMAGE)
     for parameter in dense.parameters():  # away from zero biases and small weights
         torch.nn.init.normal_(parameter, std=0.2)
     router = {"kind": "noisy_top_k", "k": k, "renormalise": renormalise}
-    return dense.eval(), VIT.build(
-        image,
-        MoESettings(router=router, experts={"kind": experts, "number": 4, "hidden_ratio": ratio}),
-    ).eval()
+    experts = {"kind": "mlp", "number": 4, "hidden_ratio": ratio} | experts
+    return dense.eval(), VIT.build(image, MoESettings(router=router, experts=experts)).eval()
 
 
-def test_with_normalised_weights_the_function_starts_unchanged():
-    dense, sparse = models()
+@pytest.mark.parametrize("experts", [{}, {"kind": "eigen", "rank": 16}])
+def test_with_normalised_weights_the_function_starts_unchanged(experts):
+    dense, sparse = models(**experts)  # bases of the whole width see all of a token
     images = torch.rand(3, 1, 8, 8)
     torch.testing.assert_close(
         upcycle_model(sparse, dense)(images).prediction,
@@ -318,7 +317,10 @@ def test_other_classes_get_a_fresh_head_and_other_sizes_new_positions():
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"ratio": 1.0}, "hidden width 32"), ({"experts": "eigen"}, "experts of kind mlp only")],
+    [
+        ({"ratio": 1.0}, "hidden width 32"),
+        ({"kind": "eigen", "factored_output": True}, "factored_output: false"),
+    ],
 )
 def test_what_cannot_be_upcycled_is_refused(settings, said):
     dense, sparse = models(**settings)

@@ -36,6 +36,10 @@ def test_fine_tuning_drops_the_teachers_losses_and_changes_k():
     tuned = TGR.for_finetuning(k=1, guided=False)
     assert [loss.kind for loss in tuned.regularizers] == ["z_loss"] and tuned.router.k == 1
     assert TGR.for_finetuning(k=None, guided=True) == TGR
+    balanced = TGR.model_copy(update={"unguided_regularizers": VMOE.regularizers})
+    tuned = balanced.for_finetuning(k=None, guided=False)
+    assert tuned.losses == (*TGR.regularizers[1:], *VMOE.regularizers)
+    assert balanced.for_finetuning(k=None, guided=True) == balanced
     assert Method().for_finetuning(k=1, guided=False) == Method()
 
 

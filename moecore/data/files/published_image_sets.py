@@ -1,10 +1,10 @@
 """Sets that their authors split into training and test: what Fashion-MNIST and CIFAR share."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import candidate_folders
@@ -38,6 +38,27 @@ class PublishedSource(SplitSettings, Source):
     download: bool = Field(
         False, description="Fetch from the authors into the first root where it is on none; checked"
     )
+    only_classes: tuple[str, ...] = Field(
+        (), description="Names of the classes that each split keeps; empty: all"
+    )
+    test_unused: bool = Field(
+        False, description="Training images that train_limit leaves out are test images, too"
+    )
+
+    @model_validator(mode="after")
+    def _known_classes(self) -> Self:
+        known = self.facts().classes
+        named = self.only_classes
+        if named and (len(set(named)) < max(2, len(named)) or not set(named) <= set(known)):
+            allowed = f"two or more of {', '.join(known)}, each once"
+            raise ValueError(f"only_classes: found {', '.join(named)}; allowed: {allowed}")
+        return self
+
+    @property
+    def kept_classes(self) -> tuple[str, ...]:
+        """Names of the classes whose images are kept, in the set's own order."""
+        known = self.facts().classes
+        return tuple(name for name in known if name in (self.only_classes or known))
 
     def facts(self) -> PublishedSetFacts:
         """Return what is known of the set."""
@@ -62,37 +83,55 @@ class PublishedSource(SplitSettings, Source):
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on missing or damaged files."""
         place, root = self._place_and_root()
-        train, test = self.read_sets(place or self.fetch_files(root))
+        (train, train_labels), (test, test_labels) = self.read_sets(place or self.fetch_files(root))
         facts = self.facts()
-        task = Classification(classes=facts.classes)
         info = DatasetInfo(
-            facts.name, task, facts.channels, self.size, facts.licence, facts.source, self
+            self._title, self._task, facts.channels, self.size, facts.licence, facts.source, self
         )
-        rows = self._split_rows(train[1], test[1])
-        parts = {}
-        for split, (images, labels) in zip(rows, (train, train, test), strict=True):
-            resized = resize_images(images[rows[split]], self.size)
-            parts[split] = SplitToWrite(labels[rows[split]], resized)
+        images = np.concatenate([train, test])
+        labels = self._number_kept_classes(np.concatenate([train_labels, test_labels]))
+        parts = {
+            split: SplitToWrite(labels[rows], resize_images(images[rows], self.size))
+            for split, rows in self._split_rows(train_labels, test_labels).items()
+        }
         return write_prepared(folder, info, parts)
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; no file is read."""
-        facts = self.facts()
-        task = Classification(classes=facts.classes)
-        return PlannedData(facts.name, facts.channels, self.size, task).complete_with(self._look)
+        planned = PlannedData(self._title, self.facts().channels, self.size, self._task)
+        return planned.complete_with(self._look)
 
     def _look(self) -> dict[str, Any]:
         place, root = self._place_and_root()
         facts = self.facts()
         train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
-        rows = self._split_rows(train, test)
-        labels = {
-            split: part[rows[split]] for split, part in zip(rows, (train, train, test), strict=True)
-        }
+        labels = self._number_kept_classes(np.concatenate([train, test]))
+        rows = self._split_rows(train, test).items()
+        counted = {split: labels[part] for split, part in rows}
         return {
-            "counts": class_counts(facts.name, facts.classes, labels),
+            "counts": class_counts(self._title, self.kept_classes, counted),
             "note": None if place else f"prepare will download it into {root}",
         }
+
+    @property
+    def _task(self) -> Classification:
+        return Classification(classes=self.kept_classes)
+
+    @property
+    def _title(self) -> str:
+        """The name of the set, with how many of its classes are kept."""
+        facts, kept = self.facts(), self.kept_classes
+        if kept == facts.classes:
+            return facts.name
+        return f"{facts.name}, {len(kept)} of {len(facts.classes)} classes"
+
+    def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
+        """The labels (N,) counted among the classes that are kept; −1 for others."""
+        if not self.only_classes:
+            return labels
+        kept = self.kept_classes
+        numbers = [kept.index(name) if name in kept else -1 for name in self.facts().classes]
+        return np.array(numbers)[labels]
 
     def _place_and_root(self) -> tuple[Path | None, Path]:
         """Where all files are, None where they are to be fetched, and the folder for that."""
@@ -103,7 +142,17 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of train, validation and test, in this order."""
+        """Rows of train, validation and test, in this order, of both sets one after the other.
+
+        Classes are left out last: an image is in the same split whichever are kept.
+        """
         train, validation = split_train(labels, self)
-        test = stratified_limit(test_labels, self.test_limit, self.seed)
-        return {"train": train, "validation": validation, "test": test}
+        whole = np.concatenate([labels, test_labels])
+        test = np.arange(len(labels), len(whole))
+        if self.test_unused:
+            unused = np.setdiff1d(np.arange(len(labels)), np.concatenate([train, validation]))
+            test = np.concatenate([test, unused])
+        test = test[stratified_limit(whole[test], self.test_limit, self.seed)]
+        numbers = self._number_kept_classes(whole)
+        rows = {"train": train, "validation": validation, "test": test}
+        return {split: part[numbers[part] >= 0] for split, part in rows.items()}

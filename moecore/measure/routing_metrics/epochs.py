@@ -100,7 +100,8 @@ class EpochWatch(NamedTuple):
 
 
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
-    """Each item's share of tokens that agree, once a quarter, half and all of training is done.
+    """Each item's share of tokens that agree, once a quarter, half and all of training is done;
+    of consecutive epochs also the mean over training.
 
     first: per epoch, (N, L, T) integers. people: of the validation split, or None.
     """
@@ -108,21 +109,23 @@ def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> d
     if people is not None:
         people = people[: len(first[0])]
 
-    def kept(one: int, other: int) -> str:
-        same = first[one] == first[other]
-        return encode_item_values(same.mean(axis=(1, 2)), people)
+    def kept(*pairs: tuple[int, int]) -> str:
+        same = [(first[one] == first[other]).mean(axis=(1, 2)) for one, other in pairs]
+        return encode_item_values(np.mean(same, axis=0), people)
 
     packed = {}
     for name, place in (("quarter", (epochs - 1) // 4), ("half", (epochs - 1) // 2)):
-        packed[f"with_final_{name}"] = kept(place, epochs - 1)
+        packed[f"with_final_{name}"] = kept((place, epochs - 1))
+    if epochs == 1:
+        return packed
+    pairs = [(place, place + 1) for place in range(epochs - 1)]
     for name, place in (
         ("quarter", (epochs - 2) // 4),
         ("half", (epochs - 2) // 2),
         ("last", epochs - 2),
     ):
-        if epochs > 1:
-            packed[f"consecutive_{name}"] = kept(place, place + 1)
-    return packed
+        packed[f"consecutive_{name}"] = kept(pairs[place])
+    return packed | {"consecutive_mean": kept(*pairs)}
 
 
 def finetuning_agreement(

@@ -16,6 +16,7 @@ from moecore.core.files import write_whole
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.evaluation import correct_by_paper, verdict_after_holm
 from moecore.report.claims.stored_verdicts import judge_again
+from moecore.report.measures.sizes import COUNTS, number
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.comparison import expected_metrics_of_folder, read_comparison
@@ -39,6 +40,7 @@ Studies = Mapping[str, Mapping[str, Any]]  # name → compare.json, {} where it 
 STATES = {
     "judged": "judged by a claim",
     "printed": "printed beside the paper's, without a claim",
+    "computed": "computed beside the paper's: sizes, of which nothing is trained",
     "drawn": "drawn on a study's page",
     "not run yet": "in a study that was not run yet with these claims",
     "no study yet": "in no study yet",
@@ -56,6 +58,13 @@ class MetricsWithoutClaim(Config):
     metrics: tuple[str, ...]
 
 
+class CountedSizes(Config):
+    """A model of pipelines/sizes, another that is held against it, and what of them is printed."""
+
+    models: tuple[str, str]
+    metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
+
+
 class PaperTableOrFigure(Config):
     """One table, figure or sentence of a paper."""
 
@@ -64,6 +73,7 @@ class PaperTableOrFigure(Config):
     paper: str = Field("", description="the paper's own numbers")
     sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
     columns: tuple[MetricsWithoutClaim, ...] = ()
+    sizes: tuple[CountedSizes, ...] = ()
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = False
     needs: str = Field("", description="why it cannot be printed here")
@@ -230,6 +240,24 @@ def describe_values(printed: MetricsWithoutClaim, studies: Studies) -> str:
     return "; ".join(words)
 
 
+def describe_size_changes(asked: CountedSizes, compared: Mapping[str, Any]) -> str:
+    """Return ``A → B: Parameters, M: 285 → 243, 0.851 times (the paper: 0.853)``.
+
+    compared: the entry ``sizes`` of that study's compare.json.
+    """
+    words = []
+    for count in COUNTS:
+        pair = [compared.get(name, {}).get(count.metric) for name in asked.models]
+        if not all(pair) or (asked.metrics and count.metric not in asked.metrics):
+            continue
+        ours, theirs = (pair[1][whose] / pair[0][whose] for whose in ("ours", "paper"))
+        there, here = (number(one["ours"], count) for one in pair)
+        turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
+        ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
+        words.append(f"{count.label}: {there} → {here}, {ratios}")
+    return f"{' → '.join(asked.models)}: {'; '.join(words)}"
+
+
 def paper_item_verdict_rows(
     row: PaperTableOrFigure, claims: Sequence[Answer], studies: Studies
 ) -> tuple[str, list[list[str]]]:
@@ -238,6 +266,8 @@ def paper_item_verdict_rows(
     A line for each claim, else one for what is printed, drawn or absent.
     """
     values = [(one, words) for one in row.columns if (words := describe_values(one, studies))]
+    sizes = studies.get("sizes", {}).get("sizes", {})
+    computed = [describe_size_changes(asked, sizes) for asked in row.sizes if sizes]
     named = [*row.drawn, *(one.study for one in row.columns)]
     verdict = "–"
     if row.scheme:
@@ -247,6 +277,8 @@ def paper_item_verdict_rows(
         verdict = f"needs {row.needs}"
     elif any(answer.entry for answer in claims):
         state = "judged"
+    elif computed:
+        state = "computed"
     elif values:
         state = "printed"
     elif any(studies.get(name) for name in row.drawn):
@@ -263,6 +295,7 @@ def paper_item_verdict_rows(
         named = [printed.study for printed, _ in values]
     start = [row.number, row.shows, row.paper or "–"]
     lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
+    lines += [["″", "", "", words, "", "computed", _commands(["sizes"])] for words in computed]
     if lines:
         lines[0][:3] = start
     return state, lines or [[*start, here, "", verdict, _commands(named)]]

@@ -1,29 +1,21 @@
 """Scores and routing under attack, attacked pictures, and whether the attacks can be believed."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import (
     AttackRow,
-    ScoresAtEpsilon,
     measured_curves,
-    worst_scores,
 )
 from moecore.measure.under_attack.curves import AuditLine as Audited
 from moecore.report.column import (
     SCORE,
     Column,
-    ColumnContext,
     ColumnPerRow,
     ContextDependentColumns,
-    PlannedPhase,
     mean_or_none,
-    score_interval_kind,
     score_key,
-    score_title,
 )
 from moecore.report.figures.charts import (
     ChartSpec,
@@ -34,132 +26,29 @@ from moecore.report.figures.charts import (
     under_attack,
 )
 from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
+from moecore.report.measures.attacked_scores import (
+    WORST,
+    attack_scores_by_epsilon,
+    attack_title,
+    attacked_name,
+    attacked_score_columns,
+    attacks_of,
+    planned_attacks,
+    planned_scores,
+    planned_scores_by_epsilon,
+    score_by_epsilon_columns,
+)
 from moecore.report.measures.result_display import Figures, Shown, draw_method_curves, items_reader
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import references
 from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
-from moecore.report.typed_results import Measured, Phase, drop_none
-from moecore.statistics.crossed import linearize_by_person
-from moecore.statistics.intervals import Interval
-from moecore.tasks.base import Score
+from moecore.report.typed_results import Phase, drop_none
 
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
 WORST_FIRST = (False, None, True)
 
-WORST = "worst_case"
 FIGURES = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
-ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
-
-
-def attacks_of(result: Result) -> list[str]:
-    """The attacks that the model met; a routing attack has nothing for a dense one."""
-    return list(measured_curves(result.attacks))
-
-
-def attack_scores_by_epsilon(result: Result, attack: str) -> tuple[ScoresAtEpsilon, ...]:
-    """An attack's rows by epsilon, or the worst case's; () where the model did not meet it."""
-    if attack == WORST:
-        return result.worst_case
-    return measured_curves(result.attacks).get(attack, ())
-
-
-def attack_title(name: str) -> str:
-    """An attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
-    words = name.replace("_", "-").split("-")
-    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
-
-
-def largest_epsilon(result: Result, attack: str) -> str:
-    """The largest epsilon of an attack: 8/255."""
-    return format_epsilon(attack_scores_by_epsilon(result, attack)[-1].epsilon)
-
-
-def hits_under(model: Measured, attack: str) -> np.ndarray | None:
-    """Which images (N,) are right at the largest epsilon, of the worst case whatever the attack.
-
-    None where an image is not simply right or wrong.
-    """
-    result = model.of(Result)
-    if result is None or result.task.needs_classes("share") is not None:
-        return None
-    return worst_case_scores(result, attack)
-
-
-def worst_case_scores(result: Result, attack: str) -> np.ndarray | None:
-    """The scores (N,) at the largest epsilon, of the worst case whatever the attack; or None."""
-    names = {WORST: attacks_of(result)}.get(attack, [attack])
-    last = [
-        attack_scores_by_epsilon(result, name)[-1]
-        for name in names
-        if attack_scores_by_epsilon(result, name)
-    ]
-    return worst_scores(result.task, last, result.images).numpy() if last else None
-
-
-def attacked_items_reader(attack: str) -> Callable[[Result], np.ndarray | None]:
-    """The same as one value per item: of people, where they have several images."""
-
-    def read(result: Result) -> np.ndarray | None:
-        left = worst_case_scores(result, attack)
-        people = None if result.people is None else np.array(result.people)
-        return None if left is None else linearize_by_person(left, people)
-
-    return read
-
-
-def planned_attacks(ahead: PlannedPhase) -> list[str]:
-    return [attack.name for attack in ahead.study.robustness.attacks]
-
-
-def attacked_name(score: str, attack: str) -> str:
-    """Return the name of the column of a score, as names of columns have it, under an attack."""
-    beginning = {"accuracy": ""}.get(score, "attacked_")
-    return f"{beginning}{score}_{attack}"
-
-
-def attacked_score_columns(seen: ColumnContext) -> list[Column]:
-    """The score at the largest epsilon of each attack, and of the worst of them for each image."""
-    first: dict[str, Result] = {}
-    for result in seen.results:
-        for attack in attacks_of(result):
-            first.setdefault(attack, result)
-    if worst := [result for result in seen.results if result.worst_case]:
-        first[WORST] = worst[0]
-    return [score_under(attack, result) for attack, result in first.items()]
-
-
-def score_under(attack: str, result: Result) -> Column:
-    """The score at the largest epsilon of an attack, or of the worst of them for each image."""
-
-    def read(result: Result) -> Interval | None:
-        last = attack_scores_by_epsilon(result, attack)[-1:]
-        return next((Interval(row.score, row.low, row.high) for row in last), None)
-
-    score = result.task.score
-    title, note = attack_column_words(attack, score)
-    return Column(
-        attacked_name(score_key(score), attack),
-        f"{title}, ε\u00a0=\u00a0{largest_epsilon(result, attack)}",  # never broken into two lines
-        read,
-        score.better,
-        score.form,
-        note,
-        "adversarial",
-        hits=lambda model: hits_under(model, attack),
-        items=attacked_items_reader(attack),
-        limits=score_interval_kind(score),
-    )
-
-
-def attack_column_words(attack: str, score: Score) -> tuple[str, str]:
-    if score.form == "share":
-        if attack == WORST:
-            return "Worst case", "accuracy where an image counts only if no attack broke it"
-        return attack_title(attack), "accuracy under attack"
-    if attack == WORST:
-        return f"{score_title(score)}, worst case", "largest error of each volume over all attacks"
-    return f"{score_title(score)}, {attack_title(attack)}", "mean error under attack"
 
 
 def attack_change_columns(name: str, word: str, what: str) -> ColumnPerRow:
@@ -198,14 +87,8 @@ def attack_and_layer_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
 
 
 COLUMNS = (
-    ContextDependentColumns(
-        attacked_score_columns,
-        lambda ahead: [
-            attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]
-        ],
-        SCORE,
-        SCORE,
-    ),
+    ContextDependentColumns(attacked_score_columns, planned_scores, SCORE, SCORE),
+    ContextDependentColumns(score_by_epsilon_columns, planned_scores_by_epsilon, SCORE, SCORE),
     attack_change_columns("routing_change", "Routing", "are chosen for"),
     attack_change_columns("processing_change", "Processing", "process"),
     ColumnPerRow(

@@ -28,6 +28,7 @@ from moecore.report.measures.routing_sweeps import (
     describe_adjacent_patches,
     describe_k_effect,
     draw_all_sweeps,
+    fallback_slope_columns,
     layer_columns,
     planned_scores,
     score_over_k_columns,
@@ -67,6 +68,13 @@ def router_confidence_column(place: str) -> Column:
 
     name = f"confidence_{place}"
     return Column(name, label, read, better, note=note, paper="prc", items=items_reader(name))
+
+
+def confidence_layer_columns(place: str) -> ColumnPerRow:
+    """The same of each MoE layer."""
+    label, better, _ = SURE[place]
+    texts = (label, better, "number", "of a token, mean over tokens", "prc")
+    return layer_columns(f"confidence_{place}", *texts, field=f"confidence.{place}")
 
 
 def match_columns(match: str) -> ColumnPerRow:
@@ -136,6 +144,11 @@ COLUMNS = (
     ),
     *(router_confidence_column(place) for place in SURE),
     *(match_columns(match) for match in MATCHES),
+    *(
+        layer_columns(match, f"Match, {words}", "higher", "share", same, "prc")
+        for match, (words, same) in MATCHES.items()
+    ),
+    *(confidence_layer_columns(place) for place in SURE),
     ermoe_column(
         "load_cv2",
         "Load CV²",
@@ -171,6 +184,7 @@ COLUMNS = (
     ),
     *(column for place in PLACES for column in part_load_and_mass_columns(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
+    *fallback_slope_columns(),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
     ContextDependentColumns(score_over_k_columns, planned_scores, SCORE, SCORE),
 )

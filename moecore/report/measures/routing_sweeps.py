@@ -10,7 +10,7 @@ from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.routing import Result, RoutingLayer
 from moecore.report.column import Column, ColumnContext, ColumnPerRow, PlannedPhase, score_title
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.measures.result_display import draw_method_curves
+from moecore.report.measures.result_display import draw_method_curves, items_reader
 from moecore.report.page.view import Picture
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
@@ -143,22 +143,59 @@ def setting_slug(tried: float) -> str:
     return f"{tried:g}".replace(".", "_")
 
 
+TRAINED_THRESHOLD = 0.5  # T of figure S3, where its curve is said to bend
+
+
+def fallback_slope_columns() -> list[Column]:
+    """How fast the fallback rises with T on either side of the trained threshold (figure S3)."""
+
+    def slope(result: Result, above: bool) -> float | None:
+        points = swept(result, "threshold", "fallback")
+        ends = [min(points, default=0.0), max(points, default=0.0)]
+        other = ends[above]
+        if TRAINED_THRESHOLD not in points or other == TRAINED_THRESHOLD:
+            return None
+        rise = points[other] - points[TRAINED_THRESHOLD]
+        return rise / (other - TRAINED_THRESHOLD)
+
+    at = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
+    return [
+        Column(
+            f"fallback_slope_{side}",
+            f"Fallback, slope {side} {at}",
+            lambda result, above=side == "above": slope(result, above),
+            note=f"more fallback for T higher by 1: from {at} to the {end} T tried (figure S3)",
+            paper="ermoe",
+            detail=True,
+        )
+        for side, end in (("below", "lowest"), ("above", "highest"))
+    ]
+
+
 def layers_of(result: Result) -> dict[str, RoutingLayer]:
     return {str(place): layer for place, layer in enumerate(result.layers, 1)}
 
 
 def layer_columns(
-    name: str, label: str, better: str, form: str, note: str, paper: str, detail: bool = True
+    name: str,
+    label: str,
+    better: str,
+    form: str,
+    note: str,
+    paper: str,
+    detail: bool = True,
+    field: str = "",
 ) -> ColumnPerRow:
-    """A column for each MoE layer that has the value, from 1."""
+    """A column for each MoE layer that has the value, from 1; field: of it, if not its name."""
     column = Column(
         f"{name}_layer_{{}}",
         f"{label}, MoE {{}}",
-        attrgetter(name),
+        attrgetter(field or name),
         better,
         form,
         f"{note}; MoE layer {{}}",
         paper,
+        items=items_reader(name),
         detail=detail,
     )
     return ColumnPerRow(layers_of, column, lambda ahead: map(str, ahead.layers))

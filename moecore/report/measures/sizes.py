@@ -32,6 +32,7 @@ COUNTS = (
     SizeColumn(
         "routing_gflops", "Routing of a layer, GFLOPs", "routing_flops_per_layer", 1e-9, 1, 3
     ),
+    SizeColumn("training_memory_mb", "Training step, GB", "training_memory_bytes", 1e-6, 1e-3, 2),
 )
 TICKS = (-100, -10, -1, 0, 1, 10, 100)  # %
 
@@ -137,7 +138,7 @@ def draw_paper_deviations(result: Result) -> Figure:
         having = [name for name in names if count.metric in comparisons[name]]
         values = [100 * comparisons[name][count.metric]["difference"] for name in having]
         places = [names.index(name) for name in having]
-        look = {"linestyle": "", "marker": "osD^"[index], "color": PALETTE[index]}
+        look = {"linestyle": "", "marker": "osD^v"[index], "color": PALETTE[index]}
         axes.plot(values, places, label=count.label, **look)
     axes.axvline(0, color=GUIDE, linewidth=0.9)
     axes.set_xscale("symlog", linthresh=1)

@@ -112,6 +112,11 @@ def halfway_agreement(result: Outcome) -> float | None:
     return agreements[(len(agreements) - 1) // 2]
 
 
+def early_agreement(consecutive: Sequence[float | None]) -> float | None:
+    """Of the epochs' agreement, that at whose end a quarter of training is done."""
+    return (consecutive or (None,))[max(0, len(consecutive) - 1) // 4]
+
+
 def agreement_items_reader(name: str) -> Callable[[Outcome], np.ndarray | None]:
     """The items of an agreement over time; None where an older training kept none."""
     return lambda result: decode_items(result.agreement_items.get(name))
@@ -163,6 +168,28 @@ COLUMNS = (
         items=agreement_items_reader("consecutive_last"),
     ),
     Column(
+        "agreement_consecutive_early",
+        "Agreement of early epochs",
+        lambda result: early_agreement(result.agreement_consecutive),
+        "higher",
+        "share",
+        "tokens, between an epoch and the next once a quarter of training is done",
+        "tgr",
+        items=agreement_items_reader("consecutive_quarter"),
+        detail=True,
+    ),
+    Column(
+        "agreement_consecutive_mean",
+        "Agreement of epochs, mean",
+        lambda result: mean_or_none(drop_none(result.agreement_consecutive)),
+        "higher",
+        "share",
+        "tokens, between an epoch and the next, mean over training",
+        "tgr",
+        items=agreement_items_reader("consecutive_mean"),
+        detail=True,
+    ),
+    Column(
         "agreement_before_after",
         "Agreement before / after",
         lambda result: mean_or_none(drop_none(result.routing_agreement_before_after)),
@@ -185,6 +212,7 @@ COLUMNS = (
         lambda result: result.training_memory_mb,
         note="the most that a step holds: weights, gradients, the optimizer's state, activations",
         paper="cost",
+        is_fixed=True,
     ),
     Column(
         "test_accuracy_top5",

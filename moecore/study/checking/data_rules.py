@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, read_json
 from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS
+from moecore.data.sources.base import Source
 from moecore.study.reading.study import Misfits, Study
 
 PREPARED_DATA = Path("artifacts/data")
@@ -34,12 +35,16 @@ def chdir_to_stages(home: Path) -> Iterator[None]:
 
 
 def load_previews(study: Study) -> dict[str, PlannedData]:
-    """Return what each data set will be; a source that cannot say so is left out.
+    """Return what each data set will be, by phase, and that of a teacher which has its own.
 
+    A source that cannot say so is left out.
     What is prepared already, with the same settings, counts before the raw data.
     """
     previews: dict[str, PlannedData] = {}
-    for phase, source in study.data.items():
+    sources: dict[str, Source] = {**study.data}
+    if study.teacher is not None and study.teacher.data is not None:
+        sources["teacher"] = study.teacher.data
+    for phase, source in sources.items():
         preview = read_planned_data(PREPARED_DATA / phase / "card.json", source)
         if preview is None:
             preview = source.preview()
@@ -48,13 +53,19 @@ def load_previews(study: Study) -> dict[str, PlannedData]:
     return previews
 
 
-def data_problems(previews: Mapping[str, PlannedData], data: Any) -> Misfits:
-    """Yield what is missing or wrong with the data; data: the section as it is written."""
+def keys_of_data(phase: str) -> tuple[str, str]:
+    """Return where the source of ``load_previews`` stands in params.yaml."""
+    return ("teacher", "data") if phase == "teacher" else ("data", phase)
+
+
+def data_problems(previews: Mapping[str, PlannedData], written: Any) -> Misfits:
+    """Yield what is missing or wrong with the data; written: the file as plain data."""
     for phase, preview in previews.items():
         if preview.problem is not None:
-            written = data.get(phase)
-            named = isinstance(written, dict) and "root" in written
-            yield ("data", phase, *(["root"] if named else [])), preview.problem
+            section, key = keys_of_data(phase)
+            source = (written.get(section) or {}).get(key)
+            named = isinstance(source, dict) and "root" in source
+            yield (section, key, *(["root"] if named else [])), preview.problem
 
 
 def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
@@ -68,10 +79,29 @@ def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedDat
         axes, others = len(preview.shape), len(first.shape)
         if axes != others:
             text = f"its images have {axes} axes, those of data.pretrain {others}"
-            yield ("data", phase), f"{text}; allowed: as many"
+            yield keys_of_data(phase), f"{text}; allowed: as many"
         elif preview.channels != first.channels:
             text = f"found {preview.channels} channels, in data.pretrain {first.channels}"
-            yield ("data", phase), f"{text}; allowed: as many, choose other data for one of them"
+            yield (
+                keys_of_data(phase),
+                f"{text}; allowed: as many, choose other data for one of them",
+            )
+        elif phase == "teacher" and preview.shape != first.shape:
+            found, others = ("×".join(map(str, one.shape)) for one in (preview, first))
+            text = f"its images are of {found} pixels, those of data.pretrain of {others}"
+            yield keys_of_data(phase), f"{text}; allowed: the same size"
+    yield from _unknown_answers(study, previews)
+
+
+def _unknown_answers(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield methods that learn a teacher's decisions for other classes than their own."""
+    teacher = previews.get("teacher")
+    if teacher is None or teacher.classes == previews["pretrain"].classes:
+        return
+    for name in study.run.methods:
+        if study.methods[name].distillation:
+            text = "found a teacher of other classes (teacher.data) than data.pretrain has"
+            yield ("methods", name, "distillation"), f"{text}; allowed: 0"
 
 
 def describe_planned_data(preview: PlannedData) -> str:

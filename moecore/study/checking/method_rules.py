@@ -24,6 +24,9 @@ def method_misfits(study: Study) -> Misfits:
             text = "nothing of the method needs a teacher; allowed: false, null, or with router_kl"
             place = ("methods", name, "guided_finetuning")
             yield place, f"{text}, distillation or the router teacher_routed"
+        if method.unguided_regularizers and not method.guided_routing:
+            text = "no loss of the method needs a teacher, so none is left out; allowed: []"
+            yield ("methods", name, "unguided_regularizers"), text
         if name in study.run.methods:
             yield from _teacher_keys(study, name, method)
             yield from _same_views(study, name, method)
@@ -38,6 +41,11 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
                     yield place, f"{regularizer.kind} needs a teacher, but {_no_teacher_words()}"
             elif need not in method.provided:
                 yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}, but {_router(method)}"
+    for index, regularizer in enumerate(method.unguided_regularizers):
+        place = ("methods", name, "unguided_regularizers", index)
+        lacking = regularizer.needs & set(NEEDED_WORDS) - method.provided
+        for need in sorted(lacking):
+            yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}; allowed: others"
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:

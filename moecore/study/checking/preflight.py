@@ -9,6 +9,7 @@ from moecore.study.checking.data_rules import (
     chdir_to_stages,
     data_problems,
     describe_planned_data,
+    keys_of_data,
     load_previews,
     misfits_with_pretrain_images,
 )
@@ -59,7 +60,7 @@ def check_study(
         if faults := list(outside_source_misfits(study, untried)):
             raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
         previews = load_previews(study)
-    missing = format_misfits(document, data_problems(previews, document.data.get("data", {})))
+    missing = format_misfits(document, data_problems(previews, document.data))
     others = [
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
@@ -77,7 +78,8 @@ def check_study(
     if lines:
         raise UserError(cap_line_count(lines))
     notes = [
-        f"data.{phase}: {describe_planned_data(preview)}" for phase, preview in previews.items()
+        f"{'.'.join(keys_of_data(phase))}: {describe_planned_data(preview)}"
+        for phase, preview in previews.items()
     ]
     notes += [
         note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note

@@ -50,12 +50,13 @@ def label_misfits(study: Study) -> Misfits:
 
 
 def list_training_settings(study: Study) -> Iterator[tuple[tuple, str, Any]]:
-    """Yield where training settings stand, on which phase's data, and the settings."""
+    """Yield where training settings stand, on which data of ``load_previews``, and the settings."""
     for phase in TRAINING_PHASES:
         if (training := getattr(study, phase)) is not None:
             yield (phase,), phase, training
-    if (training := getattr(study.teacher, "training", None)) is not None:
-        yield ("teacher", "training"), "pretrain", training
+    if (teacher := study.teacher) is not None and teacher.training is not None:
+        learned = "pretrain" if teacher.data is None else "teacher"
+        yield ("teacher", "training"), learned, teacher.training
 
 
 def format_non_default_settings(value: Any) -> str:

@@ -62,6 +62,39 @@ def test_fashion_mnist(tmp_path, monkeypatch, packed):
     assert np.array_equal(np.unique(opened.test.labels), np.arange(10))
 
 
+def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "SHA256", fashion_folder(tmp_path / "raw"))
+    kept = ("bag", "dress", "coat", "sandal", "shirt")
+    settings = FashionMnist(
+        root=str(tmp_path / "raw"), train_limit=50, only_classes=kept, test_unused=True
+    )
+    assert settings.prepare(tmp_path / "out")["name"] == "Fashion-MNIST, 5 of 10 classes"
+    splits = Prepared.open(tmp_path / "out")[1:4]
+    # Of all 200 training images 20 validate and 50 train: 130 join the 60 test images. Then half of
+    # the classes go.
+    assert [len(split.labels) for split in splits] == [25, 10, 95]
+    (train, labels), (test, test_labels) = settings.read_sets(tmp_path / "raw")
+    known = dict(zip(map(bytes, [*train, *test]), [*labels, *test_labels], strict=True))
+    seen = [
+        (bytes(x), y) for split in splits for x, y in zip(split.images, split.labels, strict=True)
+    ]
+    names = settings.facts().classes
+    assert all(names[known[image]] == settings.kept_classes[label] for image, label in seen)
+    assert len(dict(seen)) == 130, "no image is in two splits"
+    whole = settings.model_copy(update={"only_classes": ()})
+    whole.prepare(tmp_path / "whole")
+    trained = {bytes(image) for image in Prepared.open(tmp_path / "whole").train.images}
+    tested = {image for image, _ in seen[-95:]}
+    assert not trained & tested, "who trains on all classes has seen no test image"
+    assert settings.preview().images == {"train": 25, "validation": 3000, "test": 31975}
+
+
+def test_classes_that_the_set_has_not_are_refused():
+    for named in (["bag", "hat"], ["bag", "bag"], ["bag"]):
+        with pytest.raises(ValueError, match="allowed: two or more of t-shirt, trouser"):
+            FashionMnist(only_classes=named)
+
+
 def test_fashion_mnist_is_checked_by_content(tmp_path):
     fashion_folder(tmp_path)
     with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: its content has sha256"):

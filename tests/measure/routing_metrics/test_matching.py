@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.measure.routing_metrics.consistency import (
@@ -15,6 +16,7 @@ from moecore.measure.routing_metrics.consistency import (
     epoch_agreement,
     match_ratios,
 )
+from moecore.measure.routing_metrics.epochs import agreement_items
 from moecore.measure.routing_metrics.matching import NAMES, augmented_row
 from moecore.measure.routing_metrics.view_pairs import PRESETS, draw_two_views
 from tests.routed import tiny
@@ -60,6 +62,16 @@ def test_partners_of_mirrored_views_are_found_through_the_affines():
     # Half of the pairs are compared at the wrong place, where one of eight experts matches by
     # chance.
     assert unmatched.match_top1 == pytest.approx(0.5 + 0.5 / 8, abs=0.07)
+
+
+def test_items_of_epochs_by_hand():
+    # Two images of one layer and two tokens: between epochs 1 and 2 they keep 1 and 2 experts,
+    # between epochs 2 and 3 both and none.
+    first = [np.array(of_epoch).reshape(2, 1, 2) for of_epoch in ([0, 1, 2, 3], [0, 2, 2, 3])]
+    items = agreement_items([*first, np.array([[[0, 2]], [[3, 2]]])], None)
+    found = {name: decode_float_array(text).tolist() for name, text in items.items()}
+    assert found["consecutive_quarter"] == [0.5, 1] and found["consecutive_last"] == [1, 0]
+    assert found["consecutive_mean"] == [0.75, 0.5]
 
 
 def test_shares_by_hand():
