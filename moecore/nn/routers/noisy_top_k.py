@@ -17,6 +17,13 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
+from moecore.nn.routers.gates import (
+    Renormalise,
+    Score,
+    expert_probs,
+    expert_scores,
+    gate_weights,
+)
 from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
 
 
@@ -43,7 +50,7 @@ class NoisyTopK(Router):
         False, description="serve tokens in the order of their largest gate"
     )
     group_size: int = Field(8, ge=1, description="images that share a capacity")
-    renormalise: bool | Literal["straight"] = Field(
+    renormalise: Renormalise = Field(
         False,
         description=(
             "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); "
@@ -53,6 +60,12 @@ class NoisyTopK(Router):
     task_gradient: bool = Field(
         True, description="false: the router learns from its losses only (TGR)"
     )
+    score: Score = Field(
+        "softmax",
+        description="what makes scores of logits: softmax over all experts, or of each expert by "
+        "itself its sigmoid, or the root of its softplus",
+    )
+    scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="factor of all weights")
 
     @model_validator(mode="after")
     def _priority_needs_capacity(self) -> "NoisyTopK":
@@ -101,6 +114,8 @@ class NoisyTopKRouter(nn.Module):
     softmax over all experts before the choice and are not renormalised after it, so that k = 1
     still has a task gradient. Capacity holds in training only, unless ``eval_capacity_factor`` says
     otherwise: it couples the images of a group, and without it evaluation and attacks drop nothing.
+
+    A router of other logits overrides ``logits``; all else is this decision.
     """
 
     def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
@@ -119,57 +134,59 @@ class NoisyTopKRouter(nn.Module):
         """Images whose predictions depend on each other in evaluation; 1 where none do."""
         return 1 if self.config.eval_capacity_factor is None else self.config.group_size
 
+    @property
+    def is_noisy(self) -> bool:
+        """Return whether a call draws noise: in training."""
+        return self.training
+
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            return self.decide(router_logits(tokens, self.weight))
+            return self.decide(self.logits(tokens))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The clean logits (B, T, E) of tokens (B, T, d)."""
+        return router_logits(tokens, self.weight)
 
     def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
-        """The decision of these logits (B, T, E)."""
+        """The decision of these logits (B, T, E): noise, scores, choice, weights, capacity."""
+        settings = self.config
         experts = logits.shape[-1]
-        std = self._noise()
+        std = settings.noise_std / experts if self.is_noisy else 0.0
         if std:
             noisy = logits + normal_like(logits) * std
         else:
             noisy = logits
-        gates = torch.softmax(noisy, dim=-1)
-        chosen = top_k(noisy, self.config.k)
+        scores = expert_scores(noisy, settings.score)
+        chosen = top_k(noisy, settings.k)
         best = noisy.gather(-1, chosen)
         return plan_and_record(
             logits=logits,
-            probs=torch.softmax(logits, dim=-1),
-            # 1 − Φ((τ − logits)/σ)
+            probs=expert_probs(logits, settings.score),
+            # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / experts
             load=torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts)),
             chosen=chosen,
-            weights=self._weights(best, gates.gather(-1, chosen)),
-            kept=self._kept(chosen, gates),
+            weights=self._weights(best, scores.gather(-1, chosen)),
+            kept=self._kept(chosen, scores),
         )
 
-    def _weights(self, logits: Tensor, gates: Tensor) -> Tensor:
-        """Weights (B, T, k) from the noisy logits and the gates of the chosen, both (B, T, k)."""
-        weights = gates
-        if self.config.renormalise == "straight":
-            weights = gates / gates.sum(dim=-1, keepdim=True).detach()
-        elif self.config.renormalise:
-            # = gates / their sum, without dividing by a sum that may underflow
-            weights = torch.softmax(logits, dim=-1)
-        if self.config.task_gradient:
+    def _weights(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Weights (B, T, k) from the noisy logits and the scores of the chosen, both (B, T, k)."""
+        settings = self.config
+        weights = gate_weights(logits, scores, settings.score, settings.renormalise)
+        if settings.scale != 1:
+            weights = weights * settings.scale
+        if settings.task_gradient:
             return weights
         return weights.detach()
 
-    def _noise(self) -> float:
-        """Standard deviation of the noise; without any ``load`` is smoothed by 1 / experts."""
-        if self.training:
-            return self.config.noise_std / len(self.weight)
-        return 0.0
-
-    def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor | None:
+    def _kept(self, chosen: Tensor, scores: Tensor) -> Tensor | None:
         settings = self.config
         factor = self.factors[self.training]
         if factor is None:
             return None
         priority = None
         if settings.batch_priority:
-            priority = gates.detach().amax(dim=-1)
-        return within_capacity(chosen, priority, gates.shape[-1], factor, settings.group_size)
+            priority = scores.detach().amax(dim=-1)
+        return within_capacity(chosen, priority, scores.shape[-1], factor, settings.group_size)
