@@ -15,15 +15,17 @@ def build_optimizer(
     model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer of ``settings``, fused; weight decay on matrices only, so on no bias, norm,
-    token, position embedding, and no expert's basis, whose lengths its orthogonality penalty holds.
+    token, position embedding, and no expert's basis, whose lengths its orthogonality penalty holds;
+    nor on what a module names as its ``undecayed``.
 
     routers: those of the teacher where they learn too; a group of their own, without decay.
     """
     decayed, free = [], []
+    undecayed = {id(one) for part in model.modules() for one in getattr(part, "undecayed", ())}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        matrix = parameter.ndim >= 2 and not name.endswith(FREE)
+        matrix = parameter.ndim >= 2 and not name.endswith(FREE) and id(parameter) not in undecayed
         (decayed if matrix else free).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},

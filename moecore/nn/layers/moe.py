@@ -1,8 +1,9 @@
 """The mixture-of-experts layer that takes the place of a block's feed-forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -112,6 +113,27 @@ class MoEFeedForward(FeedForward):
             context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
         return plan.combine(experts(plan.dispatch(tokens))), (record,)
+
+
+@torch.no_grad()
+def update_routers(
+    model: nn.Module, records: Sequence[RoutingRecord], progress: float = 0.0
+) -> None:
+    """End a training step: routers with a balance (bias, quantile) learn from its ``records``.
+
+    Once after each step of the optimizer, and on every rank, with the records of that step's
+    forward pass: one of each MoE layer of ``model``, in their order (of a foreign model as
+    ``trace`` collects them). progress: share of the training that is done. Raises UserError where
+    there are not as many records as layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+    if len(layers) != len(records):
+        problem = f"found {len(records)} for {len(layers)} MoE layers"
+        raise UserError(f"records: {problem}; allowed: those of one forward pass")
+    for layer, record in zip(layers, records, strict=True):
+        after_step = getattr(layer.router, "after_step", None)
+        if after_step is not None:
+            after_step(record, progress)
 
 
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:

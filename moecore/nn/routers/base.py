@@ -29,6 +29,8 @@ class Router(Part, ABC):
 
         tokens: (B, T, width).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows``
         and ``combine(rows) -> tokens``.  basis: the experts' (E, d, r), where they lend theirs.
+        What is no gradient a module may learn by ``after_step(record, progress)``, which the loop
+        calls after each step of the optimizer; such state is a buffer.
         """
 
     @property

@@ -79,7 +79,7 @@ class FrozenCopyRouter(NoisyTopKRouter):
         self._frozen = False
 
     @property
-    def is_noisy(self) -> bool:
+    def is_learning(self) -> bool:
         """Return whether a call draws noise: in training, until the router is frozen."""
         return self.training and not self._frozen
 

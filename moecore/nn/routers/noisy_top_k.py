@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.core.streams import normal_like
+from moecore.core.streams import normal_like, uniform_like
+from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
+from moecore.nn.routers.expert_groups import ExpertGroups
 from moecore.nn.routers.gates import (
     Renormalise,
     Score,
@@ -66,6 +68,22 @@ class NoisyTopK(Router):
         "itself its sigmoid, or the root of its softplus",
     )
     scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="factor of all weights")
+    groups: ExpertGroups | None = Field(
+        None, description="groups of experts, a few of which a token chooses within; null: none"
+    )
+    balance: Balance | None = Field(
+        None, description="what shifts the choice to an even load, without a loss; null: nothing"
+    )
+    input_jitter: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="the router's tokens in training are times uniform draws within 1 ± this",
+    )
+    start: Literal["normal", "orthonormal"] = Field(
+        "normal",
+        description="orthonormal: the router's rows start so, and have no weight decay (simbal)",
+    )
 
     @model_validator(mode="after")
     def _priority_needs_capacity(self) -> "NoisyTopK":
@@ -74,6 +92,18 @@ class NoisyTopK(Router):
                 "`batch_priority` orders tokens for a capacity: give `capacity_factor` too"
             )
         return self
+
+    @model_validator(mode="after")
+    def _groups_beside_balance(self) -> "NoisyTopK":
+        if self.groups is not None and self.balance is not None and self.balance.is_alone:
+            problem = f"found a balance of kind {self.balance.kind} beside `groups`"
+            raise ValueError(f"{problem}; allowed: loss_free, or no groups")
+        return self
+
+    @property
+    def chooses_by_logits(self) -> bool:
+        """Return whether the largest noisy logits choose: then a chance of being chosen is known"""
+        return self.groups is None and self.balance is None
 
     @property
     def has_capacity(self) -> bool:
@@ -84,6 +114,8 @@ class NoisyTopK(Router):
         """Raise UserError where a later token, or one of another sequence, may take a token's place
         in an expert: under a capacity all but one choice per token, in the tokens' own order.
         """
+        if self.balance is not None:
+            self.balance.check_causal(f"{key}.balance")
         if not self.has_capacity:
             return
         for name, most, why in (
@@ -99,11 +131,19 @@ class NoisyTopK(Router):
     @property
     def provides(self) -> frozenset[str]:
         """Return what its record gives beyond probs."""
-        return frozenset({"load"})
+        given = {"load": self.chooses_by_logits, "orthonormal": self.start == "orthonormal"}
+        return frozenset(name for name, is_given in given.items() if is_given)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
-        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
+        """The router of ``width``-wide tokens; UserError where k or groups do not fit ``experts``,
+        or ``width`` has no room for as many orthonormal rows.
+        """
         self.check_k(experts)
+        if self.groups is not None:
+            self.groups.check_experts(experts, self.k)
+        if self.start == "orthonormal" and experts > width:
+            problem = f"found orthonormal, of {experts} rows (experts.number) of {width} numbers"
+            raise UserError(f"router.start: {problem}; allowed: at most {width} experts, or normal")
         return NoisyTopKRouter(self, width, experts)
 
 
@@ -126,8 +166,11 @@ class NoisyTopKRouter(nn.Module):
         self.factors = tuple(
             None if factor is None else exact_fraction(factor) for factor in factors
         )
+        self.balance = None if config.balance is None else config.balance.build(experts, config.k)
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
+        if config.start == "orthonormal":
+            nn.init.orthogonal_(self.weight)
 
     @property
     def coupled(self) -> int:
@@ -135,41 +178,82 @@ class NoisyTopKRouter(nn.Module):
         return 1 if self.config.eval_capacity_factor is None else self.config.group_size
 
     @property
-    def is_noisy(self) -> bool:
-        """Return whether a call draws noise: in training."""
+    def training_group(self) -> int:
+        """Images whose routing depends on each other in training; 1 where none does."""
+        return 1 if self.config.capacity_factor is None else self.config.group_size
+
+    @property
+    def is_learning(self) -> bool:
+        """Return whether a call draws noise, and what balances learns of a step: in training."""
         return self.training
+
+    @property
+    def undecayed(self) -> list[nn.Parameter]:
+        """Return the parameters without weight decay: rows whose lengths a loss holds."""
+        return [self.weight] if self.config.start == "orthonormal" else []
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            return self.decide(self.logits(tokens))
+            return self.decide(self.logits(tokens), self._jittered_logits(tokens))
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The clean logits (B, T, E) of tokens (B, T, d)."""
         return router_logits(tokens, self.weight)
 
-    def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
-        """The decision of these logits (B, T, E): noise, scores, choice, weights, capacity."""
+    def _jittered_logits(self, tokens: Tensor) -> Tensor | None:
+        """The logits of tokens times 1 ± jitter; None where there is none."""
+        jitter = self.config.input_jitter
+        if not jitter or not self.is_learning:
+            return None
+        wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+        return self.logits(wide * (1 + jitter * (2 * uniform_like(wide) - 1)))
+
+    def decide(
+        self, logits: Tensor, jittered: Tensor | None = None
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        """The decision of these logits (B, T, E): noise, scores, choice, weights, capacity.
+
+        jittered: (B, T, E), by which experts are chosen and weighed in the place of ``logits``.
+        """
         settings = self.config
         experts = logits.shape[-1]
-        std = settings.noise_std / experts if self.is_noisy else 0.0
+        std = settings.noise_std / experts if self.is_learning else 0.0
+        noisy = logits if jittered is None else jittered
         if std:
-            noisy = logits + normal_like(logits) * std
-        else:
-            noisy = logits
+            noisy = noisy + normal_like(noisy) * std
         scores = expert_scores(noisy, settings.score)
-        chosen = top_k(noisy, settings.k)
+        chosen = top_k(self._preferences(noisy, scores), settings.k)
         best = noisy.gather(-1, chosen)
+        probs = expert_probs(logits, settings.score)
+        load = None
+        if settings.chooses_by_logits:  # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / E
+            load = torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts))
         return plan_and_record(
             logits=logits,
-            probs=expert_probs(logits, settings.score),
-            # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / experts
-            load=torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts)),
+            probs=probs,
+            load=load,
             chosen=chosen,
             weights=self._weights(best, scores.gather(-1, chosen)),
             kept=self._kept(chosen, scores),
         )
+
+    def _preferences(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return what a token chooses by, (B, T, E), of its noisy logits and scores."""
+        settings = self.config
+        if settings.chooses_by_logits:  # in the order of their scores, and finer
+            return logits
+        preferences = scores if self.balance is None else self.balance(logits, scores)
+        if settings.groups is None:
+            return preferences
+        return settings.groups.limit_scores(preferences, settings.k)
+
+    def after_step(self, record: RoutingRecord, progress: float) -> None:
+        """End a training step: what balances without a loss learns from the step's ``record``."""
+        if self.balance is not None and self.is_learning:
+            scores = expert_scores(record.logits.detach(), self.config.score)
+            self.balance.after_step(scores, record.chosen, progress)
 
     def _weights(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Weights (B, T, k) from the noisy logits and the scores of the chosen, both (B, T, k)."""
