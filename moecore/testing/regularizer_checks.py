@@ -10,7 +10,7 @@ from moecore.testing.requirements import assert_that, settings_of
 from moecore.testing.small_models import small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 
-NEEDS = frozenset({"routing", "load", "basis", "guidance", "two_views"})
+NEEDS = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "two_views"})
 
 
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:

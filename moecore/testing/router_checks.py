@@ -15,7 +15,12 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import NOT_IN_TEXTS, MoEFeedForward, build_moe_feed_forward
+from moecore.nn.layers.moe import (
+    NOT_IN_TEXTS,
+    MoEFeedForward,
+    build_moe_feed_forward,
+    update_routers,
+)
 from moecore.nn.predict import coupled_image_count
 from moecore.nn.routers.base import Router
 from moecore.testing.requirements import (
@@ -250,6 +255,7 @@ def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= 0.1 * gradient
+        update_routers(layer, [record], progress=0.0)
 
 
 def _check_causality(router: Any, layer: MoEFeedForward) -> None:

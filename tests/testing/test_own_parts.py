@@ -28,6 +28,7 @@ from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
 
 CAPACITY = {"capacity_factor": 0.5, "batch_priority": True}
+BIAS = {"kind": "loss_free", "rate": 0.1}
 ORDERED = {"k": 1, "capacity_factor": 0.5, "group_size": 1}  # causal: seats in the words' order
 EIGEN = experts.Eigen(number=4)
 ROUTERS = [
@@ -37,6 +38,11 @@ ROUTERS = [
     routers.NoisyTopK(**CAPACITY, group_size=2),
     routers.NoisyTopK(eval_capacity_factor=0.5, group_size=2),
     routers.NoisyTopK(**ORDERED),
+    routers.NoisyTopK(score="sigmoid", renormalise=True, scale=2.5, balance=BIAS),
+    routers.NoisyTopK(score="sqrt_softplus", start="orthonormal", input_jitter=0.1),
+    routers.NoisyTopK(k=1, score="sigmoid", noise_std=0, balance={"kind": "quantile"}),
+    routers.NoisyTopK(k=1, score="sigmoid", balance={"kind": "sinkhorn", "group_size": 2}),
+    routers.NoisyTopK(balance=BIAS, groups={"number": 2, "kept": 2, "per_group": 1}),
     routers.NoisyTopK(k=1, eval_capacity_factor=0.5, group_size=1),
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
     routers.ExpertChoice(),
@@ -60,7 +66,10 @@ EXPERTS = [
     *(experts.Eigen(factored_output=factored) for factored in (False, True)),
 ]
 REGULARIZERS = [
-    *(part() for part in list_classes(regularizers.Regularizer).values()),
+    *(part() for name, part in list_classes(regularizers.Regularizer).items() if name != "simbal"),
+    regularizers.Simbal(weight=0.1),
+    regularizers.SwitchBalance(level="sequence", count_from="probs"),
+    regularizers.SwitchBalance(level="group", group_size=3),
     regularizers.GroupSparsity(reduction="authors", padding="circular"),
 ]
 OBJECTIVES = ("task", "cross_entropy", "dlr", "balance", "routing_change")

@@ -24,9 +24,11 @@ class Sinkhorn(Balance):
     kind: Literal["sinkhorn"] = "sinkhorn"
     group_size: int = Field(8, ge=1, description="images that share a plan")
     tolerance: float = Field(
-        1e-4, gt=0, description="a plan is done when its experts' factors change by less, on average"
+        1e-4,
+        gt=0,
+        description="change of a plan's experts' factors at which it is done",
     )
-    rounds: int = Field(100, ge=1, description="at most; on a GPU, which is not waited for, always")
+    rounds: int = Field(100, ge=1, description="at most; on a GPU, not waited for: always")
 
     def build(self, experts: int, k: int) -> "SinkhornPlan":
         """Return what plans."""

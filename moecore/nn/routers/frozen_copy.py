@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -50,6 +51,11 @@ class FrozenCopy(Router):
     def k(self) -> int:
         """Experts per token."""
         return self.router.k
+
+    @property
+    def balance(self) -> Balance | None:
+        """What shifts the choice to an even load, while the router learns."""
+        return self.router.balance
 
     def with_k(self, k: int) -> Self:
         """Return the router with ``k`` experts per token."""

@@ -188,8 +188,8 @@ class NoisyTopKRouter(nn.Module):
         return self.training
 
     @property
-    def undecayed(self) -> list[nn.Parameter]:
-        """Return the parameters without weight decay: rows whose lengths a loss holds."""
+    def orthonormal_rows(self) -> list[nn.Parameter]:
+        """Return what a loss (simbal) keeps orthonormal, and weight decay leaves alone."""
         return [self.weight] if self.config.start == "orthonormal" else []
 
     def forward(

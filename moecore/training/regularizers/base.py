@@ -16,6 +16,9 @@ class Regularizer(Part, ABC):
     # "routing", "load" and "basis" of routers and experts, "guidance" of a teacher, "two_views"
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
+    # evens out the use of experts, as a router's balance does
+    balances_load: ClassVar[bool] = False
+
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
     @abstractmethod

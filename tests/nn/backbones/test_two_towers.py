@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.core.routing_records import ModelOutput
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import parameter_counts
