@@ -31,6 +31,7 @@ __all__ = [
     "routing_loss",
     "testing",
     "trace",
+    "update_routers",
     "upcycle",
 ]
 

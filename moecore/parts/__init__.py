@@ -15,6 +15,8 @@ from moecore.measure.base import PartStore as PartStore
 from moecore.measure.calibrators.base import Calibrator as Calibrator
 from moecore.measure.calibrators.base import FittedCalibrator as FittedCalibrator
 from moecore.nn.backbones.base_model import Backbone as Backbone
+from moecore.nn.balances.base import Balance as Balance
+from moecore.nn.balances.base import BalanceModule as BalanceModule
 from moecore.nn.dispatch import SparsePlan as SparsePlan
 from moecore.nn.experts.base import Experts as Experts
 from moecore.nn.kernels.grouped import full_precision as full_precision

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
@@ -23,6 +24,7 @@ from moecore.nn.layers.moe import (
 )
 from moecore.nn.predict import coupled_image_count
 from moecore.nn.routers.base import Router
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.requirements import (
     assert_that,
     draw_weights,
@@ -58,6 +60,22 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
     _check_resuming(settings, experts)
     if is_causal(settings):
         _check_causality(settings, layer)
+
+
+def check_balance(balance: Balance | type[Balance]) -> None:
+    """Raise AssertionError, in one line, where a router that chooses by a balance breaks a promise
+    of ``check_router``: what it keeps of a step lasts, and evaluation learns nothing.
+
+    balance: settings, or their class, whose defaults are then checked.
+    """
+    settings = NoisyTopK(score="sigmoid", balance=settings_of(balance))
+    check_router(settings)
+    layer = build_drawn_layer(settings).eval()
+    tokens, context = make_inputs(settings, layer)
+    before = copy.deepcopy(layer.state_dict())
+    update_routers(layer, layer(tokens, context)[1])
+    kept = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert_that(settings.balance, kept, "evaluation teaches it nothing")
 
 
 def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:

@@ -13,9 +13,11 @@ from moecore.measure.base import own_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
+from moecore.nn.balances.base import Balance
 from moecore.testing import (
     check_attack,
     check_backbone,
+    check_balance,
     check_calibrator,
     check_experts,
     check_measurement,
@@ -40,8 +42,6 @@ ROUTERS = [
     routers.NoisyTopK(**ORDERED),
     routers.NoisyTopK(score="sigmoid", renormalise=True, scale=2.5, balance=BIAS),
     routers.NoisyTopK(score="sqrt_softplus", start="orthonormal", input_jitter=0.1),
-    routers.NoisyTopK(k=1, score="sigmoid", noise_std=0, balance={"kind": "quantile"}),
-    routers.NoisyTopK(k=1, score="sigmoid", balance={"kind": "sinkhorn", "group_size": 2}),
     routers.NoisyTopK(balance=BIAS, groups={"number": 2, "kept": 2, "per_group": 1}),
     routers.NoisyTopK(k=1, eval_capacity_factor=0.5, group_size=1),
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
@@ -60,6 +60,7 @@ ROUTERS = [
         for selection in ("prune", "literal")
     ),
 ]
+BALANCES = [part() for part in list_classes(Balance).values()]
 EXPERTS = [
     *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
@@ -126,6 +127,11 @@ def test_routers(router):
 def test_a_router_that_shares_the_experts_bases(context, factored):
     shared = experts.Eigen(number=4, factored_output=factored)
     check_router(routers.Eigenbasis(context=context), shared)
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=repr)
+def test_balances(balance):
+    check_balance(balance)
 
 
 @pytest.mark.parametrize("part", EXPERTS, ids=repr)

@@ -54,7 +54,7 @@ class FrozenCopy(Router):
 
     @property
     def balance(self) -> Balance | None:
-        """What shifts the choice to an even load, while the router learns."""
+        """Return what shifts the choice to an even load, of the router of the first phase."""
         return self.router.balance
 
     def with_k(self, k: int) -> Self:
