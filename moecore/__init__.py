@@ -31,8 +31,8 @@ __all__ = [
     "routing_loss",
     "testing",
     "trace",
-    "update_routers",
     "upcycle",
+    "update_routers",
 ]
 
 RENAMED: dict[str, str] = {}  # a public name of the last minor version → its new one
