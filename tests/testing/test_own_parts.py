@@ -45,6 +45,8 @@ ROUTERS = [
     routers.NoisyTopK(balance=BIAS, groups={"number": 2, "kept": 2, "per_group": 1}),
     routers.NoisyTopK(k=1, eval_capacity_factor=0.5, group_size=1),
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
+    routers.Cosine(balance=BIAS, noise_std=1.0),
+    *(routers.TopP(k=k) for k in (3, None)),
     routers.ExpertChoice(),
     routers.ExpertChoice(k=1, capacity_factor=0.5, group_size=2),
     routers.SoftSlots(slots=3),

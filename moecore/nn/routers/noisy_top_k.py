@@ -135,8 +135,13 @@ class NoisyTopK(Router):
         return frozenset(name for name, is_given in given.items() if is_given)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
-        """The router of ``width``-wide tokens; UserError where k or groups do not fit ``experts``,
-        or ``width`` has no room for as many orthonormal rows.
+        """The router of ``width``-wide tokens; UserError where it cannot be of ``experts``."""
+        self.check_experts(width, experts)
+        return NoisyTopKRouter(self, width, experts)
+
+    def check_experts(self, width: int, experts: int) -> None:
+        """Raise UserError where k or groups do not fit ``experts``, or ``width`` has no room for as
+        many orthonormal rows.
         """
         self.check_k(experts)
         if self.groups is not None:
@@ -144,7 +149,6 @@ class NoisyTopK(Router):
         if self.start == "orthonormal" and experts > width:
             problem = f"found orthonormal, of {experts} rows (experts.number) of {width} numbers"
             raise UserError(f"router.start: {problem}; allowed: at most {width} experts, or normal")
-        return NoisyTopKRouter(self, width, experts)
 
 
 class NoisyTopKRouter(nn.Module):
@@ -226,18 +230,26 @@ class NoisyTopKRouter(nn.Module):
         scores = expert_scores(noisy, settings.score)
         chosen = top_k(self._preferences(noisy, scores), settings.k)
         best = noisy.gather(-1, chosen)
+        best_scores = scores.gather(-1, chosen)
+        valid = self.valid_slots(best_scores)
         probs = expert_probs(logits, settings.score)
         load = None
-        if settings.chooses_by_logits:  # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / E
+        if settings.chooses_by_logits and valid is None:
+            # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / E
             load = torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts))
         return plan_and_record(
             logits=logits,
             probs=probs,
             load=load,
             chosen=chosen,
-            weights=self._weights(best, scores.gather(-1, chosen)),
+            weights=self._weights(best, best_scores),
+            valid=valid,
             kept=self._kept(chosen, scores),
         )
+
+    def valid_slots(self, scores: Tensor) -> Tensor | None:
+        """Return which of the k best are chosen, (B, T, k) bool, by their scores; None: all."""
+        return None
 
     def _preferences(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Return what a token chooses by, (B, T, E), of its noisy logits and scores."""
