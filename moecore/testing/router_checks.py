@@ -13,7 +13,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.balances.base import Balance
-from moecore.nn.dispatch import Rows
+from moecore.nn.dispatch import Rows, dense_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import (
@@ -153,7 +153,10 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
 
     def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
         combine = twin(values, context)[1][0].combine
-        return sum_all_experts(twin.experts, values, combine)
+        routed = sum_all_experts(twin.experts, values, combine)
+        if twin.shared is None:
+            return routed
+        return routed + twin.shared(dense_rows(values)).view_as(values)
 
     promise = "the layer is the sum of all experts, weighted by combine"
     for training in (True, False):

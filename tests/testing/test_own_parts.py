@@ -64,7 +64,7 @@ ROUTERS = [
 ]
 BALANCES = [part() for part in list_classes(Balance).values()]
 EXPERTS = [
-    *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu")),
+    *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "swiglu")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
     *(experts.Eigen(factored_output=factored) for factored in (False, True)),
 ]
@@ -122,6 +122,12 @@ MEASUREMENTS = [own for name, own in own_measurements().items() if name not in E
 @pytest.mark.parametrize("router", ROUTERS, ids=repr)
 def test_routers(router):
     check_router(router)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_router_beside_shared_experts(activation):
+    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, activation=activation)
+    check_router(routers.NoisyTopK(), beside)
 
 
 @pytest.mark.parametrize("context", ["tokens", "attention_output", "learned"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import dense_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
@@ -95,11 +96,15 @@ class MoEFeedForward(FeedForward):
         experts: ExpertsModule,
         wants: frozenset[str] = frozenset(),
         lends: frozenset[str] = frozenset(),
+        shared: ExpertsModule | None = None,
     ) -> None:
-        """``wants``: what of the context the router reads; ``lends``: what experts provide."""
+        """``wants``: what of the context the router reads; ``lends``: what experts provide;
+        ``shared``: an expert that every token uses with weight 1.
+        """
         super().__init__()
         self.router = router
         self.experts = experts
+        self.shared = shared
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
         # in place of ``experts``, which other ranks share
@@ -112,7 +117,10 @@ class MoEFeedForward(FeedForward):
         if self.shares_basis:
             context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
-        return plan.combine(experts(plan.dispatch(tokens))), (record,)
+        output = plan.combine(experts(plan.dispatch(tokens)))
+        if self.shared is not None:
+            output = output + self.shared(dense_rows(tokens)).view_as(output)
+        return output, (record,)
 
 
 @torch.no_grad()
@@ -144,7 +152,8 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
         raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
     module = experts.build(width)
     routing = router.build(width, experts.number, module.lent_basis())
-    return MoEFeedForward(routing, module, router.wants, lends=experts.provides)
+    shared = experts.build_shared(width)
+    return MoEFeedForward(routing, module, router.wants, experts.provides, shared)
 
 
 def build_feed_forwards(

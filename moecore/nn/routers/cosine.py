@@ -1,4 +1,4 @@
-"""The cosine router of X-MoE (Chi et al. 2022): the angle between a token and an expert's embedding.
+"""The cosine router of X-MoE (Chi et al. 2022): the angle of a token and an expert's embedding.
 
 B images, T tokens per image, E experts, d width, d_e width of an embedding.
 """
