@@ -6,11 +6,15 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers.relu import Relu
 from moecore.testing.requirements import assert_that, settings_of
-from moecore.testing.small_models import small_step, small_vit
+from moecore.testing.small_models import EXPERTS, small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 
-NEEDS = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "two_views"})
+RELU = MoESettings(router=Relu(), experts=Mlp(number=EXPERTS), blocks="all")
+NEEDS = frozenset({"routing", "load", "basis", "orthonormal", "sparsity", "guidance", "two_views"})
 
 
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
@@ -22,7 +26,7 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     and without what it needs it is a UserError in one line.
     """
     settings = settings_of(regularizer)
-    model = small_vit()
+    model = small_vit(moe=RELU if "sparsity" in settings.needs else None)
     step = small_step(model)
     unknown = sorted(settings.needs - NEEDS)
     assert_that(settings, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")

@@ -47,6 +47,7 @@ ROUTERS = [
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
     routers.Cosine(balance=BIAS, noise_std=1.0),
     *(routers.TopP(k=k) for k in (3, None)),
+    routers.Relu(),
     routers.ExpertChoice(),
     routers.ExpertChoice(k=1, capacity_factor=0.5, group_size=2),
     routers.SoftSlots(slots=3),

@@ -68,6 +68,13 @@ def balanced(kind: str) -> Method:
     return Method(router=router, experts={"kind": "mlp", "number": 4})
 
 
+RELU = Method(
+    router={"kind": "relu"},
+    experts={"kind": "mlp", "number": 4},
+    regularizers=[{"kind": "adaptive_l1"}],
+)
+
+
 @pytest.mark.parametrize(
     ("stopped_after", "drop_path", "method"),
     [
@@ -75,6 +82,7 @@ def balanced(kind: str) -> Method:
         (3, 0.3, VMOE),
         (2, 0.0, balanced("loss_free")),
         (3, 0.0, balanced("quantile")),
+        (2, 0.0, RELU),
     ],
 )
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_path, method):
@@ -90,8 +98,10 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_pat
     again = logged_points(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
-    biases = [one for name, one in whole.model.named_buffers() if name.endswith("balance.bias")]
-    assert all(bias.any() for bias in biases) and bool(biases) == (method is not VMOE)
+    start = dropping().model.state_dict()
+    moved = {name for name, one in whole.model.named_buffers() if name in start}
+    assert all(not torch.equal(start[name], whole.model.get_buffer(name)) for name in moved)
+    assert bool(moved) == (method is not VMOE)  # biases, or weights of a loss
 
 
 def test_evaluation_and_attacks_teach_no_balance():

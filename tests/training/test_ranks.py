@@ -65,7 +65,7 @@ ENTRIES = {
             "groups": {"number": 2, "kept": 1},
             "balance": {"kind": "loss_free", "rate": 0.1, "rule": "proportional"},
         },
-        "experts": {"kind": "mlp", "number": 4},
+        "experts": {"kind": "mlp", "number": 4, "shared": 1},
         "regularizers": [
             {"kind": "simbal", "weight": 0.1},
             {"kind": "switch_balance", "level": "group", "group_size": 4},
@@ -78,6 +78,11 @@ ENTRIES = {
     "plan": {
         "router": {"kind": "noisy_top_k", "balance": {"kind": "sinkhorn", "group_size": 4}},
         "experts": {"kind": "mlp", "number": 4},
+    },
+    "relu": {
+        "router": {"kind": "relu", "k": 1, "l1_start": 0.1},
+        "experts": {"kind": "mlp", "number": 4},
+        "regularizers": [{"kind": "adaptive_l1"}],
     },
     "whole_batch": {
         "router": {"kind": "noisy_top_k"},
@@ -110,6 +115,7 @@ CASES = [
     "towers",
     "sigmoid",
 ]
+LEARNED = ("balance.bias", "l1_weight")  # buffers that steps teach
 FOUR = {"2": ["capacity", "clip", "bias"], "2e": ["ermoe"]}
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
 # of two ranks
@@ -206,9 +212,7 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
         points.append(metrics.values)
         if metrics.epoch == len(weights) + 1:
             values = [told(*one) for one in job.learners.named_parameters()]
-            biases = [
-                one for one in job.learners.named_buffers() if one[0].endswith("balance.bias")
-            ]
+            biases = [one for one in job.learners.named_buffers() if one[0].endswith(LEARNED)]
             weights.append(torch.cat([*values, *(told(*one) for one in biases)]))
         if len(weights) == epochs:
             break

@@ -138,10 +138,10 @@ def update_routers(
     if len(layers) != len(records):
         problem = f"found {len(records)} for {len(layers)} MoE layers"
         raise UserError(f"records: {problem}; allowed: those of one forward pass")
-    for layer, record in zip(layers, records, strict=True):
+    for place, layer in enumerate(layers):
         after_step = getattr(layer.router, "after_step", None)
         if after_step is not None:
-            after_step(record, progress)
+            after_step(records, place, progress)
 
 
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:

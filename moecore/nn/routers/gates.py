@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+Score = Literal["softmax", "sigmoid", "sqrt_softplus", "relu"]
 Renormalise = bool | Literal["straight"]
 EPSILON = 1e-20  # DeepSeek-V3's: beside any sum that is not 0 it is nothing
 
@@ -18,6 +18,8 @@ def expert_scores(logits: Tensor, score: Score) -> Tensor:
     """Return scores (B, T, E) ≥ 0 of logits (B, T, E); those of a softmax sum to 1."""
     if score == "sigmoid":
         return torch.sigmoid(logits)
+    if score == "relu":
+        return torch.relu(logits)
     if score == "sqrt_softplus":  # at a score of 0 the root's gradient is infinite
         return softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
     return torch.softmax(logits, dim=-1)

@@ -4,6 +4,7 @@ B images, T tokens per image, E experts, k chosen per token, d width.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -21,7 +22,6 @@ from moecore.nn.routers.capacity import exact_fraction, within_capacity
 from moecore.nn.routers.expert_groups import ExpertGroups
 from moecore.nn.routers.gates import (
     Renormalise,
-    Score,
     expert_probs,
     expert_scores,
     gate_weights,
@@ -62,7 +62,7 @@ class NoisyTopK(Router):
     task_gradient: bool = Field(
         True, description="false: the router learns from its losses only (TGR)"
     )
-    score: Score = Field(
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = Field(
         "softmax",
         description="what makes scores of logits: softmax over all experts, or of each expert by "
         "itself its sigmoid, or the root of its softplus",
@@ -261,9 +261,10 @@ class NoisyTopKRouter(nn.Module):
             return preferences
         return settings.groups.limit_scores(preferences, settings.k)
 
-    def after_step(self, record: RoutingRecord, progress: float) -> None:
-        """End a training step: what balances without a loss learns from the step's ``record``."""
+    def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
+        """End a training step: what balances without a loss learns from the step's own record."""
         if self.balance is not None and self.is_learning:
+            record = records[place]
             scores = expert_scores(record.logits.detach(), self.config.score)
             self.balance.after_step(scores, record.chosen, progress)
 

@@ -12,6 +12,7 @@ NEEDED_WORDS = {
     "load": "a router that provides load probabilities",
     "guidance": "a teacher",
     "orthonormal": "a router with start: orthonormal",
+    "sparsity": "the router relu",
     "basis": "experts or a router that have bases (eigen, eigenbasis)",
 }
 

@@ -83,10 +83,10 @@ def test_a_bias_moves_the_choice_against_the_load_and_no_weight(rule):
     weights = [[0.529412, 0.470588], [0.517241, 0.482759], [0.483871, 0.516129]]
     torch.testing.assert_close(plan.weights[0], torch.tensor(weights), atol=1e-6, rtol=0)
     before = router.balance.bias.clone()
-    router.eval().after_step(record, 0.0)
-    router.train().after_step(record, 0.5)
+    router.eval().after_step([record], 0, 0.0)
+    router.train().after_step([record], 0, 0.5)
     assert torch.equal(router.balance.bias, before)  # evaluation, and the time after `until`
-    router.after_step(record, 0.0)
+    router.after_step([record], 0, 0.0)
     torch.testing.assert_close(router.balance.bias, torch.tensor(RULES[rule]), atol=1e-6, rtol=0)
 
 
@@ -115,7 +115,7 @@ def test_quantiles_give_each_expert_its_share_at_the_tokens_cuts():
     router.balance.bias.copy_(bias)
     _, record = router.train()(torch.logit(scores)[None])
     assert record.chosen.sum(dim=(0, 1)).tolist() == [5, 1, 0]
-    router.after_step(record, 0.0)
+    router.after_step([record], 0, 0.0)
     new = torch.tensor([-0.231667, 0.123333, 0.108333])  # less their mean
     torch.testing.assert_close(router.balance.bias, new, atol=1e-6, rtol=0)
     assert router(torch.logit(scores)[None])[1].chosen.sum(dim=(0, 1)).tolist() == [1, 3, 2]
@@ -128,7 +128,7 @@ def test_quantiles_may_keep_a_share_of_the_old_bias():
     router = identity_router(3, k=1, balance={"kind": "quantile", "decay": 0.75}, **SIGMOID)
     _, record = router.train()(torch.logit(torch.tensor(QUANTILES))[None])
     needed = needed_biases(torch.tensor(QUANTILES), torch.zeros(3), 1)
-    router.after_step(record, 0.0)
+    router.after_step([record], 0, 0.0)
     torch.testing.assert_close(router.balance.bias, 0.25 * (needed - needed.mean()))
 
 
@@ -241,7 +241,7 @@ def test_a_frozen_router_keeps_its_bias():
     for progress, moves in ((0.0, True), (0.5, False)):
         before = router.balance.bias.clone()
         _, record = router(torch.randn(2, 9, 4), RoutingContext(progress=progress))
-        router.after_step(record, progress)
+        router.after_step([record], 0, progress)
         assert torch.equal(router.balance.bias, before) != moves
 
 
@@ -282,7 +282,7 @@ def test_what_cannot_stand_together_is_refused():
         NoisyTopK(balance={"kind": "sinkhorn"}).check_causal()
     few = router_of(k=1, balance={"kind": "quantile"})
     with pytest.raises(UserError, match="^router.balance: a step has 3 tokens"):
-        few.after_step(few.train()(torch.randn(1, 3, 4))[1], 0.0)
+        few.after_step([few.train()(torch.randn(1, 3, 4))[1]], 0, 0.0)
     all_chosen = router_of(k=4, balance={"kind": "quantile"})
     with pytest.raises(UserError, match="^router.k: found 4, .*; allowed: 1 to 3"):
-        all_chosen.after_step(all_chosen.train()(torch.randn(1, 3, 4))[1], 0.0)
+        all_chosen.after_step([all_chosen.train()(torch.randn(1, 3, 4))[1]], 0, 0.0)

@@ -262,11 +262,10 @@ def test_dropout_needs_single_choices(router):
 
 def test_shared_and_routed_swiglu_experts_by_hand():
     # Token (1, −1). Shared: gates ½ and ½, silu(½) = .31123, times values 0 and 1: .31123 (1, 1).
-    # Routed: silu(1) · 1 (1, 0) + silu(−1) · −2 (0, 1) = (.731059, .537883), and silu(1) · 1 (1, −1).
+    # Routed: silu(1) (1, 0) − 2 silu(−1) (0, 1) = (.731059, .537883), and silu(1) (1, −1).
     beside = Mlp(number=2, hidden_ratio=1.0, activation="swiglu", shared=1)
-    layer = MoESettings(router={"kind": "noisy_top_k", "renormalise": True}, experts=beside).build(
-        2
-    )
+    router = {"kind": "noisy_top_k", "renormalise": True}
+    layer = MoESettings(router=router, experts=beside).build(2)
     layer.router.weight.data = torch.tensor([[math.log(1.5), 0], [0, 0]])  # weights .6 and .4
     maps = {  # (E, d, gates and values) and (E, h, d)
         "shared": ([[[0.5, 1, 1, 1], [0, 0.5, 1, 0]]], [[[2.0, 0], [1, 1]]]),

@@ -1,14 +1,19 @@
 """Routers of other logits, and of another number of experts a token, by hand."""
 
+import math
+
 import pytest
 import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.nn.routers.cosine import Cosine
+from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.top_p import TopP
+from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, weighted_use
 from moecore.training.regularizers.entropy import entropy
 from tests.nn.routers import reference
+from tests.training.small import step
 
 
 def test_cosines_by_hand():
@@ -78,3 +83,42 @@ def test_tokens_of_unlike_numbers_get_their_weighted_sums():
         return reference.weighted_sum(layer, values, weights)
 
     reference.assert_like(layer, tokens, slow)
+
+
+LOGITS = [[[0.5, -1, 0.2, -0.1], [-0.3, -0.2, -0.1, -0.4], [1, 0.4, -0.5, -0.2]]]
+
+
+def test_relu_by_hand():
+    # Used: 2, 0 and 2 experts; n = (2, 1, 1, 0), sums of gates (1.5, .4, .2, 0) of three tokens:
+    # 4 (2 · 1.5 + .4 + .2) / 9 = 1.6. A third of 12 is used, more than 1 of 4: λ grows.
+    router = Relu(k=1).build(4, 4).train()
+    router.weight.data = torch.eye(4)
+    _, record = router(torch.tensor(LOGITS))
+    combine = [[[0.5, 0, 0.2, 0], [0, 0, 0, 0], [1, 0.4, 0, 0]]]
+    torch.testing.assert_close(record.combine, torch.tensor(combine))
+    probs = [[0.714286, 0, 0.285714, 0], [0.25] * 4, [0.714286, 0.285714, 0, 0]]
+    torch.testing.assert_close(record.probs[0], torch.tensor(probs), atol=1e-6, rtol=0)
+    term = weighted_use(record, 1)
+    assert term.item() == pytest.approx(1.6)
+    (gradient,) = torch.autograd.grad(term, router.weight)  # (E/k) n_e/N² x, where a gate is open
+    tokens = torch.tensor(LOGITS)[0]
+    expected = torch.stack([2 * (tokens[0] + tokens[2]), tokens[2], tokens[0], 0 * tokens[0]])
+    torch.testing.assert_close(gradient, 4 / 9 * expected)
+    router.after_step([record], 0, 0.0)
+    assert router.l1_weight.item() == pytest.approx(1.2e-8)
+    router.after_step([record._replace(chosen=record.chosen & False)], 0, 0.0)
+    router.eval().after_step([record], 0, 0.0)
+    assert router.l1_weight.item() == pytest.approx(1e-8)
+
+
+def test_all_layers_decide_what_the_weight_of_relu_becomes():
+    router = Relu(k=2).build(4, 4).train()
+    _, record = router(torch.randn(2, 6, 4))
+    full, half = (record._replace(chosen=record.chosen | True), record)
+    empty = record._replace(chosen=record.chosen & False)
+    for records, power in (([full, empty], 0), ([full, half, full], 1), ([empty, empty], -1)):
+        before = router.l1_weight.item()
+        router.after_step(records, 0, 0.0)
+        assert math.log(router.l1_weight.item() / before, 1.2) == pytest.approx(power, abs=1e-4)
+    with pytest.raises(UserError, match="^adaptive_l1: no router learns"):
+        AdaptiveL1()(step(record)._replace(model=torch.nn.Linear(1, 1)))
