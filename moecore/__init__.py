@@ -32,6 +32,7 @@ __all__ = [
     "testing",
     "trace",
     "upcycle",
+    "update_routers",
 ]
 
 RENAMED: dict[str, str] = {}  # a public name of the last minor version → its new one

@@ -100,6 +100,11 @@ def normal_like(values: Tensor) -> Tensor:
     return RowsOfBatch.of(torch.randn_like(_whole_batch_like(values)))
 
 
+def uniform_like(values: Tensor) -> Tensor:
+    """Uniform draws in [0, 1) for ``values`` (views · b, …), drawn as ``normal_like`` does."""
+    return RowsOfBatch.of(torch.rand_like(_whole_batch_like(values)))
+
+
 def bernoulli_like(values: Tensor, probability: float) -> Tensor:
     """0 or 1 for ``values`` (views · b, …), drawn as ``normal_like`` does."""
     return RowsOfBatch.of(torch.empty_like(_whole_batch_like(values)).bernoulli_(probability))

@@ -17,6 +17,7 @@ from moecore.face.families import routers as routers
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement as expert_agreement
 from moecore.measure.routing_metrics.layer_metrics import expert_counts as expert_counts
 from moecore.measure.routing_metrics.layer_metrics import load_cv2 as load_cv2
+from moecore.nn.layers.moe import update_routers as update_routers
 from moecore.nn.layers.standalone_moe import MoELayer as MoELayer
 from moecore.nn.layers.standalone_moe import trace_routing as trace
 from moecore.nn.predict import predict_in_batches as predict_in_batches

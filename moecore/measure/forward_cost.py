@@ -140,6 +140,8 @@ def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[For
                 )
                 _record_module(stack, module, "layer", mark, spans, {})
                 _record_module(stack, module.experts, "experts", mark, spans, seen)
+                if module.shared is not None:
+                    _record_module(stack, module.shared, "experts", mark, spans, {})
         yield spans
 
 

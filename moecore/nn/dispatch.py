@@ -34,6 +34,14 @@ class Rows(NamedTuple):
     pairs: RowPairs | None = None  # None: rows are no pairs
 
 
+def dense_rows(tokens: Tensor) -> Rows:
+    """Tokens (B, T, d) as the rows (B · T, d) of one expert that sees them all."""
+    values = to_autocast(tokens).flatten(0, 1)
+    ends = torch.full((1,), len(values), dtype=torch.int32, device=values.device)
+    order = torch.arange(len(values), device=values.device)
+    return Rows(values, ends, pairs=RowPairs(order, (*tokens.shape[:2], 1)))
+
+
 class SparsePlan(NamedTuple):
     """Each token goes to k experts and comes back as the weighted sum of their outputs.
 

@@ -10,6 +10,7 @@ from moecore.testing.calibrator_checks import check_calibrator as check_calibrat
 from moecore.testing.experts_checks import check_experts as check_experts
 from moecore.testing.measurement_checks import check_measurement as check_measurement
 from moecore.testing.regularizer_checks import check_regularizer as check_regularizer
+from moecore.testing.router_checks import check_balance as check_balance
 from moecore.testing.router_checks import check_router as check_router
 from moecore.testing.source_checks import check_source as check_source
 from moecore.testing.source_checks import check_source_preview as check_source_preview

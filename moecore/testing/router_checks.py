@@ -12,12 +12,19 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import Rows
+from moecore.nn.balances.base import Balance
+from moecore.nn.dispatch import Rows, dense_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import NOT_IN_TEXTS, MoEFeedForward, build_moe_feed_forward
+from moecore.nn.layers.moe import (
+    NOT_IN_TEXTS,
+    MoEFeedForward,
+    build_moe_feed_forward,
+    update_routers,
+)
 from moecore.nn.predict import coupled_image_count
 from moecore.nn.routers.base import Router
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.requirements import (
     assert_that,
     draw_weights,
@@ -53,6 +60,22 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
     _check_resuming(settings, experts)
     if is_causal(settings):
         _check_causality(settings, layer)
+
+
+def check_balance(balance: Balance | type[Balance]) -> None:
+    """Raise AssertionError, in one line, where a router that chooses by a balance breaks a promise
+    of ``check_router``: what it keeps of a step lasts, and evaluation learns nothing.
+
+    balance: settings, or their class, whose defaults are then checked.
+    """
+    settings = NoisyTopK(score="sigmoid", balance=settings_of(balance))
+    check_router(settings)
+    layer = build_drawn_layer(settings).eval()
+    tokens, context = make_inputs(settings, layer)
+    before = copy.deepcopy(layer.state_dict())
+    update_routers(layer, layer(tokens, context)[1])
+    kept = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert_that(settings.balance, kept, "evaluation teaches it nothing")
 
 
 def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
@@ -131,7 +154,10 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
 
     def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
         combine = twin(values, context)[1][0].combine
-        return sum_all_experts(twin.experts, values, combine)
+        routed = sum_all_experts(twin.experts, values, combine)
+        if twin.shared is None:
+            return routed
+        return routed + twin.shared(dense_rows(values)).view_as(values)
 
     promise = "the layer is the sum of all experts, weighted by combine"
     for training in (True, False):
@@ -251,6 +277,7 @@ def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter -= 0.1 * gradient
+        update_routers(layer, [record], progress=0.0)
 
 
 def _check_causality(router: Any, layer: MoEFeedForward) -> None:

@@ -23,7 +23,8 @@ IMAGE = ImageSpec(channels=1, size=SIDE, mean=(0.5,), std=(0.3,), task=CLASSES)
 def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> PatchTransformer:
     """A ViT of two blocks in evaluation mode; moe: of both, None for experts that have bases."""
     if moe is None:
-        moe = MoESettings(router=NoisyTopK(), experts=Eigen(number=EXPERTS), blocks="all")
+        router = NoisyTopK(start="orthonormal")
+        moe = MoESettings(router=router, experts=Eigen(number=EXPERTS), blocks="all")
     with torch.random.fork_rng(devices=[]):
         model = Vit(patch=4, width=16, depth=2, heads=2).build(image, moe).eval()
     draw_weights(model, std=0.3)

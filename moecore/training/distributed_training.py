@@ -137,9 +137,8 @@ def check_rank_batches(model: nn.Module, batch: int) -> None:
     current_ranks().rows(batch)
     size = current_ranks().size
     for module in model.modules():
-        group = getattr(getattr(module, "config", None), "group_size", None)
-        limited = getattr(getattr(module, "config", None), "capacity_factor", None)
-        if group is not None and limited is not None and (batch // size) % group:
+        group = getattr(module, "training_group", 1)
+        if (batch // size) % group:
             problem = f"group_size is {group}, and each of {size} ranks has {batch // size} images"
             raise UserError(
                 f"{problem}; allowed: a divisor of these, or a batch that {group} divides"

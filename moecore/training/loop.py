@@ -200,7 +200,7 @@ def train_step(
         elif settings.clip is not None:
             nn.utils.clip_grad_norm_(optimizer_parameters(optimizer), settings.clip, foreach=True)
         optimizer.step()
-        job.model.end_step()
+        job.model.end_step(output, progress)
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
     detached = {name: term.detach() for name, term in terms.items()}
     return {"loss": loss.detach()} | detached, job.objective.score(seen, terms) / batch.views

@@ -34,6 +34,13 @@ class TextTowerMethod(Config):
             if lacking := sorted(regularizer.needs - {"routing", "load"}):
                 problem = f"{regularizer.kind} needs {', '.join(lacking)}"
                 raise ValueError(f"text.regularizers: {problem}, which captions do not have")
+        if any(getattr(one, "level", "batch") != "batch" for one in self.regularizers):
+            problem = "a step's captions are routed together"
+            raise ValueError(f"text.regularizers: {problem}; allowed: level: batch")
+        balance = getattr(self.router, "balance", None)
+        if balance is not None and balance.kind == "quantile":
+            problem = "found quantile, which takes equally many tokens from all ranks"
+            raise ValueError(f"text.router.balance: {problem}; allowed: loss_free, sinkhorn")
         if self.regularizers and self.router is None:
             raise ValueError("text.regularizers: a dense text tower routes nothing; leave them out")
         return self

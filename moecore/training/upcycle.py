@@ -60,6 +60,7 @@ def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
     replaced = dict(dense.named_modules())
     for name, layer in model.named_modules():
         if isinstance(layer, MoEFeedForward):
+            check_no_shared_experts(layer)
             _check_activation(layer.experts, replaced.get(name), name)
             fill_experts(layer.experts, weights, f"{name}.")
     for name, value in weights.items():
@@ -84,6 +85,13 @@ def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
         raise UserError(f"upcycle: {problem}; {mend}")
 
 
+def check_no_shared_experts(layer: MoEFeedForward) -> None:
+    """Raise UserError where it is open which expert the dense MLP becomes."""
+    if layer.shared is not None:
+        problem = "shared experts beside copies would count the dense MLP twice"
+        raise UserError(f"experts.shared: {problem}; allowed: 0, or upcycle: false")
+
+
 def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
     """Raise UserError where a dense MLP has another activation than the experts made of it."""
     there = "quick_gelu" if getattr(mlp, "quick", False) else "gelu"
@@ -105,6 +113,8 @@ def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefi
         raise UserError(f"upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; {mend}")
     up = weights.pop(f"{prefix}fc1.weight", None)
     width, hidden = experts.down.shape[2], experts.down.shape[1]
+    if isinstance(experts, MlpExperts) and (experts.up_bias is None or experts.down_bias is None):
+        raise UserError("experts.activation: found swiglu, and a dense MLP has none; allowed: gelu")
     if up is None or up.shape != (hidden, width):
         held = "no dense MLP"
         if up is not None:

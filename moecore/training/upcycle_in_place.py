@@ -11,7 +11,7 @@ from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import Blocks, sparse_block_indices
 from moecore.nn.layers.standalone_moe import MoELayer
 from moecore.nn.routers.base import Router
-from moecore.training.upcycle import fill_experts
+from moecore.training.upcycle import check_no_shared_experts, fill_experts
 
 ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "QuickGELU": "quick_gelu"}  # timm's, ours
 ALLOWED = "timm's ViT, DeiT and Swin, whose blocks have an mlp of fc1, activation, fc2"
@@ -51,6 +51,7 @@ def _sparse_copy(mlp: Any, router: Router, experts: Experts) -> MoELayer:
     if (other := getattr(experts, "activation", activation)) != activation:
         raise UserError(f"experts.activation: found {other}; allowed: {activation}, as the model's")
     layer = MoELayer(mlp.fc1.in_features, router, experts)
+    check_no_shared_experts(layer.feed_forward)
     with torch.no_grad():
         fill_experts(layer.feed_forward.experts, mlp.state_dict(), "")
     return layer.to(mlp.fc1.weight).train(mlp.training)

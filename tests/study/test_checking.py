@@ -167,6 +167,24 @@ FILE = [
     ),
     (
         IMAGES,
+        {"methods.vmoe.router.balance": {"kind": "quantile"}},
+        "methods.vmoe.regularizers[0]",
+        "importance balances the load beside the router's quantile; allowed: one of both",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.router": {"kind": "noisy_top_k", "k": 4, "balance": {"kind": "quantile"}}},
+        "methods.vmoe.router.k",
+        "found 4, and quantile balances what 4 experts leave out; allowed: 1 to 3",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.regularizers": [{"kind": "simbal", "weight": 0.1}]},
+        "methods.vmoe.regularizers[0]",
+        "simbal needs a router with start: orthonormal, but noisy_top_k provides load, routing",
+    ),
+    (
+        IMAGES,
         {
             "methods.vmoe.regularizers": [{"kind": "pairwise_consistency"}],
             "pretrain.views": {},
@@ -306,6 +324,15 @@ FILE = [
 # With data and models, which takes longer
 RUN = [
     (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
+    (
+        IMAGES,
+        {
+            "methods.vmoe.router.groups": {"number": 3, "kept": 1},
+            "methods.vmoe.regularizers": [],
+        },
+        "methods.vmoe.router.groups.number",
+        "found 3; allowed: a divisor of experts.number, 4",
+    ),
     (IMAGES, {"model.heads": 5}, "model.heads", "allowed: a divisor of model.width = 32"),
     (IMAGES, {"model.depth": 10**9}, "model.depth", "found 1000000000"),
     (
@@ -499,6 +526,7 @@ LIMITED = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 1.0, "group_size": 
 # A router that sees later words: the last words of its key, its settings
 LOOKAHEADS = [
     ("router.kind", {"kind": "expert_choice"}),
+    ("router.balance.kind", {"kind": "noisy_top_k", "balance": {"kind": "sinkhorn"}}),
     ("router.kind", {"kind": "soft_slots"}),
     ("router.kind", {"kind": "hash", "by": "patch"}),
     ("router.kind", {"kind": "told"}),

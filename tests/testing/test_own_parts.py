@@ -13,9 +13,11 @@ from moecore.measure.base import own_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
+from moecore.nn.balances.base import Balance
 from moecore.testing import (
     check_attack,
     check_backbone,
+    check_balance,
     check_calibrator,
     check_experts,
     check_measurement,
@@ -28,6 +30,7 @@ from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
 
 CAPACITY = {"capacity_factor": 0.5, "batch_priority": True}
+BIAS = {"kind": "loss_free", "rate": 0.1}
 ORDERED = {"k": 1, "capacity_factor": 0.5, "group_size": 1}  # causal: seats in the words' order
 EIGEN = experts.Eigen(number=4)
 ROUTERS = [
@@ -37,8 +40,14 @@ ROUTERS = [
     routers.NoisyTopK(**CAPACITY, group_size=2),
     routers.NoisyTopK(eval_capacity_factor=0.5, group_size=2),
     routers.NoisyTopK(**ORDERED),
+    routers.NoisyTopK(score="sigmoid", renormalise=True, scale=2.5, balance=BIAS),
+    routers.NoisyTopK(score="sqrt_softplus", start="orthonormal", input_jitter=0.1),
+    routers.NoisyTopK(balance=BIAS, groups={"number": 2, "kept": 2, "per_group": 1}),
     routers.NoisyTopK(k=1, eval_capacity_factor=0.5, group_size=1),
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
+    routers.Cosine(balance=BIAS, noise_std=1.0),
+    *(routers.TopP(k=k) for k in (3, None)),
+    routers.Relu(),
     routers.ExpertChoice(),
     routers.ExpertChoice(k=1, capacity_factor=0.5, group_size=2),
     routers.SoftSlots(slots=3),
@@ -55,13 +64,17 @@ ROUTERS = [
         for selection in ("prune", "literal")
     ),
 ]
+BALANCES = [part() for part in list_classes(Balance).values()]
 EXPERTS = [
-    *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "linear")),
+    *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "linear", "swiglu")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
     *(experts.Eigen(factored_output=factored) for factored in (False, True)),
 ]
 REGULARIZERS = [
-    *(part() for part in list_classes(regularizers.Regularizer).values()),
+    *(part() for name, part in list_classes(regularizers.Regularizer).items() if name != "simbal"),
+    regularizers.Simbal(weight=0.1),
+    regularizers.SwitchBalance(level="sequence", count_from="probs"),
+    regularizers.SwitchBalance(level="group", group_size=3),
     regularizers.GroupSparsity(reduction="authors", padding="circular"),
 ]
 OBJECTIVES = ("task", "cross_entropy", "dlr", "balance", "routing_change")
@@ -116,11 +129,22 @@ def test_routers(router):
     check_router(router)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_router_beside_shared_experts(activation):
+    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, activation=activation)
+    check_router(routers.NoisyTopK(), beside)
+
+
 @pytest.mark.parametrize("context", ["tokens", "attention_output", "learned"])
 @pytest.mark.parametrize("factored", [False, True])
 def test_a_router_that_shares_the_experts_bases(context, factored):
     shared = experts.Eigen(number=4, factored_output=factored)
     check_router(routers.Eigenbasis(context=context), shared)
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=repr)
+def test_balances(balance):
+    check_balance(balance)
 
 
 @pytest.mark.parametrize("part", EXPERTS, ids=repr)

@@ -83,8 +83,10 @@ def logged_points(metrics) -> list:
 
 
 def assert_same_weights(one: TrainingJob, other: TrainingJob) -> None:
-    for ours, theirs in zip(one.learners.parameters(), other.learners.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    """Parameters and buffers."""
+    ours, theirs = one.learners.state_dict(), other.learners.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 def record(probs=None, load=None, logits=None):

@@ -14,6 +14,7 @@ from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.classification import Classification
+from moecore.training.adversarial import Adversarial
 from moecore.training.artifacts import load_adapted_model, load_card, load_model, save_model
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import BatchPrefetcher, TrainingJob, build_training_job, training_batch
@@ -61,12 +62,34 @@ def test_a_seed_gives_the_same_run_and_another_another():
     assert first == logged_points(train_job(made, SETTINGS, 0, CPU)) != other
 
 
-@pytest.mark.parametrize(("stopped_after", "drop_path"), [(2, 0.0), (3, 0.3)])
-def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_path):
+def balanced(kind: str) -> Method:
+    """V-MoE with sigmoid gates and a balance that learns of each step."""
+    router = {"kind": "noisy_top_k", "score": "sigmoid", "balance": {"kind": kind}}
+    return Method(router=router, experts={"kind": "mlp", "number": 4})
+
+
+RELU = Method(
+    router={"kind": "relu"},
+    experts={"kind": "mlp", "number": 4},
+    regularizers=[{"kind": "adaptive_l1"}],
+)
+
+
+@pytest.mark.parametrize(
+    ("stopped_after", "drop_path", "method"),
+    [
+        (2, 0.0, VMOE),
+        (3, 0.3, VMOE),
+        (2, 0.0, balanced("loss_free")),
+        (3, 0.0, balanced("quantile")),
+        (2, 0.0, RELU),
+    ],
+)
+def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_path, method):
     def dropping(seed: int = 0) -> TrainingJob:
         torch.manual_seed(seed)
         vit = Vit(patch=4, width=16, depth=4, heads=2, drop_path=drop_path)
-        return task()._replace(model=vit.build(IMAGE, VMOE.moe))
+        return task(method)._replace(model=vit.build(IMAGE, method.moe))
 
     whole = dropping()
     expected = logged_points(train_job(whole, SETTINGS, 0, CPU))
@@ -75,6 +98,24 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_pat
     again = logged_points(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
+    start = dropping().model.state_dict()
+    moved = {name for name, one in whole.model.named_buffers() if name in start}
+    assert all(not torch.equal(start[name], whole.model.get_buffer(name)) for name in moved)
+    assert bool(moved) == (method is not VMOE)  # biases, or weights of a loss
+
+
+def test_evaluation_and_attacks_teach_no_balance():
+    job = task(balanced("loss_free"))
+    settings = SETTINGS.model_copy(update={"adversarial": Adversarial(steps=2), "log_every": 1})
+    for done, _ in enumerate(train_job(job, settings, 0, CPU), 1):
+        bias = job.model.blocks[1].mlp.router.balance.bias
+        # as many updates as steps, of a rate of 1e-3 or none
+        assert bias.abs().max() < 1.0005e-3 * done
+        if done == 2:
+            before = bias.clone()
+            validation_metrics(job.model, job.validation)
+            assert torch.equal(bias, before) and bias.any()
+            break
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,39 @@ ENTRIES = {
         "experts": {"kind": "mlp", "number": 4},
         "regularizers": [{"kind": "load"}],
     },
+    "bias": {
+        "router": {
+            "kind": "noisy_top_k",
+            "score": "sigmoid",
+            "start": "orthonormal",
+            "input_jitter": 0.1,
+            "groups": {"number": 2, "kept": 1},
+            "balance": {"kind": "loss_free", "rate": 0.1, "rule": "proportional"},
+        },
+        "experts": {"kind": "mlp", "number": 4, "shared": 1},
+        "regularizers": [
+            {"kind": "simbal", "weight": 0.1},
+            {"kind": "switch_balance", "level": "group", "group_size": 4},
+        ],
+    },
+    "quantile": {
+        "router": {"kind": "noisy_top_k", "score": "sigmoid", "balance": {"kind": "quantile"}},
+        "experts": {"kind": "mlp", "number": 4},
+    },
+    "plan": {
+        "router": {"kind": "noisy_top_k", "balance": {"kind": "sinkhorn", "group_size": 4}},
+        "experts": {"kind": "mlp", "number": 4},
+    },
+    "relu": {
+        "router": {"kind": "relu", "k": 1, "l1_start": 0.1},
+        "experts": {"kind": "mlp", "number": 4},
+        "regularizers": [{"kind": "adaptive_l1"}],
+    },
+    "whole_batch": {
+        "router": {"kind": "noisy_top_k"},
+        "experts": {"kind": "mlp", "number": 4},
+        "regularizers": [{"kind": "switch_balance", "weight": 0.1}],
+    },
 }
 METHODS = {name: Method.model_validate(entry) for name, entry in ENTRIES.items()}
 SETTINGS = Training(
@@ -83,9 +116,11 @@ CASES = [
     "towers",
     "sigmoid",
 ]
-FOUR = {"2": ["capacity", "clip"], "2e": ["ermoe"]}
+LEARNED = ("balance.bias", "l1_weight")  # buffers that steps teach
+FOUR = {"2": ["capacity", "clip", "bias"], "2e": ["ermoe"]}
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
-WITHOUT_SHARDS = ("mix", "adversarial", "sgd", "drop_path", "prc_moge", "sigmoid")  # of two ranks
+# of two ranks
+WITHOUT_SHARDS = ("mix", "adversarial", "sgd", "drop_path", "prc_moge", "sigmoid", "whole_batch")
 
 
 def meshed_cases(size: int, mesh: str) -> list[str]:
@@ -177,7 +212,9 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     for metrics in train_job(job, settings, 0, CPU):
         points.append(metrics.values)
         if metrics.epoch == len(weights) + 1:
-            weights.append(torch.cat([told(*one) for one in job.learners.named_parameters()]))
+            values = [told(*one) for one in job.learners.named_parameters()]
+            biases = [one for one in job.learners.named_buffers() if one[0].endswith(LEARNED)]
+            weights.append(torch.cat([*values, *(told(*one) for one in biases)]))
         if len(weights) == epochs:
             break
     hook.remove()

@@ -21,7 +21,7 @@ from moecore.core.routing_records import (
 )
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.correspondence import align_teacher_probs
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches
 from moecore.tasks.base import Reduction
 
@@ -254,8 +254,12 @@ class BackboneModel(Model):
     def begin_streams(self) -> None:
         """Streams begin anew: forget what they left."""
 
-    def end_step(self) -> None:
-        """Update what the optimiser does not, after each of its steps; on every rank."""
+    def end_step(self, output: ModelOutput, progress: float) -> None:
+        """Update what the optimiser does not, after each of its steps; on every rank.
+
+        output: of the step's forward pass.  progress: share of the training that is done.
+        """
+        update_routers(self, output.routing, progress)
 
     @abstractmethod
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation
 from moecore.tasks.image_text import NONE, ImageText
 
@@ -129,8 +129,12 @@ class TwoTowerModel(BackboneModel):
         self.train(self.training)
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """Clip the logit scale; in the forward pass its gradient would be 0 beyond (open_clip)."""
+    def end_step(self, output: ModelOutput, progress: float) -> None:
+        """Update both towers' routers, and clip the logit scale: in the forward pass its gradient
+        would be 0 beyond (open_clip).
+        """
+        update_routers(self.visual, output.routing, progress)
+        update_routers(self.text, output.text_routing, progress)
         self.logit_scale.clamp_(max=HIGHEST)
 
     def begin_finetuning(self) -> None:

@@ -26,6 +26,10 @@ class Experts(Part, ABC):
     def build(self, width: int) -> "ExpertsModule":
         """Return the experts of ``width``-wide tokens."""
 
+    def build_shared(self, width: int) -> "ExpertsModule | None":
+        """Return experts that see every token beside these, as one; None where there are none."""
+        return None
+
 
 class ExpertsModule(nn.Module):
     """The experts of a layer: ``experts(rows)`` with Rows of values (R, d) returns such values."""

@@ -3,9 +3,9 @@
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu
+from torch.nn.functional import gelu, relu, silu
 
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
@@ -13,11 +13,12 @@ from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.nn.layers.block import keep_linear, quick_gelu
 
-ACTIVATIONS = {"gelu": gelu, "relu": relu, "quick_gelu": quick_gelu, "linear": keep_linear}
-
 
 class Mlp(Experts):
-    """Each expert is Linear(d, h), an activation, Linear(h, d), with biases."""
+    """Each expert is Linear(d, h), an activation, Linear(h, d), with biases; or SwiGLU without.
+
+    ``shared`` further ones see every token with weight 1, beside the routed (DeepSeekMoE).
+    """
 
     kind: Literal["mlp"] = "mlp"
     number: int = Field(8, ge=2, le=2**16, description="experts")
@@ -29,16 +30,35 @@ class Mlp(Experts):
         description="experts start apart, or all the same (as V-MoE), with timm's weights of a "
         "ViT; flat: apart, uniform within 1 / √(d·h), as SMoE language models start",
     )
-    activation: Literal["gelu", "relu", "quick_gelu", "linear"] = Field(
-        "gelu", description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none"
+    activation: Literal["gelu", "relu", "quick_gelu", "linear", "swiglu"] = Field(
+        "gelu",
+        description="quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none; swiglu: two maps to "
+        "h numbers, silu of one times the other, no biases: three matrices, so as large at 2/3 of "
+        "the ratio",
+    )
+    shared: int = Field(
+        0, ge=0, description="experts that every token uses, beside the routed; fewer than these"
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
     )
 
+    @model_validator(mode="after")
+    def _more_routed_than_shared(self) -> "Mlp":
+        if self.shared >= self.number:
+            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {self.number - 1}")
+        return self
+
     def build(self, width: int) -> "MlpExperts":
         """The experts of ``width``-wide tokens."""
         return MlpExperts(self, width)
+
+    def build_shared(self, width: int) -> "MlpExperts | None":
+        """Return the shared experts of ``width``-wide tokens as one that is as wide as all."""
+        if not self.shared:
+            return None
+        size = {"number": 1, "hidden_ratio": self.hidden_ratio * self.shared}
+        return MlpExperts(self.model_copy(update=size), width)
 
 
 class MlpExperts(ExpertsModule):
@@ -49,16 +69,15 @@ class MlpExperts(ExpertsModule):
         hidden = max(1, round(config.hidden_ratio * width))
         self.activation = config.activation
         self.dropout = config.dropout
-        self.up, self.up_bias = _linears(config, width, hidden)
+        self.up, self.up_bias = _linears(config, width, hidden, 1 + (config.activation == "swiglu"))
         self.down, self.down_bias = _linears(config, hidden, width)
 
     def forward(self, rows: Rows) -> Tensor:
         maps = (self.up, self.up_bias, self.down, self.down_bias)
         if self.activation == "gelu" and not self.dropout:
             return grouped_mlp(rows.values, *maps, rows.offsets)
-        hidden = ACTIVATIONS[self.activation](
-            grouped_linear(rows.values, self.up, self.up_bias, rows.offsets)
-        )
+        active = ACTIVATIONS[self.activation]
+        hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
         hidden = self._drop_hidden(hidden, rows)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
 
@@ -72,13 +91,34 @@ class MlpExperts(ExpertsModule):
         return hidden * (kept.flatten(0, 2).index_select(0, rows.pairs.order) / (1 - rate))
 
 
-def _linears(config: Mlp, inputs: int, outputs: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weights (E, inputs, outputs), truncated normal or uniform (``init``), and zero biases."""
+def gate_with_silu(hidden: Tensor) -> Tensor:
+    """Return silu of the first half of (R, 2h) times the second, (R, h) (Shazeer 2020)."""
+    gate, value = hidden.chunk(2, dim=-1)
+    return silu(gate) * value
+
+
+ACTIVATIONS = {
+    "gelu": gelu,
+    "relu": relu,
+    "quick_gelu": quick_gelu,
+    "linear": keep_linear,
+    "swiglu": gate_with_silu,
+}
+
+
+def _linears(
+    config: Mlp, inputs: int, outputs: int, maps: int = 1
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weights (E, inputs, maps · outputs), truncated normal or uniform (``init``), and zero biases,
+    which SwiGLU has not.
+    """
+    bias = None
+    if config.activation != "swiglu":
+        bias = nn.Parameter(torch.zeros(config.number, outputs))
     if config.init == "flat":
         bound = (inputs * outputs) ** -0.5
-        weights = nn.init.uniform_(torch.empty(config.number, inputs, outputs), -bound, bound)
-        return nn.Parameter(weights), nn.Parameter(torch.zeros(config.number, outputs))
+        weights = torch.empty(config.number, inputs, maps * outputs)
+        return nn.Parameter(nn.init.uniform_(weights, -bound, bound)), bias
     drawn = config.number if config.init == "independent" else 1
-    weight = nn.init.trunc_normal_(torch.empty(drawn, inputs, outputs), std=0.02)
-    weights = nn.Parameter(weight.expand(config.number, -1, -1).contiguous())
-    return weights, nn.Parameter(torch.zeros(config.number, outputs))
+    weight = nn.init.trunc_normal_(torch.empty(drawn, inputs, maps * outputs), std=0.02)
+    return nn.Parameter(weight.expand(config.number, -1, -1).contiguous()), bias

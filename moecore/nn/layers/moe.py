@@ -1,14 +1,16 @@
 """The mixture-of-experts layer that takes the place of a block's feed-forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import dense_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
@@ -94,11 +96,15 @@ class MoEFeedForward(FeedForward):
         experts: ExpertsModule,
         wants: frozenset[str] = frozenset(),
         lends: frozenset[str] = frozenset(),
+        shared: ExpertsModule | None = None,
     ) -> None:
-        """``wants``: what of the context the router reads; ``lends``: what experts provide."""
+        """``wants``: what of the context the router reads; ``lends``: what experts provide;
+        ``shared``: an expert that every token uses with weight 1.
+        """
         super().__init__()
         self.router = router
         self.experts = experts
+        self.shared = shared
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
         # in place of ``experts``, which other ranks share
@@ -111,7 +117,31 @@ class MoEFeedForward(FeedForward):
         if self.shares_basis:
             context = context._replace(basis=experts.lent_basis())
         plan, record = self.router(tokens, context)
-        return plan.combine(experts(plan.dispatch(tokens))), (record,)
+        output = plan.combine(experts(plan.dispatch(tokens)))
+        if self.shared is not None:
+            output = output + self.shared(dense_rows(tokens)).view_as(output)
+        return output, (record,)
+
+
+@torch.no_grad()
+def update_routers(
+    model: nn.Module, records: Sequence[RoutingRecord], progress: float = 0.0
+) -> None:
+    """End a training step: routers with a balance (bias, quantile) learn from its ``records``.
+
+    Once after each step of the optimizer, and on every rank, with the records of that step's
+    forward pass: one of each MoE layer of ``model``, in their order (of a foreign model as
+    ``trace`` collects them). progress: share of the training that is done. Raises UserError where
+    there are not as many records as layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
+    if len(layers) != len(records):
+        problem = f"found {len(records)} for {len(layers)} MoE layers"
+        raise UserError(f"records: {problem}; allowed: those of one forward pass")
+    for place, layer in enumerate(layers):
+        after_step = getattr(layer.router, "after_step", None)
+        if after_step is not None:
+            after_step(records, place, progress)
 
 
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:
@@ -122,7 +152,8 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
         raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
     module = experts.build(width)
     routing = router.build(width, experts.number, module.lent_basis())
-    return MoEFeedForward(routing, module, router.wants, lends=experts.provides)
+    shared = experts.build_shared(width)
+    return MoEFeedForward(routing, module, router.wants, experts.provides, shared)
 
 
 def build_feed_forwards(

@@ -30,6 +30,9 @@ class Router(Part, ABC):
 
         tokens: (B, T, width).  context: RoutingContext.  A plan has ``dispatch(tokens) -> Rows``
         and ``combine(rows) -> tokens``.  basis: the experts' (E, d, r), where they lend theirs.
+        What is no gradient a module may learn by ``after_step(records, place, progress)``, which
+        the loop calls after each step of the optimizer with the records of all layers and which of
+        them is its own; such state is a buffer.
         """
 
     @property

@@ -31,18 +31,23 @@ def within_capacity(
     Every ``group_size`` images share a capacity; the images left over at the end form a smaller
     group.  Returns (B, T, k) bool.
     """
-    full = len(experts) // group_size * group_size
     kept = []
-    for part, images in ((slice(0, full), group_size), (slice(full, None), len(experts) - full)):
-        if not len(experts[part]):
-            continue
-        groups = experts[part].unflatten(0, (-1, images)).flatten(1, 2)
+    for index, groups in enumerate(group_images(experts, group_size)):
         ranks = None
         if priority is not None:
-            ranks = _queue_places(priority[part].unflatten(0, (-1, images)).flatten(1, 2))
+            ranks = _queue_places(group_images(priority, group_size)[index])
         most = expert_capacity(groups.shape[1], experts.shape[2], factor, number)
-        kept.append((_places_in_expert(groups, ranks) < most).reshape(experts[part].shape))
+        kept.append((_places_in_expert(groups, ranks) < most).reshape(-1, *experts.shape[1:]))
     return torch.cat(kept)
+
+
+def group_images(values: Tensor, group_size: int) -> list[Tensor]:
+    """Return values (B, T, …) as groups (G, S, …) of the tokens of ``group_size`` images each; the
+    images left over at the end are a smaller group, behind.
+    """
+    full = len(values) // group_size * group_size
+    parts = ((values[:full], group_size), (values[full:], len(values) - full))
+    return [part.unflatten(0, (-1, size)).flatten(1, 2) for part, size in parts if len(part)]
 
 
 def _queue_places(priority: Tensor) -> Tensor:

@@ -66,6 +66,11 @@ class ExpertChoiceRouter(nn.Module):
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
 
+    @property
+    def training_group(self) -> int:
+        """Images among whose tokens an expert chooses in training."""
+        return self.config.group_size
+
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[ExpertChoicePlan, RoutingRecord]:

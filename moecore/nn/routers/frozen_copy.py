@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
-from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
@@ -52,6 +52,11 @@ class FrozenCopy(Router):
         """Experts per token."""
         return self.router.k
 
+    @property
+    def balance(self) -> Balance | None:
+        """Return what shifts the choice to an even load, of the router of the first phase."""
+        return self.router.balance
+
     def with_k(self, k: int) -> Self:
         """Return the router with ``k`` experts per token."""
         return self.model_copy(update={"router": self.router.model_copy(update={"k": k})})
@@ -77,17 +82,19 @@ class FrozenCopyRouter(NoisyTopKRouter):
     def __init__(self, config: FrozenCopy, width: int, experts: int) -> None:
         super().__init__(config.router, width, experts)
         self.until = config.until
-        self._quiet = False
+        self._frozen = False
+
+    @property
+    def is_learning(self) -> bool:
+        """Return whether a call draws noise: in training, until the router is frozen."""
+        return self.training and not self._frozen
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
-        frozen = self._quiet = self.training and context.progress >= self.until
-        weight = self.weight.detach() if frozen else self.weight
-        with full_precision(tokens):
-            return self.decide(router_logits(tokens, weight))
+        self._frozen = self.training and context.progress >= self.until
+        return super().forward(tokens, context)
 
-    def _noise(self) -> float:
-        if self._quiet:
-            return 0.0
-        return super()._noise()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits (B, T, E) of tokens (B, T, d)."""
+        return router_logits(tokens, self.weight.detach() if self._frozen else self.weight)

@@ -4,6 +4,7 @@ B images, T tokens per image, E experts, k chosen per token, d width.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,11 +13,19 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.core.streams import normal_like
+from moecore.core.streams import normal_like, uniform_like
+from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
+from moecore.nn.routers.expert_groups import ExpertGroups
+from moecore.nn.routers.gates import (
+    Renormalise,
+    expert_probs,
+    expert_scores,
+    gate_weights,
+)
 from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
 
 
@@ -43,7 +52,7 @@ class NoisyTopK(Router):
         False, description="serve tokens in the order of their largest gate"
     )
     group_size: int = Field(8, ge=1, description="images that share a capacity")
-    renormalise: bool | Literal["straight"] = Field(
+    renormalise: Renormalise = Field(
         False,
         description=(
             "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); "
@@ -52,6 +61,28 @@ class NoisyTopK(Router):
     )
     task_gradient: bool = Field(
         True, description="false: the router learns from its losses only (TGR)"
+    )
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = Field(
+        "softmax",
+        description="what makes scores of logits: softmax over all experts, or of each expert by "
+        "itself its sigmoid, or the root of its softplus",
+    )
+    scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="factor of all weights")
+    groups: ExpertGroups | None = Field(
+        None, description="groups of experts, a few of which a token chooses within; null: none"
+    )
+    balance: Balance | None = Field(
+        None, description="what shifts the choice to an even load, without a loss; null: nothing"
+    )
+    input_jitter: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="the router's tokens in training are times uniform draws within 1 ± this",
+    )
+    start: Literal["normal", "orthonormal"] = Field(
+        "normal",
+        description="orthonormal: the router's rows start so, and have no weight decay (simbal)",
     )
 
     @model_validator(mode="after")
@@ -62,6 +93,18 @@ class NoisyTopK(Router):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_beside_balance(self) -> "NoisyTopK":
+        if self.groups is not None and self.balance is not None and self.balance.is_alone:
+            problem = f"found a balance of kind {self.balance.kind} beside `groups`"
+            raise ValueError(f"{problem}; allowed: loss_free, or no groups")
+        return self
+
+    @property
+    def chooses_by_logits(self) -> bool:
+        """Return whether the largest noisy logits choose: then a chance of being chosen is known"""
+        return self.groups is None and self.balance is None
+
     @property
     def has_capacity(self) -> bool:
         """Return whether experts leave tokens out, in training or in evaluation."""
@@ -71,6 +114,8 @@ class NoisyTopK(Router):
         """Raise UserError where a later token, or one of another sequence, may take a token's place
         in an expert: under a capacity all but one choice per token, in the tokens' own order.
         """
+        if self.balance is not None:
+            self.balance.check_causal(f"{key}.balance")
         if not self.has_capacity:
             return
         for name, most, why in (
@@ -86,12 +131,24 @@ class NoisyTopK(Router):
     @property
     def provides(self) -> frozenset[str]:
         """Return what its record gives beyond probs."""
-        return frozenset({"load"})
+        given = {"load": self.chooses_by_logits, "orthonormal": self.start == "orthonormal"}
+        return frozenset(name for name, is_given in given.items() if is_given)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
-        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
-        self.check_k(experts)
+        """The router of ``width``-wide tokens; UserError where it cannot be of ``experts``."""
+        self.check_experts(width, experts)
         return NoisyTopKRouter(self, width, experts)
+
+    def check_experts(self, width: int, experts: int) -> None:
+        """Raise UserError where k or groups do not fit ``experts``, or ``width`` has no room for as
+        many orthonormal rows.
+        """
+        self.check_k(experts)
+        if self.groups is not None:
+            self.groups.check_experts(experts, self.k)
+        if self.start == "orthonormal" and experts > width:
+            problem = f"found orthonormal, of {experts} rows (experts.number) of {width} numbers"
+            raise UserError(f"router.start: {problem}; allowed: at most {width} experts, or normal")
 
 
 class NoisyTopKRouter(nn.Module):
@@ -101,6 +158,8 @@ class NoisyTopKRouter(nn.Module):
     softmax over all experts before the choice and are not renormalised after it, so that k = 1
     still has a task gradient. Capacity holds in training only, unless ``eval_capacity_factor`` says
     otherwise: it couples the images of a group, and without it evaluation and attacks drop nothing.
+
+    A router of other logits overrides ``logits``; all else is this decision.
     """
 
     def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
@@ -111,65 +170,120 @@ class NoisyTopKRouter(nn.Module):
         self.factors = tuple(
             None if factor is None else exact_fraction(factor) for factor in factors
         )
+        self.balance = None if config.balance is None else config.balance.build(experts, config.k)
         # as the ViT's other linears
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
+        if config.start == "orthonormal":
+            nn.init.orthogonal_(self.weight)
 
     @property
     def coupled(self) -> int:
         """Images whose predictions depend on each other in evaluation; 1 where none do."""
         return 1 if self.config.eval_capacity_factor is None else self.config.group_size
 
+    @property
+    def training_group(self) -> int:
+        """Images whose routing depends on each other in training; 1 where none does."""
+        return 1 if self.config.capacity_factor is None else self.config.group_size
+
+    @property
+    def is_learning(self) -> bool:
+        """Return whether a call draws noise, and what balances learns of a step: in training."""
+        return self.training
+
+    @property
+    def orthonormal_rows(self) -> list[nn.Parameter]:
+        """Return what a loss (simbal) keeps orthonormal, and weight decay leaves alone."""
+        return [self.weight] if self.config.start == "orthonormal" else []
+
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            return self.decide(router_logits(tokens, self.weight))
+            return self.decide(self.logits(tokens), self._jittered_logits(tokens))
 
-    def decide(self, logits: Tensor) -> tuple[SparsePlan, RoutingRecord]:
-        """The decision of these logits (B, T, E)."""
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The clean logits (B, T, E) of tokens (B, T, d)."""
+        return router_logits(tokens, self.weight)
+
+    def _jittered_logits(self, tokens: Tensor) -> Tensor | None:
+        """The logits of tokens times 1 ± jitter; None where there is none."""
+        jitter = self.config.input_jitter
+        if not jitter or not self.is_learning:
+            return None
+        wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+        return self.logits(wide * (1 + jitter * (2 * uniform_like(wide) - 1)))
+
+    def decide(
+        self, logits: Tensor, jittered: Tensor | None = None
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        """The decision of these logits (B, T, E): noise, scores, choice, weights, capacity.
+
+        jittered: (B, T, E), by which experts are chosen and weighed in the place of ``logits``.
+        """
+        settings = self.config
         experts = logits.shape[-1]
-        std = self._noise()
+        std = settings.noise_std / experts if self.is_learning else 0.0
+        noisy = logits if jittered is None else jittered
         if std:
-            noisy = logits + normal_like(logits) * std
-        else:
-            noisy = logits
-        gates = torch.softmax(noisy, dim=-1)
-        chosen = top_k(noisy, self.config.k)
+            noisy = noisy + normal_like(noisy) * std
+        scores = expert_scores(noisy, settings.score)
+        chosen = top_k(self._preferences(noisy, scores), settings.k)
         best = noisy.gather(-1, chosen)
+        best_scores = scores.gather(-1, chosen)
+        valid = self.valid_slots(best_scores)
+        probs = expert_probs(logits, settings.score)
+        load = None
+        if settings.chooses_by_logits and valid is None:
+            # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / E
+            load = torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts))
         return plan_and_record(
             logits=logits,
-            probs=torch.softmax(logits, dim=-1),
-            # 1 − Φ((τ − logits)/σ)
-            load=torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts)),
+            probs=probs,
+            load=load,
             chosen=chosen,
-            weights=self._weights(best, gates.gather(-1, chosen)),
-            kept=self._kept(chosen, gates),
+            weights=self._weights(best, best_scores),
+            valid=valid,
+            kept=self._kept(chosen, scores),
         )
 
-    def _weights(self, logits: Tensor, gates: Tensor) -> Tensor:
-        """Weights (B, T, k) from the noisy logits and the gates of the chosen, both (B, T, k)."""
-        weights = gates
-        if self.config.renormalise == "straight":
-            weights = gates / gates.sum(dim=-1, keepdim=True).detach()
-        elif self.config.renormalise:
-            # = gates / their sum, without dividing by a sum that may underflow
-            weights = torch.softmax(logits, dim=-1)
-        if self.config.task_gradient:
+    def valid_slots(self, scores: Tensor) -> Tensor | None:
+        """Return which of the k best are chosen, (B, T, k) bool, by their scores; None: all."""
+        return None
+
+    def _preferences(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return what a token chooses by, (B, T, E), of its noisy logits and scores."""
+        settings = self.config
+        if settings.chooses_by_logits:  # in the order of their scores, and finer
+            return logits
+        preferences = scores if self.balance is None else self.balance(logits, scores)
+        if settings.groups is None:
+            return preferences
+        return settings.groups.limit_scores(preferences, settings.k)
+
+    def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
+        """End a training step: what balances without a loss learns from the step's own record."""
+        if self.balance is not None and self.is_learning:
+            record = records[place]
+            scores = expert_scores(record.logits.detach(), self.config.score)
+            self.balance.after_step(scores, record.chosen, progress)
+
+    def _weights(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Weights (B, T, k) from the noisy logits and the scores of the chosen, both (B, T, k)."""
+        settings = self.config
+        weights = gate_weights(logits, scores, settings.score, settings.renormalise)
+        if settings.scale != 1:
+            weights = weights * settings.scale
+        if settings.task_gradient:
             return weights
         return weights.detach()
 
-    def _noise(self) -> float:
-        """Standard deviation of the noise; without any ``load`` is smoothed by 1 / experts."""
-        if self.training:
-            return self.config.noise_std / len(self.weight)
-        return 0.0
-
-    def _kept(self, chosen: Tensor, gates: Tensor) -> Tensor | None:
+    def _kept(self, chosen: Tensor, scores: Tensor) -> Tensor | None:
         settings = self.config
         factor = self.factors[self.training]
         if factor is None:
             return None
         priority = None
         if settings.batch_priority:
-            priority = gates.detach().amax(dim=-1)
-        return within_capacity(chosen, priority, gates.shape[-1], factor, settings.group_size)
+            priority = scores.detach().amax(dim=-1)
+        return within_capacity(chosen, priority, scores.shape[-1], factor, settings.group_size)

@@ -9,9 +9,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
-from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
@@ -53,8 +50,6 @@ class TopKSoftmaxRouter(NoisyTopKRouter):
         nn.init.uniform_(self.weight, -bound, bound)
         self.bias = nn.Parameter(nn.init.uniform_(torch.empty(experts), -bound, bound))
 
-    def forward(
-        self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan, RoutingRecord]:
-        with full_precision(tokens):
-            return self.decide(router_logits(tokens, self.weight, self.bias))
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits (B, T, E) of tokens (B, T, d), with a bias."""
+        return router_logits(tokens, self.weight, self.bias)

@@ -11,6 +11,8 @@ NEEDED_WORDS = {
     "routing": "a router",
     "load": "a router that provides load probabilities",
     "guidance": "a teacher",
+    "orthonormal": "a router with start: orthonormal",
+    "sparsity": "the router relu",
     "basis": "experts or a router that have bases (eigen, eigenbasis)",
 }
 
@@ -19,6 +21,7 @@ def method_misfits(study: Study) -> Misfits:
     """Yield where a method does not find what its parts need."""
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)
+        yield from _balance(name, method)
         yield from _size(study, name, method)
         if method.guided_finetuning and not method.guided:
             text = "nothing of the method needs a teacher; allowed: false, null, or with router_kl"
@@ -46,6 +49,23 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
         lacking = regularizer.needs & set(NEEDED_WORDS) - method.provided
         for need in sorted(lacking):
             yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}; allowed: others"
+
+
+def _balance(name: str, method: Method) -> Misfits:
+    """Yield where a router's balance finds nothing to balance, or a loss beside it."""
+    balance = getattr(method.router, "balance", None)
+    if balance is None or method.router is None or method.experts is None:
+        return
+    number = method.experts.number
+    try:
+        balance.check_k(int(method.router.active(number)), number)
+    except UserError as error:
+        yield ("methods", name, "router", "k"), str(error).removeprefix("router.k: ")
+    for index, regularizer in enumerate(method.regularizers):
+        if balance.is_alone and regularizer.balances_load:
+            problem = f"{regularizer.kind} balances the load beside the router's {balance.kind}"
+            place = ("methods", name, "regularizers", index)
+            yield place, f"{problem}; allowed: one of both, or the balance loss_free"
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:

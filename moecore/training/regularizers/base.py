@@ -17,6 +17,9 @@ class Regularizer(Part, ABC):
     # "truth" of the data
     needs: ClassVar[frozenset[str]] = frozenset({"routing"})
 
+    # evens out the use of experts, as a router's balance does
+    balances_load: ClassVar[bool] = False
+
     weight: float = Field(1.0, ge=0, description="factor in the objective")
 
     @abstractmethod

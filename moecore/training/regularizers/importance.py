@@ -1,6 +1,6 @@
 """No expert collects more probability than others (Shazeer et al. 2017; V-MoE)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -14,6 +14,8 @@ from moecore.training.regularizers.layer_terms import sum_over_layers
 
 class Importance(Regularizer):
     """The importance loss, summed over MoE layers. TGR-MoE calls it the load loss."""
+
+    balances_load: ClassVar[bool] = True
 
     kind: Literal["importance"] = "importance"
     weight: float = Field(0.005, ge=0, description="factor in the objective")

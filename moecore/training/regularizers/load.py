@@ -16,6 +16,7 @@ class Load(Regularizer):
     """The load loss, summed over MoE layers, of routers that give the chance of being chosen."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
+    balances_load: ClassVar[bool] = True
 
     kind: Literal["load"] = "load"
     weight: float = Field(0.005, ge=0, description="factor in the objective")

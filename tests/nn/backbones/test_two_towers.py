@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.core.routing_records import ModelOutput
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import parameter_counts
@@ -154,7 +155,7 @@ def test_sides_have_length_one_times_the_scale():
 def test_the_scale_ends_at_100_and_comes_back():
     job = captioned(METHODS["dense"])
     job.model.logit_scale.data.fill_(9.0)
-    job.model.end_step()
+    job.model.end_step(ModelOutput(torch.zeros(())), 0.0)
     assert job.model.logit_scale.exp().item() == pytest.approx(100)
     list(
         train_job(job, SETTINGS, 0, CPU)

@@ -1,13 +1,16 @@
 """Eigen experts: W1 = U diag(s) Bᵀ, and QR that leaves their function alone. Experts: MLPs."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch.nn.functional import gelu, linear, relu
 
 from moecore.core.files import UserError
-from moecore.nn.dispatch import Rows, SparsePlan
+from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
 from moecore.nn.experts.base import default_rank
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
@@ -256,3 +259,60 @@ def test_dropout_needs_single_choices(router):
     else:
         with pytest.raises(UserError, match=f"experts.dropout: found 0.5, .* {router.kind}"):
             moe.build(8)
+
+
+def test_shared_and_routed_swiglu_experts_by_hand():
+    # Token (1, −1). Shared: gates ½ and ½, silu(½) = .31123, times values 0 and 1: .31123 (1, 1).
+    # Routed: silu(1) (1, 0) − 2 silu(−1) (0, 1) = (.731059, .537883), and silu(1) (1, −1).
+    beside = Mlp(number=2, hidden_ratio=1.0, activation="swiglu", shared=1)
+    router = {"kind": "noisy_top_k", "renormalise": True}
+    layer = MoESettings(router=router, experts=beside).build(2)
+    layer.router.weight.data = torch.tensor([[math.log(1.5), 0], [0, 0]])  # weights .6 and .4
+    maps = {  # (E, d, gates and values) and (E, h, d)
+        "shared": ([[[0.5, 1, 1, 1], [0, 0.5, 1, 0]]], [[[2.0, 0], [1, 1]]]),
+        "experts": (
+            [[[1, 0, 1, 0], [0, 1, 0, 2]], [[0, 0, 0.5, 0], [-1, 0, -0.5, 0]]],
+            [[[1.0, 0], [0, 1]], [[1, -1], [0, 0]]],
+        ),
+    }
+    for name, (up, down) in maps.items():
+        module = layer.get_submodule(name)
+        module.up.data, module.down.data = torch.tensor(up), torch.tensor(down)
+        assert module.up_bias is None and module.down_bias is None
+    output, (record,) = layer.eval()(torch.tensor([[[1.0, -1.0]]]))
+    torch.testing.assert_close(record.combine.flatten(), torch.tensor([0.6, 0.4]))
+    expected = torch.tensor([1.042288, 0.341536])
+    torch.testing.assert_close(output.flatten(), expected, atol=1e-6, rtol=0)
+
+
+def test_fine_grained_experts_have_the_same_weights():
+    # 4 experts of 32 hidden numbers, 2 a token; or 15 and a shared one of 8 numbers, 7 a token.
+    counts = []
+    for number, ratio, shared, active in ((4, 4.0, 0, 2), (15, 1.0, 1, 7)):
+        layer = MoESettings(
+            router={"kind": "noisy_top_k", "k": active},
+            experts=Mlp(number=number, hidden_ratio=ratio, shared=shared),
+        ).build(8)
+        of_one = layer.experts.up[0].numel() + layer.experts.down[0].numel()
+        beside = 0 if layer.shared is None else layer.shared.up.numel() + layer.shared.down.numel()
+        counts.append(
+            (number * of_one + beside, active * of_one + beside, layer.router.weight.numel())
+        )
+    assert counts == [(2048, 1024, 32), (2048, 1024, 120)]
+
+
+def test_a_token_that_a_capacity_drops_keeps_its_shared_expert():
+    torch.manual_seed(0)
+    beside = Mlp(number=2, hidden_ratio=1.0, shared=1)
+    router = {"kind": "noisy_top_k", "k": 1, "capacity_factor": 0.2}
+    layer = MoESettings(router=router, experts=beside).build(8).train()
+    tokens = torch.randn(1, 40, 8)
+    output, (record,) = layer(tokens)
+    dropped = ~(record.combine > 0).any(dim=-1)
+    assert dropped.sum() > 20
+    torch.testing.assert_close(output[dropped], layer.shared(dense_rows(tokens))[dropped[0]])
+
+
+def test_shared_experts_that_cannot_be_are_refused():
+    with pytest.raises(ValidationError, match="shared: found 4; allowed: 0 to 3"):
+        Mlp(number=4, shared=4)

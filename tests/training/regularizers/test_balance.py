@@ -16,6 +16,8 @@ from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load
 from moecore.training.regularizers.region_routing import RegionRouting, region_routing_loss
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
+from moecore.training.regularizers.simbal import Simbal, orthonormality_penalty
+from moecore.training.regularizers.switch_balance import SwitchBalance
 from moecore.training.regularizers.teacher_router import TeacherRouter, teacher_router_terms
 from moecore.training.regularizers.truth_kl import truth_kl
 from moecore.training.regularizers.z_loss import ZLoss, z_loss
@@ -223,3 +225,69 @@ def test_no_label_no_loss():
     loss.backward()
     assert loss == 0 and (scores.grad == 0).all()
     assert RegionRouting()(step_of(torch.rand(1, 3, 2), None)) == 0
+
+
+SWITCH = [
+    [[0.4, 0.3, 0.2, 0.1], [0.5, 0.1, 0.3, 0.1]],
+    [[0.1, 0.2, 0.3, 0.4], [0.4, 0.35, 0.15, 0.1]],
+]
+
+
+def routed_record(probs, k):
+    """A record of these probs, of which the k largest were chosen."""
+    probs = torch.as_tensor(probs)
+    most = probs.topk(k, dim=-1).indices
+    return record(probs=probs)._replace(chosen=torch.zeros_like(probs).scatter(-1, most, 1).bool())
+
+
+@pytest.mark.parametrize(
+    ("probs", "k", "level", "value"),
+    [
+        # f = (3, 2, 2, 1)/8, P = (1.4, .95, .95, .7)/4: 4/32 · (4.2 + 1.9 + 1.9 + .7)
+        (SWITCH, 2, "batch", 1.0875),
+        (SWITCH, 2, "group", 1.0875),
+        # images: f = (2, 1, 1, 0)/4 and P = (.45, .2, .25, .1): 1.35; (1, 1, 1, 1)/4: 1
+        (SWITCH, 2, "sequence", 1.175),
+        # f = (¾, ¼), P = (.385, .615): below 1, as both oppose
+        ([[[0.51, 0.49], [0.51, 0.49], [0.51, 0.49], [0.01, 0.99]]], 1, "batch", 0.885),
+    ],
+)
+def test_switch_balance_by_hand(probs, k, level, value):
+    term = SwitchBalance(level=level, group_size=len(probs))
+    assert term(step(routed_record(probs, k))).item() == pytest.approx(value)
+
+
+def test_the_gradient_of_switch_balance_is_the_share_of_choices():
+    # E f_e / N with f = (3, 2, 2, 1)/8: 4 f / 4 = f
+    probs = torch.tensor(SWITCH, requires_grad=True)
+    SwitchBalance()(step(routed_record(probs, 2))).backward()
+    expected = torch.tensor([0.375, 0.25, 0.25, 0.125])
+    torch.testing.assert_close(probs.grad, expected.expand_as(probs))
+
+
+@pytest.mark.parametrize(("counts", "value"), [("routed", 1.116587), ("probs", 1.225962)])
+def test_deepseeks_loss_counts_as_it_is_told(counts, value):
+    # The first expert's bias −.3 changes the second choice alone: .7 − .3 < .5; .9 − .3 ≥ .6.
+    scores = torch.tensor([[[0.9, 0.6, 0.3], [0.7, 0.5, 0.4]], [[0.2, 0.8, 0.6], [0.9, 0.1, 0.3]]])
+    biased = torch.nn.functional.one_hot(torch.tensor([[0, 1], [1, 0]]), 3).bool()
+    probs = scores / scores.sum(dim=-1, keepdim=True)
+    layer = record(probs=probs)._replace(chosen=biased)
+    term = SwitchBalance(level="sequence", count_from=counts)
+    assert term(step(layer)).item() == pytest.approx(value, abs=1e-6)
+
+
+def test_groups_that_do_not_divide_a_step_are_refused():
+    with pytest.raises(UserError, match=r"^switch_balance.group_size: found 8, .*; allowed: a div"):
+        SwitchBalance(level="group")(step(routed_record(SWITCH, 2)))
+
+
+def test_simbal_by_hand():
+    # WWᵀ − I = (−.18, .53; .53, −.07); its gradient 2 sign(·) W, 0 at orthonormal rows
+    weight = torch.tensor([[0.9, 0.1, 0], [0.5, 0.8, 0.2]], requires_grad=True)
+    loss = orthonormality_penalty(weight=weight)
+    assert loss.item() == pytest.approx(1.31)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(gradient, torch.tensor([[-0.8, 1.4, 0.4], [0.8, -1.4, -0.4]]))
+    assert orthonormality_penalty(weight=torch.eye(2, 3)).item() == 0
+    with pytest.raises(UserError, match="^simbal: no router's rows start orthonormal; give"):
+        Simbal(weight=1.0)(step(record(probs=PROBS))._replace(model=torch.nn.Linear(1, 1)))

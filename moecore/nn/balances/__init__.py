@@ -1,0 +1,1 @@
+"""Ways to an even load without a loss, one a file: each shifts what experts are chosen by."""

@@ -1,0 +1,68 @@
+"""The cosine router of X-MoE (Chi et al. 2022): the angle of a token and an expert's embedding.
+
+B images, T tokens per image, E experts, d width, d_e width of an embedding.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers.token_choice import router_logits
+
+FLOOR = 1e-6  # of a length that is divided by: a token of zeros has the cosine 0 with all
+HOTTEST = math.log(100)  # what the logarithm of the learned factor counts at most
+
+
+class Cosine(NoisyTopK):
+    """Logits are cosines in a narrow space over a learned temperature; all else is noisy top-k's.
+
+    Its gates are not renormalised unless ``renormalise`` says so, and no noise is drawn by default.
+    """
+
+    kind: Literal["cosine"] = "cosine"
+    noise_std: float = Field(
+        0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
+    )
+    embedding: int | None = Field(
+        None, ge=2, description="width of the space of the cosines; null: half the experts"
+    )
+    temperature: float = Field(0.3, ge=0.01, description="what cosines are divided by at the start")
+
+    @model_validator(mode="after")
+    def _directions_alone(self) -> "Cosine":
+        if self.start != "normal":
+            raise ValueError("start: found orthonormal, but lengths play no part; allowed: normal")
+        return self
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
+        """The router of ``width``-wide tokens; UserError where k or groups do not fit."""
+        self.check_experts(width, experts)
+        return CosineRouter(self, width, experts)
+
+
+class CosineRouter(NoisyTopKRouter):
+    """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
+
+    ``weight`` (E, d_e) are the experts' embeddings, ``projection`` (d_e, d) brings tokens there,
+    ``log_factor`` is −ln of the temperature.
+    """
+
+    def __init__(self, config: Cosine, width: int, experts: int) -> None:
+        narrow = config.embedding or max(2, experts // 2)
+        super().__init__(config, narrow, experts)
+        # lengths near 1 let the optimizer turn them as fast as it changes other weights
+        nn.init.normal_(self.weight, std=narrow**-0.5)
+        drawn = nn.init.trunc_normal_(torch.empty(narrow, width), std=0.02)
+        self.projection = nn.Parameter(drawn)
+        self.log_factor = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The cosines over the temperature, (B, T, E), of tokens (B, T, d)."""
+        directions = normalize(router_logits(tokens, self.projection), dim=-1, eps=FLOOR)
+        cosines = router_logits(directions, normalize(self.weight, dim=-1, eps=FLOOR))
+        return cosines * self.log_factor.clamp(max=HOTTEST).exp()

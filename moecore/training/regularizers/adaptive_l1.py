@@ -1,0 +1,43 @@
+"""ReMoE's loss: ReLU gates are small where experts are used much (Wang et al. 2024)."""
+
+from typing import ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.ranks import total_over_ranks
+from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
+from moecore.training.regularizers.base import Regularizer
+from moecore.training.regularizers.layer_terms import check_has_experts
+
+
+class AdaptiveL1(Regularizer):
+    """The loss of the router relu, times the weight λ that this learns; summed over MoE layers."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "sparsity"})
+    balances_load: ClassVar[bool] = True
+
+    kind: Literal["adaptive_l1"] = "adaptive_l1"
+    weight: float = Field(1.0, ge=0, description="factor in the objective, beside the router's λ")
+
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
+        check_has_experts(step)
+        named = step.model.named_buffers()
+        weights = [one for name, one in named if name.endswith("router.l1_weight")]
+        if not weights:
+            raise UserError("adaptive_l1: no router learns its weight; allowed: the router relu")
+        k = step.model.moe.router.k
+        terms = [weighted_use(record, k) for record in step.output.routing]
+        return weights[0] * cast(Tensor, sum(terms))
+
+
+def weighted_use(record: RoutingRecord, k: int) -> Tensor:
+    """(E/k) Σ_e (n_e/N) mean_i g_ie of one layer (ReMoE, §3.3): its gates (B, T, E) are
+    ``record.combine``, n_e how many of the N tokens of all ranks use an expert, without gradient.
+    """
+    counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
+    gates = total_over_ranks(record.combine.sum(dim=(0, 1)))
+    tokens = total_over_ranks(torch.full_like(counts[0], record.chosen[..., 0].numel()))
+    return len(counts) / k * (counts / tokens * gates / tokens).sum()

@@ -1,0 +1,41 @@
+"""Similarity-preserving balance: the router's rows stay orthonormal (SimBal, 2506.14038)."""
+
+from typing import ClassVar, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import ObjectiveInputs
+from moecore.training.regularizers.base import Regularizer
+from moecore.training.sharded_state import to_full_tensor
+
+
+class Simbal(Regularizer):
+    """The loss on the rows of every router that starts orthonormal, summed over MoE layers."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "orthonormal"})
+
+    kind: Literal["simbal"] = "simbal"
+    weight: float = Field(ge=0, description="factor in the objective; the paper's text has none")
+
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
+        rows = [
+            rows
+            for module in step.model.modules()
+            for rows in getattr(module, "orthonormal_rows", ())
+        ]
+        if not rows:
+            mend = "give the router `start: orthonormal`, or remove it"
+            raise UserError(f"simbal: no router's rows start orthonormal; {mend}")
+        return cast(Tensor, sum(orthonormality_penalty(weight=to_full_tensor(one)) for one in rows))
+
+
+def orthonormality_penalty(*, weight: Tensor) -> Tensor:
+    """Sum of |WWᵀ − I| over all entries, of a router's weight (E, d): a scalar ≥ 0, 0 where its
+    rows are orthonormal.
+    """
+    products = weight @ weight.mT
+    identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    return (products - identity).abs().sum()

@@ -1,0 +1,75 @@
+"""The Switch and GShard load balancing loss, over a sequence, a group of images or the batch."""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.ranks import total_over_ranks
+from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
+from moecore.nn.routers.capacity import group_images
+from moecore.training.regularizers.base import Regularizer
+from moecore.training.regularizers.layer_terms import sum_over_layers
+
+Level = Literal["sequence", "group", "batch"]
+
+
+class SwitchBalance(Regularizer):
+    """The load balancing loss, summed over MoE layers, mean over the sets of tokens of a level.
+
+    With level sequence, count_from probs and weight 1e-4 it is DeepSeek-V3's.
+    """
+
+    balances_load: ClassVar[bool] = True
+
+    kind: Literal["switch_balance"] = "switch_balance"
+    weight: float = Field(0.01, ge=0, description="factor in the objective")
+    level: Level = Field(
+        "batch",
+        description="over which tokens the use is to be even: those of each image or sequence, of "
+        "each group of images, or of the batch over all ranks, in which images may differ",
+    )
+    group_size: int = Field(8, ge=1, description="images of a group; for the level group alone")
+    count_from: Literal["routed", "probs"] = Field(
+        "routed", description="which experts count: the chosen, or those of the largest probs"
+    )
+
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
+        return sum_over_layers(step, self.of_layer)
+
+    def of_layer(self, record: RoutingRecord) -> Tensor:
+        """Return the loss of one layer's tokens; UserError where groups do not divide them."""
+        counted = record.chosen
+        if self.count_from == "probs":
+            counted = most_probable(record.probs, record.chosen.sum(dim=-1, keepdim=True))
+        images = len(counted)
+        if self.level == "group" and images % self.group_size:
+            problem = f"found {self.group_size}, and a rank's step has {images} images"
+            raise UserError(f"switch_balance.group_size: {problem}; allowed: a divisor of these")
+        size = {"sequence": 1, "group": self.group_size, "batch": images}[self.level]
+        counts = group_images(counted, size)[0].sum(dim=1)
+        probs = group_images(record.probs, size)[0].sum(dim=1)
+        if self.level == "batch":
+            counts, probs = total_over_ranks(counts), total_over_ranks(probs)
+        return switch_balance(counts=counts, probs=probs)
+
+
+def switch_balance(*, counts: Tensor, probs: Tensor) -> Tensor:
+    """E Σ_e f_e P_e, mean over G sets of tokens (Switch, eq. 4–6; GShard; 2501.11873).
+
+    counts: (G, E), how many of a set's choices fell on each expert; f is their share, without
+    gradient.  probs: (G, E), the sum of a set's probs; P is their mean, as a token's sum to 1.
+    Returns a scalar: 1 where f or P is even, E/k where k experts have all of both.
+    """
+    shares = counts / counts.sum(dim=-1, keepdim=True).clamp_min(1)
+    means = probs / probs.sum(dim=-1, keepdim=True).detach()
+    return probs.shape[-1] * (shares * means).sum(dim=-1).mean()
+
+
+def most_probable(probs: Tensor, number: Tensor) -> Tensor:
+    """Return which experts (B, T, E) are among each token's ``number`` (B, T, 1) most probable."""
+    order = probs.detach().argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(probs.shape[-1], device=probs.device).expand_as(order)
+    return torch.zeros_like(order).scatter(-1, order, places) < number

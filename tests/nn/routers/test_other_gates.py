@@ -1,0 +1,124 @@
+"""Routers of other logits, and of another number of experts a token, by hand."""
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moecore.core.files import UserError
+from moecore.nn.routers.cosine import Cosine
+from moecore.nn.routers.relu import Relu
+from moecore.nn.routers.top_p import TopP
+from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, weighted_use
+from moecore.training.regularizers.entropy import entropy
+from tests.nn.routers import reference
+from tests.training.small import step
+
+
+def test_cosines_by_hand():
+    # (3, 4, 1) is projected to (3, 4): its cosine with (1, 0) is .6, with (.6, .8) 1, with (−1, 1)
+    # 1 / (5 √2) = .141421; over .3, and the softmax's largest weighs.
+    router = Cosine(k=1, embedding=2).build(3, 3)
+    router.projection.data = torch.eye(2, 3)
+    router.weight.data = torch.tensor([[1, 0], [0.6, 0.8], [-1, 1]])
+    _, record = router(torch.tensor([[[3.0, 4, 1]]]))
+    torch.testing.assert_close(record.logits[0, 0], torch.tensor([2, 10 / 3, 0.471405]))
+    probs = torch.tensor([0.199581, 0.757142, 0.043277])
+    torch.testing.assert_close(record.probs[0, 0], probs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(record.combine[0, 0], torch.tensor([0, 0.757142, 0]))
+    twice = router(torch.tensor([[[6.0, 8, 5]]]))[1]  # a longer token of the same direction
+    torch.testing.assert_close(twice.logits, record.logits)
+
+
+def test_a_token_of_zeros_is_undecided_and_the_temperature_has_a_floor():
+    router = Cosine(k=1).build(4, 6)
+    tokens = torch.zeros(1, 1, 4, requires_grad=True)
+    logits = router(tokens)[1].logits
+    (gradient,) = torch.autograd.grad(logits.square().sum(), tokens)
+    assert not logits.any() and gradient.isfinite().all()
+    router.log_factor.data.fill_(9.0)
+    logits = router(torch.randn(2, 5, 4))[1].logits
+    assert logits.abs().max() <= 100.001
+    (gradient,) = torch.autograd.grad(logits.sum(), router.log_factor)
+    assert gradient == 0
+    with pytest.raises(ValidationError, match="start: found orthonormal.*; allowed: normal"):
+        Cosine(start="orthonormal")
+
+
+def test_top_p_by_hand():
+    # .45 > .4 at once; .3 + .3 > .4 takes two, the lower number first.
+    probs = torch.tensor([[[0.45, 0.3, 0.15, 0.1], [0.3, 0.3, 0.25, 0.15]]])
+    router = TopP(threshold=0.4).build(4, 4)
+    router.weight.data = torch.eye(4)
+    _, record = router(probs.log())
+    expected = torch.tensor([[[0.45, 0, 0, 0], [0.3, 0.3, 0, 0]]])
+    torch.testing.assert_close(record.combine, expected)
+    assert torch.equal(record.chosen, expected > 0) and torch.equal(
+        record.load, (expected > 0) * 1.0
+    )
+    assert entropy(probs=record.probs).item() == pytest.approx(1.294436, abs=1e-6)
+
+
+def test_a_token_that_no_share_suffices_for_uses_all_or_as_many_as_it_may():
+    even = torch.zeros(1, 1, 4)
+    for k, number in ((None, 4), (2, 2)):
+        router = TopP(threshold=0.99, k=k).build(4, 4)
+        assert router(even)[1].chosen.sum() == number
+    with pytest.raises(UserError, match="^router.k is 5, but there are 4 experts"):
+        TopP(k=5).build(4, 4)
+
+
+def test_tokens_of_unlike_numbers_get_their_weighted_sums():
+    layer = reference.layer_of(TopP(threshold=0.6))
+    tokens = torch.randn(3, 7, 8, requires_grad=True)
+    number = layer(tokens)[1][0].chosen.sum(dim=-1)
+    assert number.min() == 1 and number.max() > 2
+
+    def slow(values):
+        probs = (values @ layer.router.weight.T).softmax(dim=-1)
+        ordered = probs.sort(dim=-1, descending=True)
+        kept = (ordered.values.cumsum(dim=-1) - ordered.values) <= 0.6
+        weights = torch.zeros_like(probs).scatter(-1, ordered.indices, ordered.values * kept)
+        return reference.weighted_sum(layer, values, weights)
+
+    reference.assert_like(layer, tokens, slow)
+
+
+LOGITS = [[[0.5, -1, 0.2, -0.1], [-0.3, -0.2, -0.1, -0.4], [1, 0.4, -0.5, -0.2]]]
+
+
+def test_relu_by_hand():
+    # Used: 2, 0 and 2 experts; n = (2, 1, 1, 0), sums of gates (1.5, .4, .2, 0) of three tokens:
+    # 4 (2 · 1.5 + .4 + .2) / 9 = 1.6. A third of 12 is used, more than 1 of 4: λ grows.
+    router = Relu(k=1).build(4, 4).train()
+    router.weight.data = torch.eye(4)
+    _, record = router(torch.tensor(LOGITS))
+    combine = [[[0.5, 0, 0.2, 0], [0, 0, 0, 0], [1, 0.4, 0, 0]]]
+    torch.testing.assert_close(record.combine, torch.tensor(combine))
+    probs = [[0.714286, 0, 0.285714, 0], [0.25] * 4, [0.714286, 0.285714, 0, 0]]
+    torch.testing.assert_close(record.probs[0], torch.tensor(probs), atol=1e-6, rtol=0)
+    term = weighted_use(record, 1)
+    assert term.item() == pytest.approx(1.6)
+    (gradient,) = torch.autograd.grad(term, router.weight)  # (E/k) n_e/N² x, where a gate is open
+    tokens = torch.tensor(LOGITS)[0]
+    expected = torch.stack([2 * (tokens[0] + tokens[2]), tokens[2], tokens[0], 0 * tokens[0]])
+    torch.testing.assert_close(gradient, 4 / 9 * expected)
+    router.after_step([record], 0, 0.0)
+    assert router.l1_weight.item() == pytest.approx(1.2e-8)
+    router.after_step([record._replace(chosen=record.chosen & False)], 0, 0.0)
+    router.eval().after_step([record], 0, 0.0)
+    assert router.l1_weight.item() == pytest.approx(1e-8)
+
+
+def test_all_layers_decide_what_the_weight_of_relu_becomes():
+    router = Relu(k=2).build(4, 4).train()
+    _, record = router(torch.randn(2, 6, 4))
+    full, half = (record._replace(chosen=record.chosen | True), record)
+    empty = record._replace(chosen=record.chosen & False)
+    for records, power in (([full, empty], 0), ([full, half, full], 1), ([empty, empty], -1)):
+        before = router.l1_weight.item()
+        router.after_step(records, 0, 0.0)
+        assert math.log(router.l1_weight.item() / before, 1.2) == pytest.approx(power, abs=1e-4)
+    with pytest.raises(UserError, match="^adaptive_l1: no router learns"):
+        AdaptiveL1()(step(record)._replace(model=torch.nn.Linear(1, 1)))
