@@ -112,8 +112,8 @@ def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefi
         mend = "set experts.factored_output: false, or upcycle: false"
         raise UserError(f"upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; {mend}")
     up = weights.pop(f"{prefix}fc1.weight", None)
-    width, hidden = experts.down.shape[2], experts.down.shape[1]
-    if isinstance(experts, MlpExperts) and (experts.up_bias is None or experts.down_bias is None):
+    hidden, width = experts.down.shape[1:]
+    if experts.up_bias is None or experts.down_bias is None:
         raise UserError("experts.activation: found swiglu, and a dense MLP has none; allowed: gelu")
     if up is None or up.shape != (hidden, width):
         held = "no dense MLP"

@@ -73,8 +73,9 @@ class MlpExperts(ExpertsModule):
         self.down, self.down_bias = _linears(config, hidden, width)
 
     def forward(self, rows: Rows) -> Tensor:
-        maps = (self.up, self.up_bias, self.down, self.down_bias)
         if self.activation == "gelu" and not self.dropout:
+            assert self.up_bias is not None and self.down_bias is not None  # SwiGLU alone has none
+            maps = (self.up, self.up_bias, self.down, self.down_bias)
             return grouped_mlp(rows.values, *maps, rows.offsets)
         active = ACTIVATIONS[self.activation]
         hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
