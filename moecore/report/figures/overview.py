@@ -37,7 +37,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
-        named = " Named: floor, ceiling and the best; the other marks: beside."
+        named = " Named: floor, ceiling and the best; the next picture names all marks."
         yield Picture(
             draw_scatter(quantities.score, quantities.attacked, looks),
             f"{phase.name}: overview of scores",
