@@ -59,13 +59,13 @@ def measure_diagnosis_gaps(
     reference = known.most_common(1)[0][0]
     names = np.array(rows.diagnoses, dtype=str)
     people = np.array(rows.people, dtype=str)
-    gaps = []
+    measured = []
     for name in sorted(set(names) - {reference, ""}):
         sides = [np.flatnonzero(names == one) for one in (name, reference)]
         if any(len(set(people[side])) < FEWEST for side in sides):
             continue
         having, others = sides
-        gaps.append(
+        measured.append(
             DiagnosisGap(
                 diagnosis=name,
                 reference=reference,
@@ -75,7 +75,7 @@ def measure_diagnosis_gaps(
                 **_compare_sides(rows, having, others),
             )
         )
-    return tuple(gaps)
+    return tuple(measured)
 
 
 def _compare_sides(rows: GapRows, having: np.ndarray, others: np.ndarray) -> dict[str, Estimate]:

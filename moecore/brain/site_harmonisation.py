@@ -58,8 +58,8 @@ class SiteHarmonisation(NamedTuple):
             np.array(sites, dtype=str), return_inverse=True, return_counts=True
         )
         if len(names) < 2 or "" in names:
-            sites = ", ".join(name or "none given" for name in names)
-            raise UserError(f"harmonise: found the sites {sites}; allowed: two or more, of all")
+            listed = ", ".join(name or "none given" for name in names)
+            raise UserError(f"harmonise: found the sites {listed}; allowed: two or more, of all")
         if few := [name for name, count in zip(names, counts, strict=True) if count < FEWEST]:
             raise UserError(
                 f"harmonise: too few training people at {', '.join(few)}; allowed: {FEWEST} a site"

@@ -244,6 +244,8 @@ def test_another_kind_of_calibrator_is_refused(results, tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text("calibrate: {calibrator: {kind: temperature}}\n")
     numbers = {"train": 4, "validation": 3, "test": 3}
     write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
-    said = r"calibrate.calibrator.kind: found temperature; .* regression; allowed: linear"
+    said = (
+        r"calibrate.calibrator.kind: found temperature; .* regression; allowed: gap_on_age, linear"
+    )
     with pytest.raises(UserError, match=said):
         stage.calibrate("pretrain", "dense", 0)

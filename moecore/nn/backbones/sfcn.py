@@ -165,8 +165,8 @@ class ConvolutionalNetwork(BackboneModel):
         label_smoothing: float = 0.0,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the task's loss; with bins KL(label ‖ predicted) in nats, where a label is a
-        normal distribution over the bins. Raises UserError for label smoothing.
+        """Return KL(label ‖ predicted) in nats, where a label is a normal distribution over the
+        bins; without bins the task's loss. Raises UserError for label smoothing of bins.
         """
         if self.config.head == "number":
             return super().task_loss(output, labels, label_smoothing, reduction)
