@@ -30,7 +30,7 @@ class Dense(Teacher):
         return self.model.build(image)
 
     def open_data(self, pretraining: Prepared, work: Path) -> Prepared:
-        """Its own data, which the first of several ranks prepares in ``work``."""
+        """Return its own data, which the first of several ranks prepares in ``work``."""
         if self.data is None:
             return pretraining
         place = work / "data"
