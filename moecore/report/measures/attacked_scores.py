@@ -49,7 +49,7 @@ def largest_epsilon(result: Result, attack: str) -> str:
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
-    """Return which images (N,) are right at the largest epsilon; of the worst case, under any attack.
+    """Return which images (N,) are right at the largest epsilon, of the worst case under all.
 
     None where an image is not simply right or wrong.
     """
