@@ -49,7 +49,7 @@ def largest_epsilon(result: Result, attack: str) -> str:
 
 
 def hits_under(model: Measured, attack: str) -> np.ndarray | None:
-    """Return which images (N,) are right at the largest epsilon under the worst of the attacks.
+    """Return which images (N,) are right at the largest epsilon, of the worst case under all.
 
     None where an image is not simply right or wrong.
     """
@@ -73,8 +73,9 @@ def worst_case_scores(result: Result, attack: str, place: int = -1) -> np.ndarra
 def attacked_items_reader(
     attack: str, places: Sequence[int] = (-1,)
 ) -> Callable[[Result], np.ndarray | None]:
-    """Return what reads one value per item, the mean over the epsilons at these places; of people,
-    where they have several images.
+    """Return what reads one value per item, the mean over the epsilons at these places.
+
+    Of people, where they have several images.
     """
 
     def read(result: Result) -> np.ndarray | None:
@@ -101,7 +102,7 @@ def planned_attacked_scores(ahead: PlannedPhase) -> list[str]:
     return [attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]]
 
 
-def planned_scores_by_epsilon(ahead: PlannedPhase) -> list[str]:
+def planned_attacked_scores_by_epsilon(ahead: PlannedPhase) -> list[str]:
     """Return the names of those at each epsilon, and of their mean."""
     radii = [radius for radius in ahead.study.robustness.epsilons if radius]
     ends = [*(f"at_{epsilon_slug(radius)}" for radius in radii), "mean"]
@@ -130,7 +131,7 @@ def attacked_score_columns(seen: ColumnContext) -> list[Column]:
 
 
 def score_by_epsilon_columns(seen: ColumnContext) -> Iterator[Column]:
-    """Yield the score at each epsilon, and the mean over them: over a range of strengths."""
+    """Yield the same at each epsilon, and the mean over them: over a range of strengths."""
     for attack, result in first_results(seen).items():
         whole = score_under(attack, result)
         title, note = attack_column_words(attack, result.task.score)

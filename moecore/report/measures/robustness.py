@@ -34,8 +34,8 @@ from moecore.report.measures.attacked_scores import (
     attacked_score_columns,
     attacks_of,
     planned_attacked_scores,
+    planned_attacked_scores_by_epsilon,
     planned_attacks,
-    planned_scores_by_epsilon,
     score_by_epsilon_columns,
 )
 from moecore.report.measures.result_display import Figures, Shown, draw_method_curves, items_reader
@@ -88,7 +88,9 @@ def attack_and_layer_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
 
 COLUMNS = (
     ContextDependentColumns(attacked_score_columns, planned_attacked_scores, SCORE, SCORE),
-    ContextDependentColumns(score_by_epsilon_columns, planned_scores_by_epsilon, SCORE, SCORE),
+    ContextDependentColumns(
+        score_by_epsilon_columns, planned_attacked_scores_by_epsilon, SCORE, SCORE
+    ),
     attack_change_columns("routing_change", "Routing", "are chosen for"),
     attack_change_columns("processing_change", "Processing", "process"),
     ColumnPerRow(

@@ -71,7 +71,7 @@ def router_confidence_column(place: str) -> Column:
 
 
 def confidence_layer_columns(place: str) -> ColumnPerRow:
-    """Return how sure the routing of each MoE layer is, a column a layer."""
+    """Return the same of each MoE layer."""
     label, better, _ = SURE[place]
     texts = (label, better, "number", "of a token, mean over tokens", "prc")
     return layer_columns(f"confidence_{place}", *texts, field=f"confidence.{place}")

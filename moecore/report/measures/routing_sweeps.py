@@ -147,7 +147,7 @@ TRAINED_THRESHOLD = 0.5  # T of figure S3, where its curve is said to bend
 
 
 def fallback_slope_columns() -> list[Column]:
-    """Return how fast the fallback rises with T below and above the trained one (figure S3)."""
+    """Return how fast the fallback rises on either side of the trained threshold (figure S3)."""
 
     def slope(result: Result, above: bool) -> float | None:
         points = swept(result, "threshold", "fallback")

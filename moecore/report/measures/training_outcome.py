@@ -113,7 +113,7 @@ def halfway_agreement(result: Outcome) -> float | None:
 
 
 def early_agreement(consecutive: Sequence[float | None]) -> float | None:
-    """Return the epochs' agreement at whose end a quarter of training is done."""
+    """Return, of the epochs' agreement, that at whose end a quarter of training is done."""
     return (consecutive or (None,))[max(0, len(consecutive) - 1) // 4]
 
 

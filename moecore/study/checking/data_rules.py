@@ -87,8 +87,8 @@ def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedDat
                 f"{text}; allowed: as many, choose other data for one of them",
             )
         elif phase == "teacher" and preview.shape != first.shape:
-            here, there = ("×".join(map(str, one.shape)) for one in (preview, first))
-            text = f"its images are of {here} pixels, those of data.pretrain of {there}"
+            sides, others = ("×".join(map(str, one.shape)) for one in (preview, first))
+            text = f"its images are of {sides} pixels, those of data.pretrain of {others}"
             yield keys_of_data(phase), f"{text}; allowed: the same size"
     yield from _unknown_answers(study, previews)
 
