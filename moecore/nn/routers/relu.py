@@ -59,7 +59,7 @@ class ReluRouter(NoisyTopKRouter):
         self.register_buffer("l1_weight", torch.tensor(config.l1_start))
 
     def valid_slots(self, scores: Tensor) -> Tensor:
-        """Which of a token's experts (B, T, E), best first, have a weight: (B, T, E) bool."""
+        """Return which of a token's experts (B, T, E), best first, have a weight: bool."""
         return scores > 0
 
     @torch.no_grad()

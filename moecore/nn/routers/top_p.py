@@ -46,6 +46,6 @@ class TopPRouter(NoisyTopKRouter):
         self.threshold = threshold
 
     def valid_slots(self, scores: Tensor) -> Tensor:
-        """Which of the k most probable (B, T, k), best first, a token needs: (B, T, k) bool."""
+        """Return which of the k most probable (B, T, k), best first, a token needs: bool."""
         before = scores.detach().cumsum(dim=-1) - scores.detach()
         return before <= self.threshold
