@@ -60,6 +60,9 @@ def why_lemma_undefined(model: Model) -> str | None:
     """Why the lemma says nothing of this model; None where it does."""
     if model.moe is None:
         return "dense: there is no router and there are no experts"
+    score = getattr(model.moe.router, "score", "softmax")
+    if score != "softmax":
+        return f"router {model.moe.router.kind}: its score is {score}, no softmax"
     return why_lemma_fails(model.moe.router.kind)
 
 

@@ -24,7 +24,7 @@ class ExpertGroups(Config):
         None, ge=1, description="best scores that a group is valued by; null: k / kept, at least 1"
     )
 
-    def check_experts(self, experts: int, k: int) -> None:
+    def check_experts(self, experts: int, k: int, key: str) -> None:
         """Raise UserError where so many experts do not divide, or leave a token fewer than k."""
         size = experts // self.number
         for name, holds, allowed in (
@@ -34,9 +34,7 @@ class ExpertGroups(Config):
             ("per_group", (self.per_group or 1) <= size, f"at most {size}, a group's experts"),
         ):
             if not holds:
-                raise UserError(
-                    f"router.groups.{name}: found {getattr(self, name)}; allowed: {allowed}"
-                )
+                raise UserError(f"{key}.{name}: found {getattr(self, name)}; allowed: {allowed}")
 
     def limit_scores(self, scores: Tensor, k: int) -> Tensor:
         """Return scores (B, T, E) with −∞ outside each token's groups."""

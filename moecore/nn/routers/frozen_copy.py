@@ -66,8 +66,8 @@ class FrozenCopy(Router):
         return self.model_copy(update={"until": 0.0})
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "FrozenCopyRouter":
-        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
-        self.check_k(experts, key="router.router.k")
+        """The router of ``width``-wide tokens; UserError where the first phase's cannot be."""
+        self.router.check_experts(width, experts, key="router.router")
         return FrozenCopyRouter(self, width, experts)
 
 

@@ -139,16 +139,16 @@ class NoisyTopK(Router):
         self.check_experts(width, experts)
         return NoisyTopKRouter(self, width, experts)
 
-    def check_experts(self, width: int, experts: int) -> None:
+    def check_experts(self, width: int, experts: int, key: str = "router") -> None:
         """Raise UserError where k or groups do not fit ``experts``, or ``width`` has no room for as
         many orthonormal rows.
         """
-        self.check_k(experts)
+        self.check_k(experts, f"{key}.k")
         if self.groups is not None:
-            self.groups.check_experts(experts, self.k)
+            self.groups.check_experts(experts, self.k, f"{key}.groups")
         if self.start == "orthonormal" and experts > width:
             problem = f"found orthonormal, of {experts} rows (experts.number) of {width} numbers"
-            raise UserError(f"router.start: {problem}; allowed: at most {width} experts, or normal")
+            raise UserError(f"{key}.start: {problem}; allowed: at most {width} experts, or normal")
 
 
 class NoisyTopKRouter(nn.Module):

@@ -271,6 +271,8 @@ REFUSED = {
 def test_what_does_not_fit_the_experts_is_refused(key):
     with pytest.raises(UserError, match=rf"^router\.{key}: found .*; allowed: "):
         NoisyTopK(**REFUSED[key]).build(3, 4)
+    with pytest.raises(UserError, match=rf"^router\.router\.{key}: found .*; allowed: "):
+        FrozenCopy(router=NoisyTopK(**REFUSED[key])).build(3, 4)
 
 
 def test_what_cannot_stand_together_is_refused():
