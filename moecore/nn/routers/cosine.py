@@ -24,7 +24,7 @@ class Cosine(NoisyTopK):
     Its gates are not renormalised unless ``renormalise`` says so, and no noise is drawn by default.
     """
 
-    kind: Literal["cosine"] = "cosine"
+    kind: Literal["cosine"] = "cosine"  # pyrefly: ignore[bad-override]
     noise_std: float = Field(
         0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
