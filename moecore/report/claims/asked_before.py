@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moecore.core.files import read_json
 from moecore.report.claims.kept_items import NUMBERS
 from moecore.study.reading.claims_section import Comparison, measured_quantity
 from moecore.study.reading.document import parse_yaml
@@ -34,16 +35,17 @@ def find_late_questions(study: Path, since: str = SINCE) -> list[str]:
     answered = _git(study, "log", "-1", "--format=%H", "--", str(NUMBERS))
     if not answered:
         return []
-    changed = _git(study, "status", "--porcelain", "--", str(NUMBERS))
-    before = "HEAD" if changed else f"{answered}^"
     base = _git(study, "rev-list", "-1", f"--before={since}", "HEAD")
-    known = _asked_at(study, before).keys() | (_asked_at(study, base).keys() if base else set())
-    numbers = parse_yaml((study / NUMBERS).read_text(encoding="utf-8")).data
+    now = _asked_in((study / PARAMS).read_text(encoding="utf-8"))
+    new = now.keys() - (_asked_at(study, base).keys() if base else set())
+    if not new:
+        return []
+    changed = _git(study, "status", "--porcelain", "--", str(NUMBERS))
+    new -= _asked_at(study, "HEAD" if changed else f"{answered}^").keys()
+    numbers = read_json(study / NUMBERS)
     entries = [*numbers.get("claims", {}).values(), *numbers.get("questions", {}).values()]
     measured = {measured_quantity(DEFAULTS | one["asked"]) for one in entries if "asked" in one}
-    now = _asked_in((study / PARAMS).read_text(encoding="utf-8"))
-    late = [key for key in now.keys() - known if key[:-2] in measured]
-    return sorted(now[key] for key in late)
+    return sorted(now[key] for key in new if key[:-2] in measured)
 
 
 def _asked_at(study: Path, commit: str) -> Mapping[tuple, str]:
