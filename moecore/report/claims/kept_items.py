@@ -68,9 +68,9 @@ def count_recomputed_intervals(study: Path) -> int:
                 continue
             stored = entry["difference"]
             ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
-            found = drop_rounding(difference_between(ours, theirs))
-            if not _agrees(found, stored):
-                problem = f"{section}: {key}: found {found.value:.6g} of these items"
+            difference = drop_rounding(difference_between(ours, theirs))
+            if not _agrees(difference, stored):
+                problem = f"{section}: {key}: found {difference.value:.6g} of these items"
                 raise UserError(f"{path}: {problem}, in {NUMBERS} {stored['mean']:.6g}; {again}")
             number += 1
     if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
