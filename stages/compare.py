@@ -9,6 +9,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import whole_file
 from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
+from moecore.report.claims.kept_items import pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import compare_methods
@@ -27,9 +28,7 @@ class Params(Config):
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods; evaluated by these runs."
     )
-    questions: tuple[Question, ...] = Field(
-        (), description="What no paper says of two methods; asked of these runs."
-    )
+    questions: tuple[Question, ...] = Field((), description="What no paper says; asked of them.")
 
 
 def compare() -> None:
@@ -44,14 +43,14 @@ def compare() -> None:
     if waiting:
         print(partial_comparison.describe_waiting_claims(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
-    claims = compare_json_claims(evaluated, document.data)
-    compared = compare_methods(results) | claims
+    compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
         left_out = partial_comparison.list_unselected_methods_and_seeds(path, params.run)
-        numbers = partial_comparison.write_comparison(compared, left_out)
+        items = pack_items(evaluated, compared)
+        numbers = partial_comparison.write_comparison(compared, items, left_out)
     if left_out:
         print(f"{numbers}: the numbers without {', '.join(left_out)}", file=sys.stderr)
 

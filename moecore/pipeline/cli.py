@@ -227,6 +227,37 @@ def claims_write() -> None:
     typer.echo(f"{write_claims_page()}: written")
 
 
+def claims_check() -> None:
+    """Compute intervals again from the items that studies keep; look when each was asked."""
+    from moecore.pipeline.study_folders import list_studies
+    from moecore.report.claims.asked_before import find_late_questions, has_whole_history
+    from moecore.report.claims.claims_page import TARGET, render_claims_page
+    from moecore.report.claims.kept_items import count_recomputed_intervals
+
+    studies = list_studies()
+    for study in studies:
+        if number := count_recomputed_intervals(study):
+            typer.echo(f"{study}: {number} intervals follow from the items that it keeps")
+    is_whole = has_whole_history(Path())
+    for study in studies if is_whole else ():
+        for late in find_late_questions(study):
+            raise UserError(f"{study}: asked in no commit before that of the answer: {late}")
+    if not is_whole:
+        typer.echo("when claims were asked is not known: git has no history here, or a part of it")
+    if TARGET.is_file() and TARGET.read_text(encoding="utf-8") != render_claims_page():
+        raise UserError(f"{TARGET}: is not what these studies say; run `moecore claims write`")
+
+
+def claims_plan() -> None:
+    """Say of each open claim and question what would decide it: seeds, items, minutes."""
+    from moecore.report.claims.claims_page import load_studies
+    from moecore.report.claims.what_would_decide import describe_open_answers
+
+    studies, answers = load_studies(Path())
+    for line in describe_open_answers(answers, studies):
+        typer.echo(line)
+
+
 def study_write(
     folders: Annotated[
         list[Path] | None, typer.Argument(help="studies; left out: all under pipelines/")
@@ -274,10 +305,6 @@ def _say_changed_raw_data(params: Path) -> None:
         typer.echo(line)
 
 
-def _claims_group() -> None:
-    """A group, though it has one command."""
-
-
 def _build_app() -> typer.Typer:
     options: dict[str, Any] = {
         "cls": _Group,
@@ -306,8 +333,8 @@ def _build_app() -> typer.Typer:
         study.command(command.__name__.removeprefix("study_"))(command)
     program.add_typer(study, name="study")
     claims = typer.Typer(help="The papers' claims, over all studies.", **options)
-    claims.callback()(_claims_group)
-    claims.command("write")(claims_write)
+    for command in (claims_write, claims_check, claims_plan):
+        claims.command(command.__name__.removeprefix("claims_"))(command)
     program.add_typer(claims, name="claims")
     return program
 

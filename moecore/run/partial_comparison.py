@@ -6,14 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from moecore.core.files import whole_file, write_json
+from moecore.core.safetensors_files import write_tensors
 from moecore.study.reading.claims_section import Claim, Comparison
 from moecore.study.reading.overlay import OVERLAY, resolve_overlay
 from moecore.study.reading.run_section import Selection
 
 COMMITTED_NUMBERS = Path("reports/compare.json")  # in git
 PARTIAL_NUMBERS = Path("reports/compare.part.json")  # not in git
-DVC_NUMBERS = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to KEPT
+DVC_NUMBERS = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to reports/
+COMMITTED_ITEMS = Path("reports/items.safetensors")
+DVC_ITEMS = Path("artifacts/items.safetensors")
 
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
@@ -57,10 +62,21 @@ def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> st
     return f"{len(waiting)} claims and questions wait for {', '.join(lacking)}"
 
 
-def write_comparison(numbers: Mapping[str, Any], left_out: Sequence[str]) -> Path:
-    """Write what ``compare`` found; of a part beside those of the whole. Return the file."""
-    target = PARTIAL_NUMBERS if left_out and COMMITTED_NUMBERS.is_file() else COMMITTED_NUMBERS
+def write_comparison(
+    numbers: Mapping[str, Any], items: Mapping[str, Tensor], left_out: Sequence[str]
+) -> Path:
+    """Write what ``compare`` found; of a part beside those of the whole. Return the file.
+
+    items: of what was judged, see moecore/report/claims/kept_items.py; of a part none are written.
+    """
+    is_partial = bool(left_out) and COMMITTED_NUMBERS.is_file()
+    target = PARTIAL_NUMBERS if is_partial else COMMITTED_NUMBERS
     write_json(target, numbers)
-    with whole_file(DVC_NUMBERS) as temporary:
-        shutil.copyfile(COMMITTED_NUMBERS, temporary)
+    if not is_partial:
+        write_tensors(COMMITTED_ITEMS, items)
+    elif not COMMITTED_ITEMS.is_file():
+        write_tensors(COMMITTED_ITEMS, {})
+    for committed, copy in ((COMMITTED_NUMBERS, DVC_NUMBERS), (COMMITTED_ITEMS, DVC_ITEMS)):
+        with whole_file(copy) as temporary:
+            shutil.copyfile(committed, temporary)
     return target

@@ -108,7 +108,10 @@ def test_git_sees_the_lock_and_the_numbers_and_nothing_else_that_a_run_wrote(fin
     seen = {line[3:].split("/")[0] for line in listed.splitlines()}
     assert seen - {name.rstrip("/") for name in tracked} == {"dvc.lock", "reports"}
     reports = finished.run(["git", "status", "--porcelain", "--untracked-files=all", "reports"])
-    assert {line[3:] for line in reports.stdout.splitlines()} == {"reports/compare.json"}
+    assert {line[3:] for line in reports.stdout.splitlines()} == {
+        "reports/compare.json",
+        "reports/items.safetensors",
+    }
 
 
 def test_the_trained_model_loads_from_its_folder(finished):

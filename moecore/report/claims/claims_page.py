@@ -100,6 +100,7 @@ class Answer(NamedTuple):
     entry: dict[str, Any]  # of compare.json; {} where nothing was found
     state: str  # of what was not found: not run yet
     changed: bool  # whether settings were changed since
+    good: str = ""  # "higher" or "lower", what is better for the metric of a no_worse
 
     @property
     def words(self) -> Mapping[str, str]:
@@ -205,12 +206,12 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
             entry = measured.get(measured_quantity(claim.model_dump()), {})
             digest = comparison_digest(document.data, claim)
             changed = entry.get("settings", digest) != digest
+            good = ""
+            if entry and claim.better == "no_worse":
+                good = expected_metrics_of_folder(folder)[claim.phase][claim.metric].better
             if entry:
-                good = ""
-                if claim.better == "no_worse":
-                    good = expected_metrics_of_folder(folder)[claim.phase][claim.metric].better
                 entry = judge_again(entry, claim, good)
-            answers.append(Answer(folder.name, claim, entry, state, changed))
+            answers.append(Answer(folder.name, claim, entry, state, changed, good))
     return studies, _with_holm(answers)
 
 

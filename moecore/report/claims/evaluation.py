@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from moecore.core.files import UserError
-from moecore.report.claims.significance import LEVEL, difference_of
+from moecore.report.claims.significance import LEVEL, difference_between, paired_values
 from moecore.report.column import ResultColumn
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
 from moecore.report.tables.comparison import build_table
 from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
+from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
 from moecore.study.reading.claims_section import Claim, Comparison, Question, comparison_digest
@@ -30,6 +33,7 @@ class Evaluated(NamedTuple):
     difference: Difference
     verdict: str  # "holds", "differs" or "open"
     p: float | None  # of the verdict's test; None where there is no interval
+    values: tuple[np.ndarray, np.ndarray]  # of both sides, what the difference was taken of
     p_holm: float | None = None  # corrected over the claims of its paper; questions have none
 
     @property
@@ -108,9 +112,19 @@ def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | N
     """
     if asked.margin is None:
         return difference.p
-    distance = _distance_to_margin(difference, asked, good)
-    p = difference.p_at(abs(distance))
-    return p / 2 if p is not None and distance >= 0 else p
+    gap, _ = turning_point(difference, asked, good)
+    p = difference.p_at(abs(gap))
+    return p / 2 if p is not None and gap >= 0 else p
+
+
+def turning_point(difference: Difference, asked: Comparison, good: str) -> tuple[float, float]:
+    """Return how far the difference lies from where the verdict turns, below 0 beyond a margin; and
+    the level of the interval that decides where it does not reach that far.
+    """
+    if asked.margin is None:
+        return abs(difference.value), LEVEL_OF_INTERVALS
+    gap = _distance_to_margin(difference, asked, good)
+    return gap, 2 * LEVEL_OF_INTERVALS - 1 if gap >= 0 else LEVEL_OF_INTERVALS
 
 
 def _distance_to_margin(difference: Difference, asked: Comparison, good: str) -> float:
@@ -178,6 +192,14 @@ def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
     return verdict if p_holm < LEVEL else "open"
 
 
+def drop_rounding(difference: Difference) -> Difference:
+    """Return it without an interval where that is of no width."""
+    half = difference.half()
+    if half is not None and half < ROUNDING_WIDTH:
+        return difference._replace(sources=(), kind="")
+    return difference
+
+
 def _evaluate(
     claim: Claim | Question, place: str, metrics: Mapping[str, ResultColumn], models: Models
 ) -> Evaluated:
@@ -197,14 +219,12 @@ def _evaluate(
     # Whether both have their metric is seen before their difference is taken.
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
-    difference = difference_of(ours, metric, theirs, other, f"{place}.metric")
-    half = difference.half()
-    if half is not None and half < ROUNDING_WIDTH:
-        difference = difference._replace(sources=(), kind="")
+    values = paired_values(ours, metric, theirs, other, f"{place}.metric")
+    difference = drop_rounding(difference_between(*values))
     good = metric.column.better
     verdict = judge_difference(difference, claim, good)
     p = p_of(difference, claim, good)
-    return Evaluated(claim, metric, first, second, difference, verdict, p)
+    return Evaluated(claim, metric, first, second, difference, verdict, p, values)
 
 
 def _require_cell(metric: ResultColumn, models: Models, method: str, place: str) -> Cell:

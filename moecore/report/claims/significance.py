@@ -106,28 +106,34 @@ def tested_to_json(tested: TestedDifference) -> dict[str, Any]:
     return dict(zip(names, numbers, strict=True)) | dict(only)
 
 
-def difference_of(
+def difference_between(ours: np.ndarray, theirs: np.ndarray) -> Difference:
+    """Return ours minus theirs, of ``paired_values``: over items and seeds, or seeds alone."""
+    if ours.ndim == 1:
+        return paired_seed_difference((ours - theirs).tolist())
+    return crossed_difference(ours - theirs)
+
+
+def paired_values(
     ours: Seeds, metric: ResultColumn, theirs: Seeds, against_metric: ResultColumn, place: str
-) -> Difference:
-    """Return ours minus theirs over items and seeds; over seeds alone where there are no items.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return both sides' values, (S, N) of seeds and items; (S,) where there are no items.
 
     Raises UserError where the two sides' items differ, or only some results keep theirs.
     """
     sides = [(metric.items(ours[seed]), against_metric.items(theirs[seed])) for seed in ours]
     arrays = [items for pair in sides for items in pair if items is not None]
     if not arrays:
-        return paired_seed_difference(
-            [metric.number(ours[seed]) - against_metric.number(theirs[seed]) for seed in ours]
-        )
+        first = [metric.number(ours[seed]) for seed in ours]
+        return np.array(first), np.array([against_metric.number(theirs[seed]) for seed in ours])
     again = "run the stage that measures it again for all methods"
     names = " or ".join(dict.fromkeys((metric.name, against_metric.name)))
     if len(arrays) < 2 * len(sides):
         raise UserError(f"{place}: only some results keep the items of {names}; {again}")
-    numbers = sorted({len(items) for items in arrays})
-    if len(numbers) > 1:
-        problem = f"{names} is of {' and of '.join(map(str, numbers))} items"
+    counts = sorted({len(items) for items in arrays})
+    if len(counts) > 1:
+        problem = f"{names} is of {' and of '.join(map(str, counts))} items"
         raise UserError(f"{place}: found {problem}; allowed: the same items of all; {again}")
-    return crossed_difference(np.stack(arrays[::2]) - np.stack(arrays[1::2]))
+    return np.stack(arrays[::2]), np.stack(arrays[1::2])
 
 
 def _by_images(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
@@ -147,7 +153,8 @@ def _by_seeds(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> 
     if ours.keys() != theirs.keys():
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
-    difference = difference_of(ours, metric, theirs, metric, f"compare: {method}")
+    values = paired_values(ours, metric, theirs, metric, f"compare: {method}")
+    difference = difference_between(*values)
     # Values that are all alike leave no interval, and nothing to tell the two apart by.
     p = 1.0 if difference.p is None else difference.p
     return TestedDifference(difference.interval(), p, p, difference.kind)

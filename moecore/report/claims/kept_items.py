@@ -1,0 +1,132 @@
+"""What the intervals of claims and questions are of, packed small, so that a clone computes them
+again: reports/items.safetensors, beside compare.json.
+
+Of every metric and method that a claim or question compares, each seed's value of each test item:
+(S, N) as bits where a seed has two values, else as fp16 deviations from the mean; or one number a
+seed, (S,), where a metric has no items. Means stay exact.
+"""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError, read_json
+from moecore.core.safetensors_files import read_tensors
+from moecore.report.claims.evaluation import SECTIONS, Evaluated, drop_rounding
+from moecore.report.claims.significance import difference_between
+from moecore.report.tables.cells import interval_from_json
+from moecore.statistics.crossed import Difference
+
+ITEMS = Path("reports/items.safetensors")
+NUMBERS = Path("reports/compare.json")
+MOST_BYTES = 2_000_000  # of a study's file
+RESULT = "result"  # the tensor that says of which numbers these are the items
+RANGE = ":range"  # behind a name: of each seed its two values, or its mean and largest distance
+TOLERANCE = 1e-3  # of half an interval: what fp16 may change
+
+
+def pack_items(evaluated: Sequence[Evaluated], numbers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the items of what was judged, as tensors to be written; says on stderr of which claims
+    and questions they would be too many bytes. numbers: the content of compare.json.
+    """
+    tensors = {RESULT: _result_digest(numbers)}
+    for one in evaluated:
+        names = _value_names(one.claim.model_dump())
+        new: dict[str, Tensor] = {}
+        for name, values in zip(names, one.values, strict=True):
+            new |= {} if name in tensors else _pack_values(name, values)
+        if sum(tensor.nbytes for tensor in (tensors | new).values()) > MOST_BYTES:
+            print(f"items are not kept, for their size: {one.claim.words}", file=sys.stderr)
+        else:
+            tensors |= new
+    return tensors
+
+
+def count_recomputed_intervals(study: Path) -> int:
+    """Return how many differences of compare.json follow from the items that a study keeps; 0 where
+    it keeps none. Raises UserError where one does not, or the items are of another result.
+    """
+    path = study / ITEMS
+    if not path.is_file():
+        return 0
+    tensors, _ = read_tensors(path)
+    numbers = read_json(study / NUMBERS)
+    again = f"run the study's stage compare again: {study / NUMBERS} and these are one result"
+    number = 0
+    for section in SECTIONS.values():
+        for key, entry in numbers.get(section, {}).items():
+            names = _value_names(entry["asked"])
+            if not set(names) <= tensors.keys():
+                continue
+            stored = entry["difference"]
+            ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
+            difference = drop_rounding(difference_between(ours, theirs))
+            if not _agrees(difference, stored):
+                problem = f"{section}: {key}: found {difference.value:.6g} of these items"
+                raise UserError(f"{path}: {problem}, in {NUMBERS} {stored['mean']:.6g}; {again}")
+            number += 1
+    if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
+        raise UserError(f"{path}: found the items of another result; {again}")
+    return number
+
+
+def _value_names(asked: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the tensors of a comparison's two sides."""
+    phase, metric = asked["phase"], asked["metric"]
+    other = asked.get("against_metric") or metric
+    return f"{phase}/{metric}/{asked['method']}", f"{phase}/{other}/{asked['against']}"
+
+
+def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
+    if values.ndim == 1:
+        return {name: torch.from_numpy(values)}
+    low, high = values.min(axis=1), values.max(axis=1)
+    is_high = values == high[:, None]
+    if (is_high | (values == low[:, None])).all():
+        ends = torch.from_numpy(np.stack([low, high], axis=1))
+        return {name: torch.from_numpy(np.packbits(is_high, axis=1)), name + RANGE: ends}
+    mean = values.mean(axis=1)
+    apart = values - mean[:, None]
+    largest = np.abs(apart).max(axis=1)
+    shares = (apart / largest[:, None]).astype(np.float16)
+    ends = torch.from_numpy(np.stack([mean, largest], axis=1))
+    return {name: torch.from_numpy(shares), name + RANGE: ends}
+
+
+def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.ndarray:
+    packed = tensors[name].numpy()
+    if packed.ndim == 1:
+        return packed
+    first, second = tensors[name + RANGE].numpy().T[:, :, None]
+    if packed.dtype == np.uint8:
+        return np.where(np.unpackbits(packed, axis=1, count=items), second, first)
+    apart = packed.astype(np.float64)
+    return first + second * (apart - apart.mean(axis=1, keepdims=True))
+
+
+def _agrees(difference: Difference, stored: Mapping[str, Any]) -> bool:
+    """Return whether a difference is that of an entry of compare.json, up to fp16."""
+    if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
+        return False
+    ours, theirs = difference.interval(), interval_from_json(stored)
+    if ours.limits is None or theirs.limits is None:
+        same = math.isclose(ours.value, theirs.value, abs_tol=1e-12)
+        return same and ours.limits == theirs.limits
+    half = (theirs.limits[1] - theirs.limits[0]) / 2
+    gaps = [abs(one - other) for one, other in zip(ours.limits, theirs.limits, strict=True)]
+    return max(gaps) <= TOLERANCE * half
+
+
+def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
+    """Return the sha256 (32,) of all that was judged."""
+    judged = {section: numbers.get(section, {}) for section in SECTIONS.values()}
+    text = json.dumps(judged, sort_keys=True).encode()
+    return torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)

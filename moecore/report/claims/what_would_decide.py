@@ -1,0 +1,112 @@
+"""What would decide an open claim or question: so many seeds, or so many items, and how long the
+seeds would train (docs/methods.md, Statistics).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moecore.report.claims.claims_page import Answer, Studies
+from moecore.report.claims.claims_table import build_claim_row
+from moecore.report.claims.evaluation import turning_point
+from moecore.report.claims.stored_verdicts import rebuild_difference
+from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
+from moecore.study.reading.claims_section import Comparison
+
+MOST_SEEDS = 100
+MOST_ITEMS = 10_000_000
+MORE_ITEMS = 10
+PHASES = ("pretrain", "finetune", "adversarial")
+
+
+class NeededSample(NamedTuple):
+    """The least seeds, and the least items, each with as many of the other as there are."""
+
+    seeds: int | None  # None: no number up to MOST_SEEDS
+    items: int | None  # None: no number up to MOST_ITEMS, or the metric has no items
+    seeds_of_more_items: int | None  # with MORE_ITEMS times the items
+
+
+def needed_sample(difference: Difference, asked: Comparison, good: str) -> NeededSample:
+    """Return what decides with 80 % power where the true difference is the measured one.
+
+    good: "higher" or "lower", what is better for the metric.
+    """
+    gap, level = turning_point(difference, asked, good)
+
+    def decides(seeds: int, items: int) -> bool:
+        planned = _with_sample(difference, seeds, items)
+        reach, more = planned.half(level), planned.half(2 * POWER - 1)
+        return reach is not None and more is not None and reach + more <= abs(gap)
+
+    seeds, items = difference.seeds, difference.items
+    numbers = range(seeds, MOST_SEEDS + 1) if seeds > 1 else ()
+    enough, fewer = (
+        next((number for number in numbers if decides(number, there)), None)
+        for there in (items, MORE_ITEMS * items)
+    )
+    if not items or not decides(seeds, MOST_ITEMS):
+        return NeededSample(enough, None, fewer)
+    low, high = items - 1, MOST_ITEMS  # too few, enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if decides(seeds, middle) else (middle, high)
+    return NeededSample(enough, high, fewer)
+
+
+def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
+    """Return a line for each open claim and question that has an interval, quickest first."""
+    lines = []
+    for answer in answers:
+        if answer.entry.get("verdict") != "open":
+            continue
+        difference = rebuild_difference(answer.entry)
+        if not difference.sources:
+            continue
+        sample = needed_sample(difference, answer.claim, answer.good)
+        minutes = _minutes_of_a_seed(studies[answer.study], answer.claim)
+        order = math.inf
+        if sample.seeds is not None:
+            order = (sample.seeds - difference.seeds) * minutes
+        lines.append((order, _describe(answer, difference, sample, minutes)))
+    return [line for _, line in sorted(lines, key=lambda one: one[0])]
+
+
+def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
+    """Return the difference that a sample of this size would have, of the same scatter.
+
+    A = var(seed means)/S goes with 1/S, B = var(item means)/n with 1/n.
+    """
+    numbers = [(difference.seeds, seeds), (difference.items, items)]
+    if len(difference.sources) == 1:
+        numbers = numbers[:1] if difference.kind == SEEDS else numbers[1:]
+    sources = tuple(
+        VarianceSource(source.variance * now / then, then - 1)
+        for source, (now, then) in zip(difference.sources, numbers, strict=True)
+    )
+    return difference._replace(sources=sources, seeds=seeds, items=items)
+
+
+def _minutes_of_a_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
+    """Return how long both methods trained with one seed, in all phases up to that asked about."""
+    phases = PHASES[: PHASES.index(asked.phase) + 1]
+    methods = dict.fromkeys((asked.method, asked.against))
+    cells = [compared[name].get(phase, {}).get("seconds") for name in methods for phase in phases]
+    return sum(cell["mean"] for cell in cells if cell) / 60
+
+
+def _describe(answer: Answer, difference: Difference, sample: NeededSample, minutes: float) -> str:
+    """Return a line; minutes: of a seed."""
+    ways = []
+    if sample.seeds is not None:
+        more = sample.seeds - difference.seeds
+        ways.append(f"{sample.seeds} seeds ({more} more, {more * minutes:.0f} min of training)")
+    if sample.items is not None:
+        ways.append(f"{sample.items:,} items in place of {difference.items:,}")
+    if not ways and sample.seeds_of_more_items is not None:
+        items = f"{MORE_ITEMS * difference.items:,} items in place of {difference.items:,}"
+        ways.append(f"{sample.seeds_of_more_items} seeds with {items}")
+    row = build_claim_row(answer.entry)
+    measured = f"{row.difference} [{row.difference_limits}]"
+    told = " or ".join(ways) or f"no number of seeds up to {MOST_SEEDS}"
+    return f"{answer.study}: {answer.claim.words}: {measured}: {told}"
