@@ -4,13 +4,10 @@ N volumes of a split; white matter, grey matter and fluid in mL. Its penalty is 
 leave-one-out error on the training split.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from pydantic import Field
-from sklearn.linear_model import RidgeCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from moecore.brain.age_errors import AgeErrors, measure_age_errors
 from moecore.brain.site_harmonisation import SiteHarmonisation
@@ -19,6 +16,9 @@ from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.calibration import TissueRidge
 from moecore.statistics.crossed import encode_item_values
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
 
 PENALTIES = np.logspace(-3, 3, 25)
 
@@ -88,20 +88,28 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
             )
         learned = fitted.harmonise(train.features, train.sites)
         said_of = said_of._replace(features=fitted.harmonise(said_of.features, said_of.sites))
-    model = make_pipeline(StandardScaler(), RidgeCV(PENALTIES))
-    model.fit(learned, train.ages)
-    said = np.asarray(model.predict(said_of.features))
+    ridge = fit_ridge(learned, train.ages)
+    said = np.asarray(ridge.predict(said_of.features))
     people = np.unique(said_of.people, return_inverse=True)[1]
     items = None if reference else encode_item_values(np.abs(said - said_of.ages), people)
     return RidgeResult(
         errors=measure_age_errors(said_of.ages, {"ridge": said}, said_of.people)["ridge"],
-        penalty=float(model[-1].alpha_),
+        penalty=float(ridge[-1].alpha_),
         n_train=len(train.ages),
         n_test=len(said_of.ages),
         reference=reference,
         harmonise=settings.harmonise,
         items=items,
     )
+
+
+def fit_ridge(features: np.ndarray, ages: np.ndarray) -> "Pipeline":
+    """Return ridge regression of ages (N,) on standardised features (N, F)."""
+    from sklearn.linear_model import RidgeCV  # slow to import, and it starts a thread
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), RidgeCV(PENALTIES)).fit(features, ages)
 
 
 def read_split_features(data: Prepared, split: str) -> SplitFeatures:

@@ -94,7 +94,7 @@ def check_no_shared_experts(layer: MoEFeedForward) -> None:
 
 def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
     """Raise UserError where a dense MLP has another activation than the experts made of it."""
-    there = "quick_gelu" if getattr(mlp, "quick", False) else "gelu"
+    there = getattr(mlp, "activation", "gelu")
     here = getattr(experts, "activation", "gelu")
     if here != there:
         problem = f"the teacher's MLP at {name} has {there}, the experts have {here}"

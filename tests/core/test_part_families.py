@@ -90,10 +90,10 @@ def test_the_schema_has_the_parts_of_listed_packages(folder):
     write_my_lab(folder)
     read()
     schema = Study.model_json_schema()
-    assert "#/$defs/Cosine" in str(schema["$defs"]["Method"]["properties"]["router"])
+    assert "my_lab__cosine__Cosine" in schema["$defs"]
     assert "#/$defs/Calm" in str(schema["$defs"]["Method"]["properties"]["regularizers"])
     allow_packages((), ())
-    assert "Cosine" not in Study.model_json_schema()["$defs"]
+    assert "my_lab__cosine__Cosine" not in Study.model_json_schema()["$defs"]
 
 
 def test_a_faulty_module_that_nobody_names_is_in_nobodys_way_but_the_schemas(folder):
@@ -143,7 +143,7 @@ def test_nothing_is_imported_that_is_not_listed(folder):
     line = refusal(PARAMS.replace("packages: [my_lab]\n", ""))
     assert "my_lab.cosine is of a package that is not listed; write packages: [my_lab]" in line
     assert "my_lab" not in sys.modules
-    for kind in ("../cosine", "os.path", "my_lab", "base", "cosine"):
+    for kind in ("../cosine", "os.path", "my_lab", "base", "calm"):
         line = refusal(PARAMS.replace("kind: my_lab.cosine", f"kind: {kind}"))
         assert f"found kind: {kind}" in line or "not listed" in line
 

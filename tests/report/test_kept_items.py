@@ -38,19 +38,20 @@ def write_study(folder: Path, shown, asked=ASKED) -> Path:
     return folder
 
 
-def drawn_items(hits: bool):
+def drawn_items(steps: int):
+    """Two sides of three seeds of 301 items, whose values are steps of a score; 0: any number."""
     generator = np.random.default_rng(3)
-    sides = generator.random((2, 3, 101)) + [[[0.1]], [[0.0]]]
-    return of_items(*[[one > 0.5 if hits else one for one in side] for side in sides])
+    sides = generator.random((2, 3, 301)) + [[[0.1]], [[0.0]]]
+    return of_items(*[[(one * steps).round() if steps else one for one in side] for side in sides])
 
 
-@pytest.mark.parametrize("hits", [True, False])
-def test_intervals_follow_from_kept_items(tmp_path, hits):
-    folder = write_study(tmp_path, drawn_items(hits))
+@pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
+def test_intervals_follow_from_kept_items(tmp_path, steps, size):
+    folder = write_study(tmp_path, drawn_items(steps))
     assert count_recomputed_intervals(folder) == len(ASKED)
     tensors, _ = read_tensors(folder / ITEMS)
     ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
-    assert tensors[ours].nbytes == 3 * (13 if hits else 202), "bits, or two bytes an item"
+    assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
     write_tensors(folder / ITEMS, tensors)
     with pytest.raises(UserError, match=r"items.safetensors: claims: 0: PRC, pretrain: .* found"):
@@ -65,7 +66,7 @@ def test_numbers_of_seeds_are_kept_too(tmp_path):
 
 
 def test_items_of_another_result_are_refused(tmp_path):
-    folder = write_study(tmp_path, drawn_items(True))
+    folder = write_study(tmp_path, drawn_items(1))
     numbers = read_json(folder / NUMBERS)
     numbers["questions"].popitem()
     write_json(folder / NUMBERS, numbers)
@@ -75,7 +76,7 @@ def test_items_of_another_result_are_refused(tmp_path):
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("moecore.report.claims.kept_items.MOST_BYTES", 1000)
-    folder = write_study(tmp_path, drawn_items(False))
+    folder = write_study(tmp_path, drawn_items(0))
     assert set(read_tensors(folder / ITEMS)[0]) == {RESULT}
     assert "not kept, for their size: match_top1 of prc higher" in capsys.readouterr().err
     assert count_recomputed_intervals(folder) == 0
@@ -132,15 +133,15 @@ def test_a_question_is_older_than_its_answer(tmp_path):
         git(tmp_path, "commit", "--quiet", "-m", "one", day=day)
 
     commit([claim()], "2026-12-01")
-    commit([claim()], "2026-12-02", drawn_items(True))
+    commit([claim()], "2026-12-02", drawn_items(1))
     assert find_late_questions(tmp_path) == []
     lower = claim(better="lower")
     commit([claim(), lower], "2026-12-03")
     assert find_late_questions(tmp_path) == ["match_top1 of prc lower than of vmoe"]
     assert find_late_questions(tmp_path, since="2026-12-04") == []
-    commit([claim(), lower], "2026-12-05", drawn_items(False))
+    commit([claim(), lower], "2026-12-05", drawn_items(0))
     assert find_late_questions(tmp_path) == []
-    commit([claim(better="no_worse", margin=0.1)], "2026-12-06", drawn_items(True))
+    commit([claim(better="no_worse", margin=0.1)], "2026-12-06", drawn_items(1))
     assert len(find_late_questions(tmp_path)) == 1, "asked with its answer"
 
 

@@ -59,6 +59,7 @@ class DenseMlp(FeedForward):
 
     def __init__(self, width: int, hidden: int, activation: Activation = "gelu") -> None:
         super().__init__()
+        self.activation = activation
         self.activate = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": keep_linear}[activation]
         self.fc1 = timm_linear(width, hidden)
         self.fc2 = timm_linear(hidden, width)

@@ -2,8 +2,8 @@
 again: reports/items.safetensors, beside compare.json.
 
 Of every metric and method that a claim or question compares, each seed's value of each test item:
-(S, N) as bits where a seed has two values, else as fp16 deviations from the mean; or one number a
-seed, (S,), where a metric has no items. Means stay exact.
+(S, N) as bits where a seed has two values, as bytes for up to 256, else as fp16 deviations from the
+mean; or one number a seed, (S,), where a metric has no items. Means stay exact.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ ITEMS = Path("reports/items.safetensors")
 NUMBERS = Path("reports/compare.json")
 MOST_BYTES = 2_000_000  # of a study's file
 RESULT = "result"  # the tensor that says of which numbers these are the items
-RANGE = ":range"  # behind a name: of each seed its two values, or its mean and largest distance
+VALUES = ":values"  # behind a name: of each seed the coded values, or mean and largest distance
 TOLERANCE = 1e-3  # of half an interval: what fp16 may change
 
 
@@ -88,28 +88,33 @@ def _value_names(asked: Mapping[str, Any]) -> tuple[str, str]:
 def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
     if values.ndim == 1:
         return {name: torch.from_numpy(values)}
-    low, high = values.min(axis=1), values.max(axis=1)
-    is_high = values == high[:, None]
-    if (is_high | (values == low[:, None])).all():
-        ends = torch.from_numpy(np.stack([low, high], axis=1))
-        return {name: torch.from_numpy(np.packbits(is_high, axis=1)), name + RANGE: ends}
+    tables = [np.unique(row, return_inverse=True) for row in values]
+    most = max(len(known) for known, _ in tables)
+    if most <= 256:
+        codes = np.stack([positions for _, positions in tables]).astype(np.uint8)
+        packed = np.packbits(codes, axis=1) if most <= 2 else codes
+        known = np.stack([np.pad(row, (0, most - len(row)), "edge") for row, _ in tables])
+        return {name: torch.from_numpy(packed), name + VALUES: torch.from_numpy(known)}
     mean = values.mean(axis=1)
     apart = values - mean[:, None]
     largest = np.abs(apart).max(axis=1)
     shares = (apart / largest[:, None]).astype(np.float16)
     ends = torch.from_numpy(np.stack([mean, largest], axis=1))
-    return {name: torch.from_numpy(shares), name + RANGE: ends}
+    return {name: torch.from_numpy(shares), name + VALUES: ends}
 
 
 def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.ndarray:
     packed = tensors[name].numpy()
     if packed.ndim == 1:
         return packed
-    first, second = tensors[name + RANGE].numpy().T[:, :, None]
+    values = tensors[name + VALUES].numpy()
     if packed.dtype == np.uint8:
-        return np.where(np.unpackbits(packed, axis=1, count=items), second, first)
+        is_bits = values.shape[1] <= 2
+        codes = np.unpackbits(packed, axis=1, count=items) if is_bits else packed
+        return np.take_along_axis(values, codes.astype(np.intp), axis=1)
     apart = packed.astype(np.float64)
-    return first + second * (apart - apart.mean(axis=1, keepdims=True))
+    mean, largest = values.T[:, :, None]
+    return mean + largest * (apart - apart.mean(axis=1, keepdims=True))
 
 
 def _agrees(difference: Difference, stored: Mapping[str, Any]) -> bool:
