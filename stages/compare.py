@@ -28,7 +28,7 @@ class Params(Config):
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods; evaluated by these runs."
     )
-    questions: tuple[Question, ...] = Field((), description="What no paper says; asked of them.")
+    questions: tuple[Question, ...] = Field((), description="Asked of these runs, by no paper.")
 
 
 def compare() -> None:

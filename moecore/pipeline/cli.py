@@ -240,8 +240,9 @@ def claims_check() -> None:
             typer.echo(f"{study}: {number} intervals follow from the items that it keeps")
     is_whole = has_whole_history(Path())
     for study in studies if is_whole else ():
-        for late in find_late_questions(study):
-            raise UserError(f"{study}: asked in no commit before that of the answer: {late}")
+        if late := find_late_questions(study):
+            asked = "; ".join(late)
+            raise UserError(f"{study}: asked in no commit before that of the answer: {asked}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
     if TARGET.is_file() and TARGET.read_text(encoding="utf-8") != render_claims_page():

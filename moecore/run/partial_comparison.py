@@ -10,14 +10,13 @@ from torch import Tensor
 
 from moecore.core.files import whole_file, write_json
 from moecore.core.safetensors_files import write_tensors
+from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.study.reading.claims_section import Claim, Comparison
 from moecore.study.reading.overlay import OVERLAY, resolve_overlay
 from moecore.study.reading.run_section import Selection
 
-COMMITTED_NUMBERS = Path("reports/compare.json")  # in git
 PARTIAL_NUMBERS = Path("reports/compare.part.json")  # not in git
 DVC_NUMBERS = Path("artifacts/compare.json")  # DVC's stage `numbers` copies it to reports/
-COMMITTED_ITEMS = Path("reports/items.safetensors")
 DVC_ITEMS = Path("artifacts/items.safetensors")
 
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
@@ -69,14 +68,14 @@ def write_comparison(
 
     items: of what was judged, see moecore/report/claims/kept_items.py; of a part none are written.
     """
-    is_partial = bool(left_out) and COMMITTED_NUMBERS.is_file()
-    target = PARTIAL_NUMBERS if is_partial else COMMITTED_NUMBERS
+    is_partial = bool(left_out) and NUMBERS.is_file()
+    target = PARTIAL_NUMBERS if is_partial else NUMBERS
     write_json(target, numbers)
     if not is_partial:
-        write_tensors(COMMITTED_ITEMS, items)
-    elif not COMMITTED_ITEMS.is_file():
-        write_tensors(COMMITTED_ITEMS, {})
-    for committed, copy in ((COMMITTED_NUMBERS, DVC_NUMBERS), (COMMITTED_ITEMS, DVC_ITEMS)):
+        write_tensors(ITEMS, items)
+    elif not ITEMS.is_file():
+        write_tensors(ITEMS, {})
+    for committed, copy in ((NUMBERS, DVC_NUMBERS), (ITEMS, DVC_ITEMS)):
         with whole_file(copy) as temporary:
             shutil.copyfile(committed, temporary)
     return target

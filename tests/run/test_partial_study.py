@@ -10,9 +10,8 @@ import torch
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.pipeline.study_folders import write_study
+from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.run.partial_comparison import (
-    COMMITTED_ITEMS,
-    COMMITTED_NUMBERS,
     DVC_ITEMS,
     DVC_NUMBERS,
     PARTIAL_NUMBERS,
@@ -68,16 +67,14 @@ def test_one_method_and_one_seed_wait_for_the_rest(study):
 def test_the_numbers_of_a_part_are_written_beside_those_of_the_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few, all_items = ({name: torch.ones(1)} for name in ("prc", "vmoe"))
-    assert write_comparison({"prc": 1}, few, ["vmoe"]) == COMMITTED_NUMBERS, (
-        "there is nothing to keep yet"
-    )
-    assert write_comparison({"prc": 1, "vmoe": 2}, all_items, []) == COMMITTED_NUMBERS
+    assert write_comparison({"prc": 1}, few, ["vmoe"]) == NUMBERS, "there is nothing to keep yet"
+    assert write_comparison({"prc": 1, "vmoe": 2}, all_items, []) == NUMBERS
     assert write_comparison({"prc": 3}, few, ["vmoe"]) == PARTIAL_NUMBERS
     assert json.loads(PARTIAL_NUMBERS.read_text()) == {"prc": 3}
-    for path in (COMMITTED_NUMBERS, DVC_NUMBERS):
+    for path in (NUMBERS, DVC_NUMBERS):
         assert json.loads(path.read_text()) == {"prc": 1, "vmoe": 2}
-    for path in (COMMITTED_ITEMS, DVC_ITEMS):
+    for path in (ITEMS, DVC_ITEMS):
         assert read_tensors(path)[0] == all_items
-    COMMITTED_ITEMS.unlink()  # a study of an older version, of which a part is run
+    ITEMS.unlink()  # a study of an older version, of which a part is run
     write_comparison({"prc": 3}, few, ["vmoe"])
     assert read_tensors(DVC_ITEMS)[0] == {}

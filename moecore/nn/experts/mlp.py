@@ -5,13 +5,13 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import relu, silu
 
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
-from moecore.nn.layers.block import keep_linear, quick_gelu
+from moecore.nn.layers.block import ACTIVATIONS
 
 
 class Mlp(Experts):
@@ -77,7 +77,7 @@ class MlpExperts(ExpertsModule):
             assert self.up_bias is not None and self.down_bias is not None  # SwiGLU alone has none
             maps = (self.up, self.up_bias, self.down, self.down_bias)
             return grouped_mlp(rows.values, *maps, rows.offsets)
-        active = ACTIVATIONS[self.activation]
+        active = OF_EXPERTS[self.activation]
         hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
         hidden = self._drop_hidden(hidden, rows)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
@@ -98,13 +98,7 @@ def gate_with_silu(hidden: Tensor) -> Tensor:
     return silu(gate) * value
 
 
-ACTIVATIONS = {
-    "gelu": gelu,
-    "relu": relu,
-    "quick_gelu": quick_gelu,
-    "linear": keep_linear,
-    "swiglu": gate_with_silu,
-}
+OF_EXPERTS = ACTIVATIONS | {"relu": relu, "swiglu": gate_with_silu}
 
 
 def _linears(

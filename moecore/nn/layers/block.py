@@ -54,13 +54,16 @@ def keep_linear(values: Tensor) -> Tensor:
     return values
 
 
+ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": keep_linear}
+
+
 class DenseMlp(FeedForward):
     """Linear, an activation (gelu: by erf), Linear over (B, T, width); no records."""
 
     def __init__(self, width: int, hidden: int, activation: Activation = "gelu") -> None:
         super().__init__()
         self.activation = activation
-        self.activate = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": keep_linear}[activation]
+        self.activate = ACTIVATIONS[activation]
         self.fc1 = timm_linear(width, hidden)
         self.fc2 = timm_linear(hidden, width)
 

@@ -32,10 +32,11 @@ def within_capacity(
     group.  Returns (B, T, k) bool.
     """
     kept = []
-    for index, groups in enumerate(group_images(experts, group_size)):
-        ranks = None
-        if priority is not None:
-            ranks = _queue_places(group_images(priority, group_size)[index])
+    groups_of_experts = group_images(experts, group_size)
+    queues: list[Tensor | None] = [None] * len(groups_of_experts)
+    if priority is not None:
+        queues = [_queue_places(one) for one in group_images(priority, group_size)]
+    for groups, ranks in zip(groups_of_experts, queues, strict=True):
         most = expert_capacity(groups.shape[1], experts.shape[2], factor, number)
         kept.append((_places_in_expert(groups, ranks) < most).reshape(-1, *experts.shape[1:]))
     return torch.cat(kept)

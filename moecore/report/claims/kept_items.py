@@ -25,7 +25,7 @@ from moecore.report.claims.significance import difference_between
 from moecore.report.tables.cells import interval_from_json
 from moecore.statistics.crossed import Difference
 
-ITEMS = Path("reports/items.safetensors")
+ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
 NUMBERS = Path("reports/compare.json")
 MOST_BYTES = 2_000_000  # of a study's file
 RESULT = "result"  # the tensor that says of which numbers these are the items
