@@ -159,14 +159,11 @@ def test_the_teachers_tokens_are_matched_to_the_students():
 
 
 def test_the_oracle_teaches_each_token_the_expert_of_its_kind():
-    # Kinds 1 and 3 are taught expert 0 of two, an unknown one too, kind 2 expert 1: −ln ¼, −ln ¾.
-    taught = record(probs=STUDENT)
-    assert truth_kl(truth=torch.tensor([[1, 2]]), record=taught).item() == pytest.approx(
-        (math.log(4) + math.log(4 / 3)) / 2
-    )
-    assert truth_kl(truth=torch.tensor([[3, 0]]), record=taught).item() == pytest.approx(
-        math.log(4)
-    )
+    # Kinds 1 and 3 are taught expert 0 of two, an unknown one too, kind 2 expert 1.
+    taught = record(probs=torch.tensor([[[0.25, 0.75], [0.5, 0.5]]]))
+    for truth, by_hand in (([1, 2], 4 * 2), ([2, 1], 4 / 3 * 2), ([3, 0], 4 * 2)):
+        divergence = truth_kl(truth=torch.tensor([truth]), record=taught).item()
+        assert divergence == pytest.approx(math.log(by_hand) / 2)
 
 
 # Mean probs (¾, ¼): mean ½, population variance 1/16, CV² = ¼. Entropies ln 2 and 0: mean ½ ln 2.
