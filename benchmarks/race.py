@@ -117,7 +117,7 @@ def waits(run: Run) -> int:
 def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
     """The host's waits in a training step, which are numbers and no ratios."""
     for name in names:
-        size = training_step.merge_model_settings(name, CUDA)
+        size = training_step.sized(name, CUDA)
         made = training_step.bench(size, torch.bfloat16, device=CUDA)
         for _ in range(3):  # the first steps load libraries
             made.step()
@@ -202,7 +202,7 @@ def step_rows(
     """The training step against the same model on stock torch, the dense ViT, and its own limit."""
     for name in names:
         seconds = training_step.race(name, rounds, device)
-        size = training_step.merge_model_settings(name, device)
+        size = training_step.sized(name, device)
         if ours := seconds.get(training_step.COMPILED):
             what = f"{name}, compiled, {size.batch / median(ours):,.0f} images/s"
             yield row("step / stock torch", what, "bfloat16", ours, seconds["stock"], 0.5)

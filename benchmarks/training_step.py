@@ -182,7 +182,9 @@ def go_stock() -> None:
 
     There is no way back: only for a process of its own.
     """
-    block.softmax_attention = scaled_dot_product_attention
+    block.softmax_attention = lambda query, key, value, causal=False: scaled_dot_product_attention(
+        query, key, value, is_causal=causal
+    )
     moe.MoEFeedForward.forward = masked_experts
     patch_embed.PatchEmbed.forward = lambda self, images: (
         conv2d(images, self.proj.weight, self.proj.bias, stride=self.patch)

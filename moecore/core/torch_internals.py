@@ -33,3 +33,13 @@ def compile_error_class() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
+
+
+def allow_recompilations(number: int) -> None:
+    """Let one function be compiled so often in this process, 8 times at least.
+
+    Public from torch 2.13 on, as ``torch.compile(recompile_limit=…)``.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, number)

@@ -142,7 +142,7 @@ class _WeightedSum(Function):
         total = values.index_select(0, rows[::k]) * weights[:, :1]
         for choice in range(1, k):
             total.addcmul_(values.index_select(0, rows[choice::k]), weights[:, choice : choice + 1])
-        return total.to(values.dtype)
+        return finish_sums(total, values.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -171,6 +171,19 @@ def cat_or_single(pieces: list[Tensor]) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces)
+
+
+def finish_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums in that dtype, as the output of a Function.
+
+    In a compiled graph always as a new tensor: torch 2.11 gives a gradient of 0 where the output
+    was added to in place, or where ``to`` finds its dtype already.
+    """
+    if sums.dtype != dtype:
+        return sums.to(dtype)
+    if torch.compiler.is_compiling():
+        return sums.clone()
+    return sums
 
 
 def _sort_keys(experts: Tensor, number: int) -> Tensor:

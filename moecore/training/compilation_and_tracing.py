@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks
-from moecore.core.torch_internals import compile_error_class
+from moecore.core.torch_internals import allow_recompilations, compile_error_class
 from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
 
@@ -78,6 +78,8 @@ class CompiledBlocks:
         self.blocks = [
             module for module in every if isinstance(module, Block) and is_unsharded(module)
         ]
+        # they share one code, which is compiled for each kind of block: a Swin has over 8
+        allow_recompilations(2 * len(self.blocks))
         for block in self.blocks:
             compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, **how)
             self.ready.append(self._with_fallback(compiled, block.forward))

@@ -1,6 +1,7 @@
 """The GPU computes what the CPU computes; skipped where there is no GPU."""
 
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -28,6 +29,25 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
 CUDA = CPU._replace(device="cuda")
+MLP = {"kind": "mlp", "number": 4}
+NOISY = {"kind": "noisy_top_k", "k": 2}
+BALANCED = {  # routers and experts that no method of params.yaml has, balanced without a loss
+    "loss_free": {"router": NOISY | {"score": "sigmoid", "balance": {"kind": "loss_free"}}},
+    "quantile": {"router": NOISY | {"balance": {"kind": "quantile"}}},
+    "sinkhorn": {"router": NOISY | {"balance": {"kind": "sinkhorn"}}},
+    "groups": {"router": NOISY | {"groups": {"number": 2, "kept": 1}}},
+    "cosine": {"router": {"kind": "cosine", "k": 2}},
+    "top_p": {"router": {"kind": "top_p"}, "regularizers": [{"kind": "entropy"}]},
+    "relu": {"router": {"kind": "relu", "k": 2}, "regularizers": [{"kind": "adaptive_l1"}]},
+    "shared_swiglu": {"router": NOISY, "experts": MLP | {"shared": 1, "activation": "swiglu"}},
+}
+NAMES = (*REPRESENTATIVE, *BALANCED)
+
+
+def method_of(name: str) -> Method:
+    if name in BALANCED:
+        return Method.model_validate({"experts": MLP} | BALANCED[name])
+    return METHODS[name]
 
 
 def made(method: Method) -> TrainingJob:
@@ -39,13 +59,13 @@ def made(method: Method) -> TrainingJob:
     return task(method, guide=guide)
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", NAMES)
 def test_prediction_routing_and_gradient_agree_in_fp32(name):
     torch.set_float32_matmul_precision("highest")
     found = []
     images = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     for device in ("cpu", "cuda"):
-        given = made(METHODS[name])
+        given = made(method_of(name))
         model = attach_required_guide(given.model, given.guide).to(device).eval()
         output = model(images.to(device))
         output.prediction.square().sum().backward()
@@ -75,18 +95,21 @@ def no_waits():
 
 def on_cuda(method: Method) -> TrainingJob:
     given = made(method)
-    split = given.train._replace(images=given.train.images.cuda(), labels=given.train.labels.cuda())
     guide = given.guide and given.guide.cuda()
-    return given._replace(model=given.model.cuda(), guide=guide, train=split)
+    splits = {
+        name: split._replace(images=split.images.cuda(), labels=split.labels.cuda())
+        for name, split in (("train", given.train), ("validation", given.validation))
+    }
+    return given._replace(model=given.model.cuda(), guide=guide, **splits)
 
 
 SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_never_waits_for_the_device(name, dtype):
-    given = on_cuda(METHODS[name])
+    given = on_cuda(method_of(name))
     optimizer = build_optimizer(given.model, SHIFTED)
     for step in range(3):
         batch = training_batch(given, SHIFTED, 0, step)
@@ -98,29 +121,38 @@ def test_a_step_never_waits_for_the_device(name, dtype):
             train_step(*arguments)
 
 
-@pytest.mark.parametrize("name", ["vmoe", "moge", "ermoe", "stable_moe", "expert_choice"])
-def test_a_compiled_step_never_waits_and_learns_the_same(name):
-    given = on_cuda(METHODS[name])
+@pytest.mark.parametrize(
+    "name, dtype, error",
+    [
+        *((name, torch.float32, 1e-3) for name in (*NAMES, "vmoe", "teacher_routed")),
+        *((name, torch.bfloat16, 0.05) for name in ("vmoe", "shared_swiglu")),
+    ],
+)
+def test_a_compiled_step_never_waits_and_learns_the_same(name, dtype, error):
+    given = on_cuda(method_of(name))
     optimizer = build_optimizer(given.model, SHIFTED)
+    torch.compiler.reset()  # a process compiles one model, not as many as are tested here
     blocks = CompiledBlocks([given.model, given.guide], "required", 9)
+    start = deepcopy(given.model.state_dict())  # with what balances without a loss have learned
     batch = training_batch(given, SHIFTED, 0, 0)
-    arguments = (given, SHIFTED, optimizer, batch, 0.0, torch.float32, 0.5)
+    arguments = (given, SHIFTED, optimizer, batch, 0.0, dtype, 0.5)
     found = []
     for _ in range(3):  # as it is, compiling, compiled
         torch.manual_seed(0)
+        given.model.load_state_dict(start)
         with blocks.inside():
             train_step(*arguments)
         gradients = [parameter.grad for parameter in given.model.parameters()]
         found.append([gradient for gradient in gradients if gradient is not None])
     for ours, theirs in zip(found[2], found[0], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+        assert (ours - theirs).norm() <= error * theirs.norm() + 1e-5
     with no_waits(), blocks.inside():
         train_step(*arguments)
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", NAMES)
 def test_evaluation_and_attacks_in_fp32_never_wait_inside(name):
-    given = on_cuda(METHODS[name])
+    given = on_cuda(method_of(name))
     model = attach_required_guide(given.model, given.guide).cuda().eval()
     images = torch.rand(6, 1, 8, 8, device="cuda")
     labels = torch.arange(6, device="cuda") % 2
@@ -191,7 +223,7 @@ def numpy_of(job: TrainingJob):
 
 
 def test_training_on_the_gpu_learns():
-    found = list(train_job(made(METHODS["vmoe"]), SETTINGS, 0, CUDA))
+    found = list(train_job(on_cuda(METHODS["vmoe"]), SETTINGS, 0, CUDA))
     assert found[-1].values["validation_accuracy"] == 1.0
 
 

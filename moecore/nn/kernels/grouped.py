@@ -172,9 +172,10 @@ class _AddBias(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
         grad = grad.contiguous()
-        # as narrow as grouped_mm takes
+        # As narrow as grouped_mm takes. They are the second factor, since torch.compile lays a
+        # transposed constant out anew: an expert's ones would begin at any byte, not at the 16th.
         ones = grad.new_ones(len(grad), _ALIGNMENT // grad.element_size())
-        return grad, grouped_mm(ones.t(), grad, offs=ctx.saved_tensors[0])[:, 0], None
+        return grad, grouped_mm(grad.t(), ones, offs=ctx.saved_tensors[0])[:, :, 0], None
 
 
 class _DenseGradient(Function):

@@ -280,7 +280,7 @@ class NoisyTopKRouter(nn.Module):
 
     def _kept(self, chosen: Tensor, scores: Tensor) -> Tensor | None:
         settings = self.config
-        factor = self.factors[self.training]
+        factor = self.factors[int(self.training)]
         if factor is None:
             return None
         priority = None

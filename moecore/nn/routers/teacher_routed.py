@@ -79,7 +79,8 @@ class TeacherRoutedRouter(NoisyTopKRouter):
                 _safe_log(_check_teacher(context.teacher, own.shape)).to(own.dtype)
             )
             if self.training:  # what its loss teaches; what is measured is what decides
-                record = record._replace(logits=own, probs=torch.softmax(own, dim=-1))
+                probs = torch.softmax(own, dim=-1)
+                record = RoutingRecord(own, probs, record.load, record.chosen, record.combine)
             return plan, record
 
 
