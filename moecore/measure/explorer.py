@@ -17,14 +17,14 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
-    LayerExperts,
+    LayerGallery,
     expert_galleries_by_layer,
 )
 from moecore.measure.exploring.overlays import EncodedPicture, encode_picture
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.sweeps import ChangedImages
-from moecore.measure.routing_metrics.view_pairs import (
+from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
     TwoViewAugmentation,
     look_up_augmentation,
@@ -96,7 +96,7 @@ class Explorer(Measurement):
 
         def part(name: str) -> ExplorerPart:
             return ExplorerPart(
-                shown=[show_variant(model, data.task, variant) for variant in changed[name]()]
+                shown=[trace_variant(model, data.task, variant) for variant in changed[name]()]
             )
 
         def experts() -> ExplorerExperts:
@@ -141,7 +141,7 @@ class Result(Config):
     images: tuple[int, ...]  # their places in the test split
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
     kinds: str | None = None  # packed uint8 (N, T): each token's true kind where known, else 0
-    layers: tuple[LayerExperts, ...]
+    layers: tuple[LayerGallery, ...]
     shown: tuple[ShownVariant, ...]  # clean first
 
 
@@ -154,10 +154,10 @@ class ExplorerPart(Config):
 class ExplorerExperts(Config):
     """The same of the experts."""
 
-    layers: tuple[LayerExperts, ...]
+    layers: tuple[LayerGallery, ...]
 
 
-def show_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
+def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:
     """Return what the model does with the images."""
     prediction, records = predict_in_batches(model, variant.pixels, BATCH)
     places = None

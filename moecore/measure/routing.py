@@ -46,7 +46,7 @@ from moecore.measure.routing_metrics.sweeps import (
     SweepSettings,
     run_sweeps,
 )
-from moecore.measure.routing_metrics.view_pairs import (
+from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
     TwoViewAugmentation,
     draw_two_views,

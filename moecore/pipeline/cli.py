@@ -138,7 +138,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 def quick_command(jobs: JobCount = None) -> None:
     """A first look in less than a minute: how much of what routing is worth does V-MoE find?"""
     from moecore.pipeline.begin_project import write_quick_look
-    from moecore.report.tables.summary import main as summary
+    from moecore.report.tables.terminal_summary import main as summary
 
     folder = QUICK_STUDY if QUICK_STUDY.is_dir() else write_quick_look(Path())
     study_run(folder, jobs)
@@ -284,9 +284,9 @@ def study_preset(
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
 ) -> None:
     """Write a study's params.yaml with presets; without names: list them."""
-    from moecore.pipeline.study_folders import list_presets, write_study
+    from moecore.pipeline.study_folders import list_study_presets, write_study
 
-    lines = write_study(folder, names) if names else list_presets(folder)
+    lines = write_study(folder, names) if names else list_study_presets(folder)
     for line in lines or ["nothing changes"]:
         typer.echo(line)
 

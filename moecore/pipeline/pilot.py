@@ -29,7 +29,11 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told, ToldRouter
 from moecore.report.tables.comparison import unfit_metrics
 from moecore.run.progress import report_progress
-from moecore.study.checking.data_rules import PREPARED_DATA, chdir_to_stages, read_planned_data
+from moecore.study.checking.data_rules import (
+    PREPARED_DATA,
+    chdir_to_stages,
+    read_matching_data_card,
+)
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.setting_errors import format_error_line
@@ -153,7 +157,7 @@ def open_without_test(source: Source, scratch: Path) -> Prepared:
     The test split is emptied: nothing here can look at it.
     """
     folder = PREPARED_DATA.absolute() / "pretrain"
-    if read_planned_data(folder / "card.json", source) is None:
+    if read_matching_data_card(folder / "card.json", source) is None:
         folder = scratch
         source.prepare(folder)
     data = Prepared.open(folder)
@@ -181,7 +185,7 @@ def _train_all(
             score, seconds = _train_once(job, own, seed, runtime, f"{row.name} {seed}")
             row.scores.append(score)
             row.seconds.append(seconds)
-    return PilotResult(pilot_score(data.task), *rows, fitted=fmean(shares))
+    return PilotResult(define_pilot_score(data.task), *rows, fitted=fmean(shares))
 
 
 def begin_as_told(
@@ -259,7 +263,7 @@ def _train_once(
     return math.exp(score) if job.task.long else score, time.process_time() - begun
 
 
-def pilot_score(task: Task) -> Score:
+def define_pilot_score(task: Task) -> Score:
     """Return how a pilot's scores are called: the task's, but perplexity of a text."""
     return Score("ppl", "perplexity", "", "number", "lower") if task.long else task.score
 

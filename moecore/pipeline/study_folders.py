@@ -43,7 +43,7 @@ def list_studies(root: Path = WORKING_FOLDER) -> list[Path]:
     return [path.parent for path in overlays]
 
 
-def list_presets(folder: Path) -> list[str]:
+def list_study_presets(folder: Path) -> list[str]:
     """The names of a study's presets. Raises UserError where ``folder`` is no study."""
     _refuse_other_folder(folder)
     return list(load_presets(folder))

@@ -13,7 +13,7 @@ from moecore.measure.robustness import Result as Robustness
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.under_attack.curves import measured_curves
 from moecore.report.claims.claims_table import claims_markdown
-from moecore.report.claims.evaluation import Evaluated
+from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.headline_quantities import shown_attack
 from moecore.report.measures import sizes
@@ -29,7 +29,7 @@ from moecore.training.outcome import Outcome
 INK = "#333"
 
 
-def render_report_files(results: Results, evaluated: Sequence[Evaluated]) -> dict[str, str]:
+def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -> dict[str, str]:
     """Path below reports/ → content."""
     phases = list(results.phases.values())
     files = {

@@ -10,7 +10,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
-from moecore.testing.requirements import assert_that, seeded_randn, settings_of
+from moecore.testing.check_helpers import assert_that, seeded_randn, settings_of
 from moecore.testing.small_models import CLASSES, IMAGE, SIDE, small_vit
 
 EPSILON = 0.1

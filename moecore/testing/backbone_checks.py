@@ -16,7 +16,7 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.testing.requirements import (
+from moecore.testing.check_helpers import (
     assert_that,
     draw_weights,
     is_close,

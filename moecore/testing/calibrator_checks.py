@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from moecore.measure.calibrators.base import Calibrator
-from moecore.testing.requirements import assert_that, seeded_randn, settings_of
+from moecore.testing.check_helpers import assert_that, seeded_randn, settings_of
 
 
 def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
-from moecore.testing.requirements import (
+from moecore.testing.check_helpers import (
     assert_that,
     draw_weights,
     is_close,

@@ -9,7 +9,7 @@ from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.relu import Relu
-from moecore.testing.requirements import assert_that, settings_of
+from moecore.testing.check_helpers import assert_that, settings_of
 from moecore.testing.small_models import EXPERTS, IMAGE, small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 

@@ -25,7 +25,7 @@ from moecore.nn.layers.moe import (
 from moecore.nn.predict import coupled_image_count
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.testing.requirements import (
+from moecore.testing.check_helpers import (
     assert_that,
     draw_weights,
     is_close,

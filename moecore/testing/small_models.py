@@ -12,7 +12,7 @@ from moecore.nn.experts.eigen import Eigen
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
-from moecore.testing.requirements import draw_weights, seeded_randn
+from moecore.testing.check_helpers import draw_weights, seeded_randn
 
 SIDE = 8  # pixels
 EXPERTS = 4

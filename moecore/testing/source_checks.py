@@ -10,7 +10,7 @@ from moecore.core.outside_packages import more_packages, outside_kinds
 from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
-from moecore.testing.requirements import assert_that, settings_of
+from moecore.testing.check_helpers import assert_that, settings_of
 
 
 def check_source(source: Source | type[Source], folder: Path) -> Prepared:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
-from moecore.testing.requirements import assert_that, is_close
+from moecore.testing.check_helpers import assert_that, is_close
 
 
 def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.ndarray) -> None:

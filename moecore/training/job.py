@@ -25,7 +25,7 @@ from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from moecore.training.single_tissue_volumes import TissueIsolation
+from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 
 
 class TrainingJob(NamedTuple):
@@ -37,7 +37,7 @@ class TrainingJob(NamedTuple):
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
     views: int = 1  # of each image
-    isolation: TissueIsolation | None = None  # which volumes keep one tissue
+    isolation: TissueIsolationSchedule | None = None  # which volumes keep one tissue
 
     @property
     def task(self) -> Task:
@@ -76,7 +76,7 @@ def build_training_job(
     guide: Guide | None = None,
     subset: np.ndarray | None = None,
     views: int = 1,
-    isolation: TissueIsolation | None = None,
+    isolation: TissueIsolationSchedule | None = None,
     permuted: int | None = None,
 ) -> TrainingJob:
     """The training of ``model`` on prepared data, on ``device``; of the training images ``subset``

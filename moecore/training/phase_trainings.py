@@ -25,7 +25,7 @@ from moecore.training.single_tissue_volumes import build_tissue_isolation
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
 
 
-class TrainingSetup(NamedTuple):
+class JobAndModel(NamedTuple):
     """A training that may begin, and the model as it is used: alone, or with its teacher."""
 
     job: TrainingJob
@@ -63,7 +63,7 @@ def build_pretraining(
     guide: Path,
     seed: int,
     device: str,
-) -> TrainingSetup:
+) -> JobAndModel:
     """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
@@ -87,7 +87,7 @@ def build_pretraining(
         isolation=build_tissue_isolation(method, data),
         permuted=seed if method.permuted else None,
     )
-    return TrainingSetup(job, attach_required_guide(model, job.guide))
+    return JobAndModel(job, attach_required_guide(model, job.guide))
 
 
 def build_finetuning(
@@ -98,7 +98,7 @@ def build_finetuning(
     guide: Path,
     seed: int,
     device: str,
-) -> TrainingSetup:
+) -> JobAndModel:
     """The model in ``start`` goes on with other data; UserError where they do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
@@ -117,4 +117,4 @@ def build_finetuning(
     job = build_training_job(
         model, data, objective, device, guide=kept, subset=subset, views=learned.views
     )
-    return TrainingSetup(job, attach_required_guide(model, job.guide).to(device))
+    return JobAndModel(job, attach_required_guide(model, job.guide).to(device))

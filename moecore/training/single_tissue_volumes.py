@@ -23,7 +23,7 @@ from moecore.training.method import Method
 WHOLE = -1
 
 
-class TissueIsolation(NamedTuple):
+class TissueIsolationSchedule(NamedTuple):
     """Which volumes of a step keep one tissue, and where their tokens belong."""
 
     masks: np.ndarray  # uint8 (N, R, D, H, W), tissue share × 255, memory-mapped
@@ -90,7 +90,7 @@ class TissueIsolation(NamedTuple):
 
 def build_tissue_isolation(
     method: Method, data: Prepared, subset: np.ndarray | None = None
-) -> TissueIsolation | None:
+) -> TissueIsolationSchedule | None:
     """Return what ``method`` isolates of the training split (of its volumes ``subset``, if given);
     None where it learns from whole volumes only.
 
@@ -104,7 +104,7 @@ def build_tissue_isolation(
     if subset is not None:
         masks = masks[subset]
     alone = range(regions.after, regions.after + regions.warm_start_epochs)
-    return TissueIsolation(masks, channels, alone, regions.isolated)
+    return TissueIsolationSchedule(masks, channels, alone, regions.isolated)
 
 
 def region_channels(names: tuple[str, ...], card: dict) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from moecore.measure.exploring.overlays import (
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use_by_image, layer_use_metrics
-from moecore.measure.routing_metrics.view_pairs import draw_two_views
+from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement

@@ -18,7 +18,10 @@ from moecore.measure.exploring.overlays import expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import change_of_choice, expert_agreement
-from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
+from moecore.measure.routing_metrics.two_view_augmentations import (
+    TwoViewAugmentation,
+    draw_two_views,
+)
 from moecore.measure.stability import Stability
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit

@@ -27,7 +27,7 @@ from moecore.measure.base import (
 from moecore.measure.exploring.overlays import expert_grid, overlay_middle_slices
 from moecore.measure.forward_cost import flops_per_image
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.view_pairs import (
+from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
     draw_two_views,
 )

@@ -36,7 +36,7 @@ from moecore.measure.noise_ramp import RampCurve, RampSummary
 from moecore.measure.routing_metrics.layer_metrics import (
     expert_counts,
     load_cv2,
-    normalised_entropy,
+    normalised_load_entropy,
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
@@ -430,7 +430,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
             {
                 "load": (counts / counts.sum()).tolist(),
                 "load_cv2": load_cv2(counts),
-                "entropy": normalised_entropy(counts),
+                "entropy": normalised_load_entropy(counts),
                 "confidence": router_confidence(record.probs),
                 "inner_load": None,
                 "inner_mass": None,

@@ -17,7 +17,7 @@ from moecore.report.report_files import robustness_csv, table_s1_csv, training_c
 from moecore.report.results import read_results
 from moecore.report.tables.comparison import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
-from moecore.report.tables.summary import headline_rows
+from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.reading.run_section import Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed

@@ -15,7 +15,7 @@ from moecore.report.figures.charts import attack_points, points_over_seeds
 from moecore.report.measures.attacked_scores import (
     WORST,
     attack_scores_by_epsilon,
-    hits_under,
+    hits_at_largest_epsilon,
 )
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
 from moecore.report.measures.routing import swept
@@ -143,8 +143,8 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     fgsm, pgd = (round(200 * rows[name][-1].score) for name in ("fgsm", "pgd-10"))
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
     assert (
-        hits_under(measured, WORST).nonzero()[0].tolist() == list(range(10, pgd))
-        and int(hits_under(measured, "fgsm").sum()) == fgsm
+        hits_at_largest_epsilon(measured, WORST).nonzero()[0].tolist() == list(range(10, pgd))
+        and int(hits_at_largest_epsilon(measured, "fgsm").sum()) == fgsm
     )
     left = [row.score for row in rows["fgsm"][1:]]
     assert [
@@ -190,8 +190,8 @@ def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
     assert attack_points([attack_scores_by_epsilon(result, "pgd-10")], result.task.score) == []
-    assert hits_under(models["dense"][0], "pgd-10") is None
-    both = (hits_under(models["dense"][0], name) for name in (WORST, "fgsm"))
+    assert hits_at_largest_epsilon(models["dense"][0], "pgd-10") is None
+    both = (hits_at_largest_epsilon(models["dense"][0], name) for name in (WORST, "fgsm"))
     assert (next(both) == next(both)).all()
     assert_self_contained(render_report(found))
 

@@ -24,7 +24,7 @@ from moecore.report.tables.comparison import (
     unfit_metrics,
 )
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
-from moecore.report.tables.summary import headline_rows
+from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import extract_declared_settings

@@ -30,7 +30,7 @@ from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import (
     WHOLE,
-    TissueIsolation,
+    TissueIsolationSchedule,
     build_tissue_isolation,
     region_channels,
 )
@@ -112,7 +112,7 @@ def test_the_order_of_the_experts_names_the_maps(data):
 
 def test_tokens_with_any_voxel_of_the_tissue_belong_to_its_expert():
     made, layout = (
-        TissueIsolation(None, (0, 1), range(1), 0.0),
+        TissueIsolationSchedule(None, (0, 1), range(1), 0.0),
         TokenLayout(1, (2, 1, 1), (4, 2, 2)),
     )
     views = torch.zeros(3, 1, 4, 2, 2)

@@ -13,7 +13,7 @@ URL = "https://www.cs.toronto.edu/~kriz/"
 PIXELS = 3 * 32 * 32
 
 
-class CifarArchive(NamedTuple):
+class CifarArchiveSpec(NamedTuple):
     """One of the two sets; ``train`` and ``test`` give the number of records of each file."""
 
     archive: str
@@ -26,7 +26,7 @@ class CifarArchive(NamedTuple):
 
 
 def read_binary(
-    place: Path, chosen: CifarArchive, files: dict[str, int]
+    place: Path, chosen: CifarArchiveSpec, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 (N, 3, 32, 32) and labels int64 (N,) of ``files``, from a folder or, without
     unpacking, from the authors' archive.
@@ -49,7 +49,7 @@ def read_binary(
     return images, records[:, chosen.label_bytes - 1].astype(np.int64)
 
 
-def fetch_archive(chosen: CifarArchive, root: Path) -> Path:
+def fetch_archive(chosen: CifarArchiveSpec, root: Path) -> Path:
     """Download the authors' archive into ``root``, checked by its published md5."""
     path = root / chosen.archive
     url = URL + chosen.archive
@@ -80,7 +80,7 @@ squirrel streetcar sunflower sweet_pepper table tank telephone television tiger 
 trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
 SETS = {
-    10: CifarArchive(
+    10: CifarArchiveSpec(
         "cifar-10-binary.tar.gz",
         "c32a1d4ab5d03f1284b67883e8d87530",
         "cifar-10-batches-bin",
@@ -89,7 +89,7 @@ SETS = {
         1,
         tuple(TEN.split()),
     ),
-    100: CifarArchive(
+    100: CifarArchiveSpec(
         "cifar-100-binary.tar.gz",
         "03b5dce01913d631647c71ecec9e9cb8",
         "cifar-100-binary",

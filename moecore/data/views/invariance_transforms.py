@@ -65,7 +65,7 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
         @ view_affines.scaling_affines(settings.scale, settings.scale, count)
         @ view_affines.shearing_affines(0, shear, count)
     )
-    return view_affines.centred_affines(
+    return view_affines.recentre_affines(
         view_affines.translation_affines(down, right, count) @ linear, *size
     )
 

@@ -85,7 +85,7 @@ def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Te
         )
         turn = view_affines.rotation_affines(math.radians(30) * level["rotate"])
         # at most one of the three is not the identity
-        total = view_affines.centred_affines(move @ turn @ shear, height, width) @ total
+        total = view_affines.recentre_affines(move @ turn @ shear, height, width) @ total
     return total
 
 

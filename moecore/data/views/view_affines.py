@@ -57,7 +57,7 @@ def flip_affines(mirrored: Tensor, width: float) -> Tensor:
     )
 
 
-def centred_affines(affines: Tensor, height: float, width: float) -> Tensor:
+def recentre_affines(affines: Tensor, height: float, width: float) -> Tensor:
     """Return the same linear maps about the middle of a (height, width) image."""
     count = len(affines)
     return (

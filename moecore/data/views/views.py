@@ -106,7 +106,7 @@ class ViewSettings(Config):
         )
 
 
-class Views(NamedTuple):
+class DrawnViews(NamedTuple):
     """Views fp32 (B, C, h, w) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
 
     Of volumes: (B, C, D, H, W) and (B, 4, 4).
@@ -118,7 +118,7 @@ class Views(NamedTuple):
 
 def draw_views(
     images: Tensor | MixedSizeImages, settings: ViewSettings, source: Generator | BatchDraws
-) -> Views:
+) -> DrawnViews:
     """One random view of each image.
 
     images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
@@ -128,7 +128,7 @@ def draw_views(
     """
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
-        return Views(*draw_volume_views(images, settings, draws))
+        return DrawnViews(*draw_volume_views(images, settings, draws))
     count = len(images)
     if isinstance(images, MixedSizeImages) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
@@ -159,7 +159,7 @@ def draw_views(
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
         pixels = colour.erase_rectangles(pixels, settings.erasing, draws)
-    return Views(pixels, to_device_async(affines.to(torch.float32), images.device))
+    return DrawnViews(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
 def identity_view(images: Tensor | MixedSizeImages) -> Tensor:
@@ -203,7 +203,7 @@ def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) ->
         @ view_affines.shearing_affines(0, shear, count)
         @ view_affines.scaling_affines(factor, factor, count)
     )
-    return view_affines.centred_affines(
+    return view_affines.recentre_affines(
         view_affines.translation_affines(down, right, count) @ linear, *size
     )
 

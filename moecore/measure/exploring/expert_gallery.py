@@ -41,7 +41,7 @@ class ExpertUse(Config):
     favourites: tuple[FavouritePatch, ...]  # of the highest probability; one an image at most
 
 
-class LayerExperts(Config):
+class LayerGallery(Config):
     """The experts of one MoE layer."""
 
     experts: tuple[ExpertUse, ...]
@@ -67,7 +67,7 @@ class GalleryImages(NamedTuple):
 
 def expert_galleries_by_layer(
     model: Model, gallery: GalleryImages, most: int
-) -> list[LayerExperts]:
+) -> list[LayerGallery]:
     """Return the experts of every MoE layer, with at most ``most`` favourites each."""
     chunks = list(zip(*iterate_preferences(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
@@ -115,7 +115,7 @@ def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
 
 def _expert_uses(
     seen: LayerPreferences, labels: Tensor, gallery: GalleryImages, layout: TokenLayout, most: int
-) -> LayerExperts:
+) -> LayerGallery:
     counts = seen.chosen.sum(dim=0)
     shares = class_shares(seen.chosen, labels, gallery.task)
     number = len(counts)
@@ -139,10 +139,10 @@ def _expert_uses(
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
     shown = encode_picture(torch.stack(crops), CROP) if crops else None
-    return LayerExperts(experts=experts, crops=shown)
+    return LayerGallery(experts=experts, crops=shown)
 
 
-def _on_grid(use: LayerExperts, layout: TokenLayout, fine: TokenLayout) -> LayerExperts:
+def _on_grid(use: LayerGallery, layout: TokenLayout, fine: TokenLayout) -> LayerGallery:
     """Favourites of a coarser layer, at the first patch of the finest grid that each covers."""
     covers = coarse_patch_indices(layout, fine)
 

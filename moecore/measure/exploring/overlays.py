@@ -18,7 +18,10 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
+from moecore.measure.routing_metrics.two_view_augmentations import (
+    TwoViewAugmentation,
+    draw_two_views,
+)
 from moecore.nn.correspondence import match_patches
 
 SIDE = 96  # pixels: larger images are shown smaller

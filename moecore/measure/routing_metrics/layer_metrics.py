@@ -39,7 +39,7 @@ def load_cv2(counts: Tensor) -> float:
     return float(counts.var(unbiased=False) / counts.mean().square())
 
 
-def normalised_entropy(counts: Tensor) -> float:
+def normalised_load_entropy(counts: Tensor) -> float:
     """Entropy of expert use / ln E, from the counts (E,) (TGR).
 
     1 at perfect balance, 0 at collapse; 1 where there is one expert.

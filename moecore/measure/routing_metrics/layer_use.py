@@ -16,7 +16,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     linearize_mean,
     load_cv2,
     mean_token_entropy,
-    normalised_entropy,
+    normalised_load_entropy,
     routing_confidence,
 )
 from moecore.measure.routing_metrics.tail_and_fallback import (
@@ -107,7 +107,7 @@ def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | No
         **map_border_shares(load, mass / mass.sum()).model_dump(),
         load=load.tolist(),
         load_cv2=load_cv2(counts),
-        entropy=normalised_entropy(counts),
+        entropy=normalised_load_entropy(counts),
         confidence=routing_confidence(layer.probs),
         token_entropy=mean_token_entropy(layer.probs),
         tail_of_probs=None if k is None else tail_of_probs(layer.probs, k),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.data.views.views import Views
+from moecore.data.views.views import DrawnViews
 from moecore.measure.routing_metrics.consistency import agreeing_pair_counts, match_ratios
 from moecore.measure.routing_metrics.layer_metrics import average_layers
 from moecore.nn.backbones.base_model import Model
@@ -49,7 +49,7 @@ class AugmentedRow(Matching):
 
 
 def augmented_row(
-    name: str, model: Model, views: Views, batch: int, people: np.ndarray | None = None
+    name: str, model: Model, views: DrawnViews, batch: int, people: np.ndarray | None = None
 ) -> AugmentedRow:
     """Return what partners in both ``views`` share, as means over the MoE layers."""
     _, records = predict_in_batches(model, views.images, batch)

@@ -22,7 +22,10 @@ from moecore.measure.routing_metrics.tail_and_fallback import (
     tail_mass,
     tail_of_probs,
 )
-from moecore.measure.routing_metrics.view_pairs import TwoViewAugmentation, draw_two_views
+from moecore.measure.routing_metrics.two_view_augmentations import (
+    TwoViewAugmentation,
+    draw_two_views,
+)
 from moecore.nn.backbones.base_model import BackboneModel, Model
 from moecore.nn.correspondence import original_patches_of_views
 from moecore.nn.predict import model_device, predict_in_batches

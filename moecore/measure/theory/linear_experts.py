@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.measure.theory.subspace_data import ExpertPoints
+from moecore.measure.theory.subspace_data import RegressionSamples
 
 _TIES = 1e-9  # relative gap below which two singular values, or two overlaps, are the same number
 
@@ -80,7 +80,7 @@ class Theorem2(NamedTuple):
         )
 
 
-def least_squares(part: ExpertPoints) -> LeastSquaresFit:
+def least_squares(part: RegressionSamples) -> LeastSquaresFit:
     """The shortest minimiser of ‖Xw − y‖², by the singular values of X."""
     left, values, right = np.linalg.svd(part.points, full_matrices=False)
     rank = int(
@@ -93,15 +93,15 @@ def least_squares(part: ExpertPoints) -> LeastSquaresFit:
     )
 
 
-def stack_expert_data(parts: Sequence[ExpertPoints]) -> ExpertPoints:
+def stack_expert_data(parts: Sequence[RegressionSamples]) -> RegressionSamples:
     """All parts as the one problem of the dense model."""
-    return ExpertPoints(
+    return RegressionSamples(
         np.concatenate([part.points for part in parts]),
         np.concatenate([part.targets for part in parts]),
     )
 
 
-def expert_subspace_bases(parts: Sequence[ExpertPoints]) -> list[np.ndarray]:
+def expert_subspace_bases(parts: Sequence[RegressionSamples]) -> list[np.ndarray]:
     """The paper's U_i, (D, r_i) with orthonormal columns.
 
     Each singular vector of XᵀX goes to the expert whose span it overlaps most; among equal overlaps
@@ -145,7 +145,7 @@ def _align_basis(space: np.ndarray, spans: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def theorem_1_sides(
-    parts: Sequence[ExpertPoints], bases: Sequence[np.ndarray] | None = None
+    parts: Sequence[RegressionSamples], bases: Sequence[np.ndarray] | None = None
 ) -> Theorem1Sides:
     """Both sides of Theorem 1 with the smallest ε1 and ε2 that definitions 1 and 2 allow.
 
@@ -181,7 +181,9 @@ def theorem_1_sides(
     )
 
 
-def theorem_2(parts: Sequence[ExpertPoints], betas: Sequence[np.ndarray] | np.ndarray) -> Theorem2:
+def theorem_2(
+    parts: Sequence[RegressionSamples], betas: Sequence[np.ndarray] | np.ndarray
+) -> Theorem2:
     """Return what Theorem 2 promises for y_i = X_i β_i + r_i, and what is so; betas: E of (D,).
 
     Raises ValueError where a Z_i is singular.

@@ -11,7 +11,7 @@ import numpy as np
 Targets = Literal["shared", "opposed", "drawn"]
 
 
-class ExpertPoints(NamedTuple):
+class RegressionSamples(NamedTuple):
     """What one expert sees: points (N_i, D) and targets (N_i,)."""
 
     points: np.ndarray
@@ -56,7 +56,7 @@ def draw_expert_data(
     samples: int,
     floor: float = 0.0,
     noise: float = 0.0,
-) -> tuple[list[ExpertPoints], np.ndarray]:
+) -> tuple[list[RegressionSamples], np.ndarray]:
     """Balanced data: Gaussian points in E subspaces at ``angle``; returns (parts, β (E, D)).
 
     Targets are X_i β_i + noise with ‖β_i‖ = 1.  targets: of β_i in the basis of its subspace,
@@ -81,6 +81,6 @@ def draw_expert_data(
         for basis in bases
     ]
     return [
-        ExpertPoints(x, x @ beta + noise * generator.standard_normal(len(x)))
+        RegressionSamples(x, x @ beta + noise * generator.standard_normal(len(x)))
         for x, beta in zip(points, betas, strict=True)
     ], betas

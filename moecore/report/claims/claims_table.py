@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecore.report.claims.evaluation import (
-    Evaluated,
+    EvaluatedClaim,
     claim_entry,
     drop_questions,
     keep_own_questions,
@@ -98,7 +98,7 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     )
 
 
-def claims_section(evaluated: Sequence[Evaluated]) -> Section:
+def claims_section(evaluated: Sequence[EvaluatedClaim]) -> Section:
     """Return the section of the page."""
     blocks = []
     if claims := drop_questions(evaluated):
@@ -110,7 +110,7 @@ def claims_section(evaluated: Sequence[Evaluated]) -> Section:
     return Section("claims", TITLE if claims else ASKED, "Claims", [HOW], blocks)
 
 
-def claims_markdown(evaluated: Sequence[Evaluated]) -> str:
+def claims_markdown(evaluated: Sequence[EvaluatedClaim]) -> str:
     """Return the content of reports/claims.md: the page's tables, their small print after ";"."""
     if not evaluated:
         return f"# {TITLE}\n\nparams.yaml has no claims.\n"
@@ -129,7 +129,7 @@ def _plain_text(item: PageCell) -> str:
     return "; ".join(filter(None, (item.text, item.small, item.note))).replace("\u00a0", " ")
 
 
-def _claim_line(evaluated_claim: Evaluated) -> TableRow:
+def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
     claim = evaluated_claim.claim
     row = build_claim_row(claim_entry(evaluated_claim))
     detectable = fasten_unit(row.detectable)
@@ -156,7 +156,7 @@ def fasten_unit(text: str) -> str:
     return keep_percent_on_line(text.replace(" pp", "\u00a0pp"))
 
 
-def _statement(evaluated_claim: Evaluated) -> str:
+def _statement(evaluated_claim: EvaluatedClaim) -> str:
     """Return what is claimed or asked of the metric, and where."""
     claim = evaluated_claim.claim
     better = claim.better

@@ -23,7 +23,7 @@ T = TypeVar("T")
 SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json
 
 
-class Evaluated(NamedTuple):
+class EvaluatedClaim(NamedTuple):
     """A claim or question with what was measured; ``difference`` is method − against."""
 
     claim: Claim | Question
@@ -42,7 +42,7 @@ class Evaluated(NamedTuple):
         return verdict_after_holm(self.verdict, self.p_holm)
 
 
-def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[Evaluated]:
+def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list[EvaluatedClaim]:
     """Every claim and question with its verdict; claims with Holm's correction paper by paper.
 
     Raises UserError for an unknown phase, method or metric, for a method that lacks the metric,
@@ -62,12 +62,12 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
     return [one._replace(p_holm=p) for one, p in zip(evaluated, corrected, strict=True)]
 
 
-def drop_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def drop_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
     """What papers claim."""
     return [one for one in evaluated if isinstance(one.claim, Claim)]
 
 
-def keep_own_questions(evaluated: Sequence[Evaluated]) -> list[Evaluated]:
+def keep_own_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
     """What no paper claims."""
     return [one for one in evaluated if isinstance(one.claim, Question)]
 
@@ -136,7 +136,7 @@ def _distance_to_margin(difference: Difference, asked: Comparison, good: str) ->
 
 
 def compare_json_claims(
-    evaluated: Sequence[Evaluated], study: Mapping[str, Any] | None = None
+    evaluated: Sequence[EvaluatedClaim], study: Mapping[str, Any] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the entries ``claims`` and ``questions`` of compare.json that there are: what is said
     → values, verdict, and of which settings. study: params.yaml as plain data.
@@ -151,7 +151,7 @@ def compare_json_claims(
     return dict(sections)
 
 
-def claim_entry(evaluated_claim: Evaluated) -> dict[str, Any]:
+def claim_entry(evaluated_claim: EvaluatedClaim) -> dict[str, Any]:
     """Return what compare.json says of one claim or question, but for the settings behind it."""
     form = evaluated_claim.metric.column.form
     return {
@@ -202,7 +202,7 @@ def drop_rounding(difference: Difference) -> Difference:
 
 def _evaluate(
     claim: Claim | Question, place: str, metrics: Mapping[str, ResultColumn], models: Models
-) -> Evaluated:
+) -> EvaluatedClaim:
     metric = _choose(metrics, claim.metric, f"{place}.metric")
     other = metric
     rivals = {name: seeds for name, seeds in models.items() if name != claim.method}
@@ -224,7 +224,7 @@ def _evaluate(
     good = metric.column.better
     verdict = judge_difference(difference, claim, good)
     p = p_of(difference, claim, good)
-    return Evaluated(claim, metric, first, second, difference, verdict, p, values)
+    return EvaluatedClaim(claim, metric, first, second, difference, verdict, p, values)
 
 
 def _require_cell(metric: ResultColumn, models: Models, method: str, place: str) -> Cell:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, read_json
 from moecore.core.safetensors_files import read_tensors
-from moecore.report.claims.evaluation import SECTIONS, Evaluated, drop_rounding
+from moecore.report.claims.evaluation import SECTIONS, EvaluatedClaim, drop_rounding
 from moecore.report.claims.significance import difference_between
 from moecore.report.tables.cells import interval_from_json
 from moecore.statistics.crossed import Difference
@@ -33,7 +33,9 @@ VALUES = ":values"  # behind a name: of each seed the coded values, or mean and 
 TOLERANCE = 1e-3  # of half an interval: what fp16 may change
 
 
-def pack_items(evaluated: Sequence[Evaluated], numbers: Mapping[str, Any]) -> dict[str, Tensor]:
+def pack_items(
+    evaluated: Sequence[EvaluatedClaim], numbers: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Return the items of what was judged, as tensors to be written; says on stderr of which claims
     and questions they would be too many bytes. numbers: the content of compare.json.
     """

@@ -52,7 +52,7 @@ class ChartSpec(NamedTuple):
     height: float = 3.5  # inches, of one panel
 
 
-def point_with_limits(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
+def point_from_interval(x: float, interval: Interval, limits: Limits = EVERYWHERE) -> Point:
     """A value with its limits, which stay within ``limits``; without limits the band is a line."""
     if interval.limits is None:
         return Point(x, interval.value, interval.value, interval.value)
@@ -68,7 +68,7 @@ def points_over_seeds(
     for x in next(iter(seeds), {}):
         values = drop_none(of_seed.get(x) for of_seed in seeds)
         if len(values) == len(seeds):
-            points.append(point_with_limits(x, mean_over_seeds(values), limits))
+            points.append(point_from_interval(x, mean_over_seeds(values), limits))
     return points
 
 
@@ -225,5 +225,5 @@ def attack_points(seeds: Sequence[Sequence[ScoresAtEpsilon]], score: Score) -> l
         interval = Interval(rows[0].score, rows[0].low, rows[0].high)
         if len(rows) > 1:
             interval = mean_over_seeds([row.score for row in rows])
-        points.append(point_with_limits(rows[0].epsilon * PIXEL, interval, limits))
+        points.append(point_from_interval(rows[0].epsilon * PIXEL, interval, limits))
     return points

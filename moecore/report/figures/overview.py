@@ -33,7 +33,7 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
         method: {key: line_look(number)[key] for key in ("color", "marker")}
         for number, method in enumerate(phase.models)
     }
-    bounds = describe_bounds(quantities.score)
+    bounds = describe_floor_and_ceiling(quantities.score)
     rest = [quantities.steady, quantities.cost]
     if quantities.score is not None and quantities.attacked is not None:
         corner = BEST[quantities.score.column.better]
@@ -134,7 +134,7 @@ def draw_floor_and_ceiling(axes: Axes, score: QuantityByMethod) -> None:
         axes.axvline(interval.value, color=GUIDE, linewidth=1, linestyle="--", zorder=1)
 
 
-def describe_bounds(score: QuantityByMethod | None) -> str:
+def describe_floor_and_ceiling(score: QuantityByMethod | None) -> str:
     """Say what the dashed lines are, before other words; "" where there are none."""
     if score is None or not score.floor_and_ceiling:
         return ""

@@ -48,7 +48,7 @@ def largest_epsilon(result: Result, attack: str) -> str:
     return format_epsilon(attack_scores_by_epsilon(result, attack)[-1].epsilon)
 
 
-def hits_under(model: Measured, attack: str) -> np.ndarray | None:
+def hits_at_largest_epsilon(model: Measured, attack: str) -> np.ndarray | None:
     """Return which images (N,) are right at the largest epsilon, of the worst case under all.
 
     None where an image is not simply right or wrong.
@@ -175,7 +175,7 @@ def score_under(attack: str, result: Result) -> Column:
         score.form,
         note,
         "adversarial",
-        hits=lambda model: hits_under(model, attack),
+        hits=lambda model: hits_at_largest_epsilon(model, attack),
         items=attacked_items_reader(attack),
         limits=score_interval_kind(score),
     )

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.matching import AugmentedRow
-from moecore.measure.routing_metrics.view_pairs import look_up_augmentation
+from moecore.measure.routing_metrics.two_view_augmentations import look_up_augmentation
 from moecore.report.column import (
     SCORE,
     Column,

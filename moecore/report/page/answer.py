@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import Evaluated, drop_questions, keep_own_questions
+from moecore.report.claims.evaluation import EvaluatedClaim, drop_questions, keep_own_questions
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line
@@ -33,7 +33,7 @@ def describe_phase_findings(
     return keep_percent_on_line(f"{title}: {'. '.join(parts)}.")
 
 
-def describe_claims(evaluated: Sequence[Evaluated]) -> str:
+def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
     """How many claims of the papers hold, and which; of questions how many have an answer."""
     claims = drop_questions(evaluated)
     questions = keep_own_questions(evaluated)
@@ -45,7 +45,7 @@ def describe_claims(evaluated: Sequence[Evaluated]) -> str:
     return keep_percent_on_line(" ".join(told))
 
 
-def _asked(questions: Sequence[Evaluated]) -> str:
+def _asked(questions: Sequence[EvaluatedClaim]) -> str:
     """Of 3 questions that no paper answers: 1 yes, 2 open."""
     words = Counter(ANSWERS.get(question.verdict, question.verdict) for question in questions)
     if len(questions) == 1:
@@ -54,7 +54,7 @@ def _asked(questions: Sequence[Evaluated]) -> str:
     return f"Of {len(questions)} questions that no paper answers: {counts}."
 
 
-def _judged(evaluated: Sequence[Evaluated]) -> str:
+def _judged(evaluated: Sequence[EvaluatedClaim]) -> str:
     parts = []
     for name, (one, many) in VERDICTS.items():
         if claims := [claim for claim in evaluated if claim.verdict == name]:
@@ -67,7 +67,7 @@ def _judged(evaluated: Sequence[Evaluated]) -> str:
     return told + _after_holm(evaluated)
 
 
-def _after_holm(evaluated: Sequence[Evaluated]) -> str:
+def _after_holm(evaluated: Sequence[EvaluatedClaim]) -> str:
     """How many verdicts Holm's correction leaves, where it takes any away."""
     decided = [claim for claim in evaluated if claim.verdict != "open"]
     left = [claim for claim in decided if claim.verdict_holm != "open"]
@@ -80,7 +80,7 @@ def _after_holm(evaluated: Sequence[Evaluated]) -> str:
     )
 
 
-def _which(claims: Sequence[Evaluated]) -> str:
+def _which(claims: Sequence[EvaluatedClaim]) -> str:
     """In brackets, what few claims are of."""
     if len(claims) > NAMED:
         return ""

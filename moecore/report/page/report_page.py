@@ -9,7 +9,7 @@ from typing import Any
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims.claims_table import claims_section
-from moecore.report.claims.evaluation import Evaluated
+from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.measures import linear_experts, sizes
@@ -36,7 +36,7 @@ NAMED = 20  # classes of data: of more only their number is told
 
 
 def render_report(
-    results: Results, evaluated: Sequence[Evaluated] = (), explorer: str | None = None
+    results: Results, evaluated: Sequence[EvaluatedClaim] = (), explorer: str | None = None
 ) -> str:
     """The whole page; the same results give the same text.
 
@@ -47,7 +47,7 @@ def render_report(
     return template_environment().get_template("page.html.jinja").render(page=page)
 
 
-def build_page(results: Results, evaluated: Sequence[Evaluated]) -> Page:
+def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> Page:
     sections = [claims_section(evaluated)] if evaluated else []
     overviews = []
     facts = []
@@ -77,7 +77,7 @@ def build_page(results: Results, evaluated: Sequence[Evaluated]) -> Page:
 
 
 def main_finding(
-    results: Results, known: Mapping[str, PhaseQuantities], evaluated: Sequence[Evaluated]
+    results: Results, known: Mapping[str, PhaseQuantities], evaluated: Sequence[EvaluatedClaim]
 ) -> str:
     """The title's answer: what the baseline finds of routing's worth, where that is known; then the
     claims' verdicts, or else what the first phase shows.

@@ -45,7 +45,7 @@ def load_previews(study: Study) -> dict[str, PlannedData]:
     if study.teacher is not None and study.teacher.data is not None:
         sources["teacher"] = study.teacher.data
     for phase, source in sources.items():
-        preview = read_planned_data(PREPARED_DATA / phase / "card.json", source)
+        preview = read_matching_data_card(PREPARED_DATA / phase / "card.json", source)
         if preview is None:
             preview = source.preview()
         if preview is not None:
@@ -121,7 +121,7 @@ def describe_planned_data(preview: PlannedData) -> str:
     return "; ".join(words)
 
 
-def read_planned_data(card: Path, source: Any) -> PlannedData | None:
+def read_matching_data_card(card: Path, source: Any) -> PlannedData | None:
     """Return what the data card says where it is of the same settings."""
     if not card.is_file():
         return None

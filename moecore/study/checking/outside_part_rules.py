@@ -42,7 +42,7 @@ from moecore.testing import (
     check_teacher,
 )
 from moecore.testing.attack_checks import YEARS
-from moecore.testing.requirements import seeded_randn
+from moecore.testing.check_helpers import seeded_randn
 from moecore.testing.small_models import CLASSES, small_data, small_vit
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer

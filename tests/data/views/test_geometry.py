@@ -156,7 +156,7 @@ def test_a_flip_by_hand():
 def test_a_bright_pixel_under_rotation_by_90_degrees():
     images = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     images[0, 0, 0, 1] = 255
-    quarter = view_affines.centred_affines(
+    quarter = view_affines.recentre_affines(
         view_affines.rotation_affines(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
     )
     view = warp_images(images, quarter, (5, 5), "zeros")[0, 0]

@@ -20,7 +20,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     expert_agreement,
     expert_counts,
     load_cv2,
-    normalised_entropy,
+    normalised_load_entropy,
     routing_confidence,
 )
 from moecore.measure.routing_metrics.layer_use import map_border_shares
@@ -61,7 +61,7 @@ def test_counts_by_hand():
     ],
 )
 def test_load_and_entropy_by_hand(counts, cv2, entropy):
-    assert load_cv2(torch.tensor(counts)) == pytest.approx(cv2) and normalised_entropy(
+    assert load_cv2(torch.tensor(counts)) == pytest.approx(cv2) and normalised_load_entropy(
         torch.tensor(counts)
     ) == pytest.approx(entropy)
 
@@ -126,7 +126,7 @@ def test_load_and_entropy_have_bounds_that_collapse_and_balance_reach(counts):
     experts, given_counts = len(counts), torch.tensor(counts)
     assert (
         -1e-12 <= load_cv2(given_counts) <= experts - 1 + 1e-9
-        and -1e-12 <= normalised_entropy(given_counts) <= 1 + 1e-12
+        and -1e-12 <= normalised_load_entropy(given_counts) <= 1 + 1e-12
     )
     one = torch.zeros(experts, dtype=torch.long)
     one[experts // 2] = 7

@@ -18,7 +18,7 @@ from moecore.measure.routing_metrics.consistency import (
 )
 from moecore.measure.routing_metrics.epochs import agreement_items
 from moecore.measure.routing_metrics.matching import NAMES, augmented_row
-from moecore.measure.routing_metrics.view_pairs import PRESETS, draw_two_views
+from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
 from tests.routed import tiny
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)

@@ -34,7 +34,7 @@ from moecore.measure.routing_metrics.sweeps import (
     sweep_k,
     sweep_threshold,
 )
-from moecore.measure.routing_metrics.view_pairs import (
+from moecore.measure.routing_metrics.two_view_augmentations import (
     PRESETS,
     Preset,
     TwoViewAugmentation,

@@ -23,16 +23,20 @@ from moecore.measure.theory.linear_experts import (
     theorem_1_sides,
     theorem_2,
 )
-from moecore.measure.theory.subspace_data import ExpertPoints, angled_subspaces, draw_expert_data
+from moecore.measure.theory.subspace_data import (
+    RegressionSamples,
+    angled_subspaces,
+    draw_expert_data,
+)
 
 SIZES = {"dimension": 24, "rank": 3, "samples": 9}
 
 
-def part(points, targets) -> ExpertPoints:
-    return ExpertPoints(np.array(points, dtype=float), np.array(targets, dtype=float))
+def part(points, targets) -> RegressionSamples:
+    return RegressionSamples(np.array(points, dtype=float), np.array(targets, dtype=float))
 
 
-def random_parts(seed: int) -> list[ExpertPoints]:
+def random_parts(seed: int) -> list[RegressionSamples]:
     """2 to 4 experts with 1 to 6 points in 1 to 6 dimensions; some points repeat or vanish."""
     generator = np.random.default_rng(seed)
     dimension = generator.integers(1, 7)
@@ -43,7 +47,7 @@ def random_parts(seed: int) -> list[ExpertPoints]:
     ]
     if seed % 3 == 0:
         points[0][0], points[1][:1] = 0, points[0][-1:]
-    return [ExpertPoints(x, generator.standard_normal(len(x))) for x in points]
+    return [RegressionSamples(x, generator.standard_normal(len(x))) for x in points]
 
 
 # --- least squares
@@ -171,7 +175,8 @@ def test_brackets_by_hand_with_given_bases():
     h = 0.1
     x2, one, square = np.array([h, 1]), np.eye(2), 1 + h * h
     found = theorem_1_sides(
-        [part([[1, 0]], [1]), ExpertPoints(x2[None], np.array([0.1]))], [one[:, :1], one[:, 1:]]
+        [part([[1, 0]], [1]), RegressionSamples(x2[None], np.array([0.1]))],
+        [one[:, :1], one[:, 1:]],
     )
     second = np.array([[0, 0], [-h, square]]) - np.outer(x2, x2) / square**2
     epsilon_1, epsilon_2 = max(h, float(np.linalg.svd(second)[1][0])), h / math.sqrt(square)
@@ -297,7 +302,9 @@ def test_the_ratio_in_closed_form(experts, angle):
 # --- Theorem 2
 
 
-def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[ExpertPoints], np.ndarray]:
+def wedge(
+    degrees: float, sign: int, floor: float = 1e-4
+) -> tuple[list[RegressionSamples], np.ndarray]:
     """Two directions u1, u2 at ``degrees`` from the first axis, one above and one below it;
     β = (u1, ±u2).
     """
@@ -305,7 +312,7 @@ def wedge(degrees: float, sign: int, floor: float = 1e-4) -> tuple[list[ExpertPo
     lines = np.array([[math.cos(a), math.sin(a)], [math.cos(a), -math.sin(a)]])
     betas = lines * [[1], [sign]]
     points = [np.concatenate([line[None], floor * np.eye(2)]) for line in lines]
-    return [ExpertPoints(x, x @ beta) for x, beta in zip(points, betas, strict=True)], betas
+    return [RegressionSamples(x, x @ beta) for x, beta in zip(points, betas, strict=True)], betas
 
 
 # u1·w = 1 and u2·w = −1: w* = (0, 1/sin a). Δ_1 = β_1 − w*, ‖Δ_1‖² = 1 − 2 + 1/sin² a = cot² a.
@@ -393,7 +400,7 @@ def test_the_corollary_asks_for_small_residuals():
     # the residual lies along the floor's rows only: η_i = r / 0.01 there, so 0.02 gives length
     # 2 > ‖β‖ = 1
     noisy = [
-        ExpertPoints(
+        RegressionSamples(
             parts[0].points,
             parts[0].targets
             + [0, -0.02 * math.sin(math.radians(10)), 0.02 * math.cos(math.radians(10))],

@@ -1,6 +1,6 @@
 """The headline of reports/compare.json as a table in the terminal.
 
-python -m moecore.report.tables.summary [reports/compare.json]
+python -m moecore.report.tables.terminal_summary [reports/compare.json]
 """
 
 import sys

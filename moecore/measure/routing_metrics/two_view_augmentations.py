@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views import AffineRanges, CropRanges, Views, ViewSettings, draw_views
+from moecore.data.views.views import AffineRanges, CropRanges, DrawnViews, ViewSettings, draw_views
 
 PART = 100  # images whose views are drawn together: fixed, so that no result depends on the batch
 Preset = Literal[
@@ -105,7 +105,9 @@ def look_up_augmentation(
     return known[asked]
 
 
-def draw_two_views(images: np.ndarray, asked: TwoViewAugmentation, seed: int, *words: int) -> Views:
+def draw_two_views(
+    images: np.ndarray, asked: TwoViewAugmentation, seed: int, *words: int
+) -> DrawnViews:
     """Both views of images uint8 (N, C, H, W), first all first views.
 
     Pixels are fp32 (2N, C, h, w) in [0, 1] and affines (2N, 3, 3); of volumes float16
@@ -113,7 +115,7 @@ def draw_two_views(images: np.ndarray, asked: TwoViewAugmentation, seed: int, *w
     with more images the first ones' views stay, in whole parts of 100.
     """
     drawn = derived_seed("measured_views", seed)
-    made: tuple[list[Views], list[Views]] = ([], [])
+    made: tuple[list[DrawnViews], list[DrawnViews]] = ([], [])
     for start in range(0, len(images), PART):
         part = torch.from_numpy(np.array(images[start : start + PART]))
         for number, views in enumerate(made):
@@ -124,10 +126,10 @@ def draw_two_views(images: np.ndarray, asked: TwoViewAugmentation, seed: int, *w
                 if pixels.ndim == 5:  # the background of a volume stays 0, as everywhere
                     noise = noise * (pixels != 0)
                 pixels = (pixels + noise).clamp(0, 1)
-            views.append(Views(pixels, affines))
-    return Views(
+            views.append(DrawnViews(pixels, affines))
+    return DrawnViews(
         *(
             torch.cat([getattr(part, field) for views in made for part in views])
-            for field in Views._fields
+            for field in DrawnViews._fields
         )
     )
