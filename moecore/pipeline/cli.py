@@ -138,11 +138,11 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 def quick_command(jobs: JobCount = None) -> None:
     """A first look in less than a minute: how much of what routing is worth does V-MoE find?"""
     from moecore.pipeline.begin_project import write_quick_look
-    from moecore.report.tables.terminal_summary import main as summary
+    from moecore.report.tables.terminal_summary import main as print_terminal_summary
 
     folder = QUICK_STUDY if QUICK_STUDY.is_dir() else write_quick_look(Path())
     study_run(folder, jobs)
-    summary()
+    print_terminal_summary()
     typer.echo(f"Page: {folder / 'reports/index.html'}")
 
 

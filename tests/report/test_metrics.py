@@ -154,7 +154,11 @@ def test_a_study_without_some_stages(tmp_path, stages):
     alike = re.search("alike: ([^.]*)", text)[1]
     assert alike.startswith("accuracy") and ("routing" in stages) == ("routing" in alike)
     assert (robustness_csv(found).count("\n") > 1) == ("robustness" in stages)
-    assert ("ece_after" in headline_rows(compare_methods(found))[0]) == ("calibrate" in stages)
+    printed = headline_rows(compare_methods(found))[0]
+    assert ("ece_after" in printed) == ("calibrate" in stages)
+    attacked = {name for name in printed if name.startswith("accuracy_")}
+    every = {"accuracy_fgsm", "accuracy_pgd-10", "accuracy_worst_case"}  # of the largest epsilon
+    assert attacked == (every if "robustness" in stages else set())
 
 
 def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):

@@ -16,7 +16,7 @@ from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
 from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import USUAL, read_results
-from moecore.report.tables import summary
+from moecore.report.tables import terminal_summary
 from moecore.report.tables.cells import Cell
 from moecore.report.tables.comparison import (
     best_by_disjoint_intervals,
@@ -190,9 +190,9 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
     with pytest.raises(
         UserError, match="compare.json: was written by an older version .* .KeyError"
     ):
-        summary.main(str(path))
+        terminal_summary.main(str(path))
     spoil(path, content)
-    for read in (lambda: summary.main(str(path)), lambda: load_studies(tmp_path)):
+    for read in (lambda: terminal_summary.main(str(path)), lambda: load_studies(tmp_path)):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
             read()
         assert "\n" not in str(error.value)

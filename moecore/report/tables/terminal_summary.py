@@ -3,6 +3,7 @@
 python -m moecore.report.tables.terminal_summary [reports/compare.json]
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.comparison import NO_METHODS, read_comparison
 from moecore.report.tables.number_format import NumberFormat
 
-ATTACKED = ("accuracy_", "attacked_mae_")  # columns of scores under attack, all of them begin so
+# Columns of scores under attack begin so; those of each epsilon and of their mean are for claims.
+ATTACKED = re.compile(r"(accuracy|attacked_mae)_(?!.*(_at_|_mean$))")
 
 
 def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -27,7 +29,7 @@ def headline_rows(compared: Mapping[str, Any]) -> list[dict[str, str]]:
         return []
     names = [headline.name for headline in HEADLINES if headline.terminal]
     place = names.index("ece_after")
-    names[place:place] = [name for name in measured[0] if name.startswith(ATTACKED)]
+    names[place:place] = [name for name in measured[0] if ATTACKED.match(name)]
     names = [name for name in names if any(name in cells for cells in measured)]
     all_rows = []
     for phase in next(iter(methods.values())):
