@@ -26,6 +26,7 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.attack_setup import bfloat16_model
 from moecore.attacks.base import Attack, image_generators
 from moecore.attacks.pgd import Pgd
+from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.predict import eval_mode
 from moecore.training.runtime import tune_runtime
 
@@ -35,14 +36,14 @@ Attacked = Callable[[], Tensor]
 
 
 def contestants(
-    model: nn.Module, images: Tensor, labels: Tensor, steps: int
+    model: BackboneModel, images: Tensor, labels: Tensor, steps: int
 ) -> dict[str, Attacked]:
     """Attacks by name; each call returns adversarial images (B, C, H, W).
 
     Ours draw their starts each time, as in the stage.
     """
 
-    def ours(attack: Attack, attacked: nn.Module = model) -> Attacked:
+    def ours(attack: Attack, attacked: BackboneModel = model) -> Attacked:
         task = model.image.task
         indices = range(len(images))
         return lambda: attack(attacked, task, images, labels, EPSILON, image_generators(0, indices))
