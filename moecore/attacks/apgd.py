@@ -33,7 +33,7 @@ class Apgd(GradientAttack):
         return apgd_ascent(at, ball, start, self.steps).images
 
 
-class AscentTrace(NamedTuple):
+class AscentResult(NamedTuple):
     """What an ascent reached, and what happened in each of N steps."""
 
     images: Tensor  # (B, C, H, W), the best
@@ -61,7 +61,7 @@ def step_checkpoints(steps: int) -> Iterator[int]:
         done += length
 
 
-def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentTrace:
+def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) -> AscentResult:
     """Ascend from ``start`` (B, C, H, W) within the ball."""
     current = previous = best = start
     values, gradient = at(current)
@@ -93,7 +93,7 @@ def apgd_ascent(at: ObjectiveGradient, ball: Ball, start: Tensor, steps: int) ->
             size = torch.where(halved, size / 2, size)
             current = _where_chosen(halved, best, current)
             gradient = _where_chosen(halved, best_gradient, gradient)
-    return AscentTrace(best, best_values, torch.stack(history), torch.stack(sizes))
+    return AscentResult(best, best_values, torch.stack(history), torch.stack(sizes))
 
 
 class _Progress:

@@ -75,7 +75,7 @@ def image_generators(seed: int, indices: Iterable[int]) -> list[torch.Generator]
     return [torch.Generator().manual_seed(int(state >> np.uint64(1))) for state in states]
 
 
-def generator_per_image(generator: Generators, images: int) -> ImageGenerators:
+def expand_generators(generator: Generators, images: int) -> ImageGenerators:
     """The generator of each image; None where there is none."""
     if generator is None:
         return None

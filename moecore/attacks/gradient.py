@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.attacks.base import Attack, Generators, ImageGenerators, generator_per_image
+from moecore.attacks.base import Attack, Generators, ImageGenerators, expand_generators
 from moecore.attacks.objectives import Goal, Objective, make_objective, objective_refusal
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
@@ -83,7 +83,7 @@ class GradientAttack(Attack):
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
-        each = generator_per_image(generator, len(centre))
+        each = expand_generators(generator, len(centre))
         made = []
         with frozen_parameters(model):
             for start in range(0, len(centre), size):

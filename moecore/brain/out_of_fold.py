@@ -20,7 +20,7 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import TrainingJob, build_training_job
-from moecore.training.loop import Metrics, total_steps, train_job
+from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
@@ -87,7 +87,7 @@ def train_and_predict_folds(
         job = build_fold_job(recipe, data, np.flatnonzero(fold != number), runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
-        learning = train_job(job, recipe.training, recipe.seed, runtime, Checkpoint(home))
+        learning = iterate_training(job, recipe.training, recipe.seed, runtime, Checkpoint(home))
         follow(number, total_steps(job, recipe.training), learning)
         held = np.flatnonzero(fold == number)
         answers, _ = predict_in_batches(job.model, data.train.images[held], BATCH, routing=False)

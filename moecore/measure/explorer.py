@@ -20,7 +20,7 @@ from moecore.measure.exploring.expert_gallery import (
     LayerGallery,
     expert_galleries_by_layer,
 )
-from moecore.measure.exploring.overlays import EncodedPicture, encode_picture
+from moecore.measure.exploring.overlays import EncodedPicture, pack_thumbnails
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.sweeps import ChangedImages
@@ -31,7 +31,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
 )
 from moecore.nn.backbones.base_model import Model, truth_of_tokens
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import Trace, build_image_trace, finest_layout
+from moecore.nn.routing_traces import ImageTrace, build_image_trace, finest_layout
 from moecore.tasks.base import Task
 
 BATCH = 64  # images a forward pass
@@ -126,7 +126,7 @@ class ShownVariant(Config):
     label: str
     picture: EncodedPicture | None  # None: of volumes only the clean ones are kept
     origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none
-    trace: Trace
+    trace: ImageTrace
 
 
 class Result(Config):
@@ -176,7 +176,7 @@ def variant_picture(variant: ChangedImages, channels: int) -> EncodedPicture | N
     """The images as they are shown, without a channel of truth."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None
-    return encode_picture(variant.pixels[:, :channels])
+    return pack_thumbnails(variant.pixels[:, :channels])
 
 
 def known_kinds(images: torch.Tensor, layout: TokenLayout) -> str:

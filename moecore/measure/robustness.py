@@ -184,13 +184,18 @@ def attack_curve(
     def row(epsilon: float) -> AttackRow:
         name = f"{attack.name} at {epsilon}"
         return load_or_compute(
-            parts, name, AttackRow, lambda: attack_row(attack, target, clean, epsilon)
+            parts,
+            name,
+            AttackRow,
+            lambda: measure_attack_at_epsilon(attack, target, clean, epsilon),
         )
 
     return tuple(row(epsilon) for epsilon in epsilons)
 
 
-def attack_row(attack: Attack, target: Target, clean: CleanAnswers, epsilon: float) -> AttackRow:
+def measure_attack_at_epsilon(
+    attack: Attack, target: Target, clean: CleanAnswers, epsilon: float
+) -> AttackRow:
     """Return what is left at an epsilon; UserError where 0 changes predictions."""
     adversarial = target.attacked(attack, epsilon)
     prediction, routing = target.predict_images(adversarial)

@@ -91,7 +91,7 @@ def measure(
     if reason := settings.attack.refuses(task):
         allowed = "fgsm, pgd or apgd with objective task, balance or routing_change"
         raise UserError(f"transfer.attack: {reason}; allowed: {allowed}")
-    made = prepare_transfer_attacks(models, data, settings)
+    made = build_transfer_targets(models, data, settings)
     reasons = {name: settings.attack.does_not_apply(models[name], task) for name in models}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     left = {
@@ -114,7 +114,7 @@ def measure(
     )
 
 
-def prepare_transfer_attacks(
+def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
 ) -> TargetsAndImages:
     """The targets; an attack is made when its images are first asked for."""

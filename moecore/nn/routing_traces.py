@@ -22,7 +22,7 @@ CHOSEN = 128  # the highest bit of a mark
 SURE = 127  # a probability of 1 in the other bits
 
 
-class Trace(Config):
+class ImageTrace(Config):
     """N images in one model. Their tokens lie as the finest of its layers' layouts says."""
 
     # Places in task.answers, of each image the best first; of a mosaic each cell's best
@@ -36,7 +36,7 @@ def build_image_trace(
     records: tuple[RoutingRecord, ...],
     task: Task,
     layouts: Sequence[TokenLayout] = (),
-) -> Trace:
+) -> ImageTrace:
     """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
 
     layouts: where the tokens of each layer lie, if they may differ; then as ``spread_to_one_grid``
@@ -45,7 +45,7 @@ def build_image_trace(
     answers, values = best_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)
-    return Trace(
+    return ImageTrace(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
         layers=[encode_record(record) for record in records],

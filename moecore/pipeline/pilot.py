@@ -41,7 +41,7 @@ from moecore.study.reading.stage_params import ParamsKeyTemplate, extract_declar
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch
-from moecore.training.loop import forward_and_relabel, total_steps, train_job
+from moecore.training.loop import forward_and_relabel, iterate_training, total_steps
 from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import Runtime, tune_runtime
@@ -257,7 +257,7 @@ def _train_once(
     name = f"validation_{job.task.history_name}"
     score, begun = math.nan, time.process_time()
     with report_progress(title, total_steps(job, settings)) as bar:
-        for point in train_job(job, settings, seed, runtime):
+        for point in iterate_training(job, settings, seed, runtime):
             score = point.values.get(name, score)
             bar.update(point.step)
     return math.exp(score) if job.task.long else score, time.process_time() - begun

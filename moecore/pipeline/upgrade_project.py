@@ -26,7 +26,7 @@ HERE = Path()
 REQUIREMENT = re.compile(r"(?<=[\"'])moecore *[<>=~!][^\"']*")
 
 
-class Upgrade(NamedTuple):
+class UpgradeChanges(NamedTuple):
     """What an upgrade writes, and what it would write had the user not edited it.
 
     Both: path → text, or None for a file that is no more.
@@ -86,9 +86,9 @@ def _required_version() -> dict[str, str | None]:
     return {str(path): after} if after != before else {}
 
 
-def _changed_texts(answers: ProjectAnswers, texts: Mapping[str, str]) -> Upgrade:
+def _changed_texts(answers: ProjectAnswers, texts: Mapping[str, str]) -> UpgradeChanges:
     """The files of the template that differ from what the project's version wrote."""
-    upgrade = Upgrade({}, {})
+    upgrade = UpgradeChanges({}, {})
     for path in {**answers.files, **texts}:
         text = texts.get(path)
         file = HERE / path

@@ -26,7 +26,7 @@ from moecore.run.run_record import Run, record_run
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.compilation_and_tracing import trace_file
 from moecore.training.job import TrainingJob
-from moecore.training.loop import Metrics, total_steps, train_job
+from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.outcome import TrainingLog
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
@@ -53,7 +53,9 @@ class TrainingRun:
         before a checkpoint counts it as done. Of several ranks the first alone comes back.
         """
         checkpoint = Checkpoint(self.work)
-        training = train_job(job, settings, seed, self.runtime, checkpoint, trace_file(self.title))
+        training = iterate_training(
+            job, settings, seed, self.runtime, checkpoint, trace_file(self.title)
+        )
         if self.recorded is None:
             deque(training, maxlen=0)
             exit_other_ranks()

@@ -49,7 +49,7 @@ class Metrics(NamedTuple):
     values: dict[str, float]
 
 
-def train_job(
+def iterate_training(
     job: TrainingJob,
     settings: Training,
     seed: int,

@@ -11,7 +11,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
-from moecore.nn.routing_traces import Trace
+from moecore.nn.routing_traces import ImageTrace
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate
 from moecore.tasks.base import ExtraTestMetrics, Task
@@ -42,7 +42,7 @@ class WatchedEpoch(Config):
 
     epoch: int
     images: tuple[int, ...]  # their places in the split
-    trace: Trace
+    trace: ImageTrace
 
 
 class Settling(Config):

@@ -186,7 +186,7 @@ def test_a_killed_stage_attacks_only_what_is_left(subjects, results, monkeypatch
     With other settings nothing is taken over.
     """
     rows = []
-    row_of = module.attack_row
+    row_of = module.measure_attack_at_epsilon
 
     def stopped(attack, target, clean, epsilon):
         rows.append(epsilon)
@@ -194,7 +194,7 @@ def test_a_killed_stage_attacks_only_what_is_left(subjects, results, monkeypatch
             raise KeyboardInterrupt
         return row_of(attack, target, clean, epsilon)
 
-    monkeypatch.setattr(module, "attack_row", stopped)
+    monkeypatch.setattr(module, "measure_attack_at_epsilon", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_stage(subjects, monkeypatch, capsys)
     assert run_stage(subjects, monkeypatch, capsys) == results["vit"]

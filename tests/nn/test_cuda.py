@@ -18,7 +18,7 @@ from moecore.nn.layers.block import softmax_attention
 from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
-from moecore.training.loop import train_job, train_step
+from moecore.training.loop import iterate_training, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
@@ -223,7 +223,7 @@ def numpy_of(job: TrainingJob):
 
 
 def test_training_on_the_gpu_learns():
-    found = list(train_job(on_cuda(METHODS["vmoe"]), SETTINGS, 0, CUDA))
+    found = list(iterate_training(on_cuda(METHODS["vmoe"]), SETTINGS, 0, CUDA))
     assert found[-1].values["validation_accuracy"] == 1.0
 
 

@@ -17,7 +17,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -35,7 +35,7 @@ def trained(method: Method):
     else:
         guide = None
     made = task(method, guide=guide)
-    values = [metrics.values for metrics in train_job(made, SHIFTED, 0, CPU)]
+    values = [metrics.values for metrics in iterate_training(made, SHIFTED, 0, CPU)]
     return attach_required_guide(made.model, made.guide), values
 
 
@@ -89,7 +89,7 @@ def trained_on_volumes(method: Method):
         guide,
         method.views,
     )
-    values = [metrics.values for metrics in train_job(task, SETTINGS, 0, CPU)]
+    values = [metrics.values for metrics in iterate_training(task, SETTINGS, 0, CPU)]
     return attach_required_guide(model, guide), values
 
 

@@ -29,8 +29,8 @@ from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.overlays import (
     Overlays,
     encode_expert_overlays,
-    encode_picture,
     overlapping_crops,
+    pack_thumbnails,
 )
 from moecore.measure.noise_ramp import RampCurve, RampSummary
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -371,7 +371,7 @@ def pictured() -> robustness.AttackedGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
-        {"epsilon": epsilon, "pictures": encode_picture(stripes * (1 - 10 * epsilon))}
+        {"epsilon": epsilon, "pictures": pack_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
     return robustness.AttackedGallery(attack="pgd-10", rows=rows)

@@ -19,7 +19,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import TrainingJob
-from moecore.training.loop import batch_maker, train_job
+from moecore.training.loop import batch_maker, iterate_training
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
@@ -67,7 +67,7 @@ def step_batch(job: TrainingJob, settings: Training, seed: int, step: int) -> Ba
 def stop_training(job: TrainingJob, settings: Training, folder: Path, points: int) -> None:
     """Let a training log so many points, with checkpoints in ``folder``, and end."""
     checkpoint = Checkpoint(folder)
-    run = train_job(job, settings, 0, CPU, checkpoint)
+    run = iterate_training(job, settings, 0, CPU, checkpoint)
     for _ in range(points):
         next(run)
     run.close()

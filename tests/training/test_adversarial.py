@@ -17,7 +17,7 @@ from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
 from moecore.training.job import training_batch
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from tests.attacks.models import Linear
@@ -121,20 +121,20 @@ def test_the_model_is_attacked_without_noise_and_without_autocast():
 @pytest.mark.parametrize("form", ["paper", "strong"])
 def test_epsilon_0_is_plain_training_bit_for_bit(form):
     plain, attacked = task(), task()
-    expected = logged_points(train_job(plain, SETTINGS, 0, CPU))
+    expected = logged_points(iterate_training(plain, SETTINGS, 0, CPU))
     settings = under(Adversarial(epsilon=0, form=form))
-    assert logged_points(train_job(attacked, settings, 0, CPU)) == expected
+    assert logged_points(iterate_training(attacked, settings, 0, CPU)) == expected
     assert_same_weights(plain, attacked)
-    assert logged_points(train_job(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
+    assert logged_points(iterate_training(task(), under(Adversarial(steps=2)), 0, CPU)) != expected
 
 
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path):
     settings, whole = under(Adversarial(steps=2, form="strong")), task()
-    expected = logged_points(train_job(whole, settings, 0, CPU))
+    expected = logged_points(iterate_training(whole, settings, 0, CPU))
     stop_training(task(), settings, tmp_path, 3)
     resumed = task(seed=99)
     torch.rand(17)  # another process has another random state
-    again = logged_points(train_job(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
+    again = logged_points(iterate_training(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
 
@@ -153,7 +153,7 @@ def test_both_views_are_attacked_and_training_goes_on():
     clean, found = training_batch(made, settings, 0, 0), step_batch(made, settings, 0, 0)
     moved = (found.images - clean.images).abs().flatten(1).amax(dim=1)
     assert len(moved) == 16 and (moved > 0.02).all() and torch.equal(found.affines, clean.affines)
-    assert list(train_job(made, settings, 0, CPU))[-1].step == 12
+    assert list(iterate_training(made, settings, 0, CPU))[-1].step == 12
 
 
 def test_sets_of_classes_are_attacked_through_their_sigmoids():
@@ -184,4 +184,4 @@ def test_a_model_that_asks_its_teacher_is_attacked_together_with_it():
     made, settings = task(method, guide=guide), under(Adversarial(steps=2))
     found, clean = step_batch(made, settings, 0, 0), training_batch(made, settings, 0, 0)
     assert not torch.equal(found.images, clean.images) and not guide.teacher.training
-    assert list(train_job(made, settings, 0, CPU))[-1].step == 12
+    assert list(iterate_training(made, settings, 0, CPU))[-1].step == 12

@@ -21,7 +21,7 @@ from moecore.training.artifacts import load_guide, load_model, save_guide, save_
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import GuidedModel, aligned_blocks, attach_required_guide, build_guide
 from moecore.training.job import TrainingJob, training_batch
-from moecore.training.loop import train_job, validation_metrics
+from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.method import Method, TeacherRouter
 from moecore.training.objective import Objective
 from moecore.training.settings import TeacherRouterFit, Training
@@ -83,7 +83,8 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
 def test_a_guided_student_comes_nearer_to_its_guide():
     made = task(TGR, guide=guide().requires_grad_(False))
     terms = [
-        one.values for one in train_job(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
+        one.values
+        for one in iterate_training(made, SETTINGS.model_copy(update={"epochs": 6}), 0, CPU)
     ]
     assert terms[-1]["router_kl"] < terms[0]["router_kl"]
 
@@ -108,7 +109,7 @@ def test_fitted_routers_stay_and_joint_ones_learn_while_the_teacher_never_does()
     for method, learns in ((TGR, False), (JOINT, True)):
         made = task(method, guide=guide(method=method))
         before = {name: value.clone() for name, value in made.guide.state_dict().items()}
-        terms = [metrics.values for metrics in train_job(made, SETTINGS, 0, CPU)]
+        terms = [metrics.values for metrics in iterate_training(made, SETTINGS, 0, CPU)]
         moved = {
             name
             for name, value in made.guide.state_dict().items()
@@ -120,10 +121,10 @@ def test_fitted_routers_stay_and_joint_ones_learn_while_the_teacher_never_does()
 
 def test_joint_training_stopped_and_resumed_ends_bit_equal_in_student_and_teacher_router(tmp_path):
     whole = task(JOINT, guide=guide(method=JOINT))
-    list(train_job(whole, SETTINGS, 0, CPU))
+    list(iterate_training(whole, SETTINGS, 0, CPU))
     stop_training(task(JOINT, guide=guide(method=JOINT)), SETTINGS, tmp_path, 2)
     resumed = task(JOINT, seed=9, guide=guide(method=JOINT))
-    list(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    list(iterate_training(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert_same_weights(resumed, whole)
 
 
@@ -132,7 +133,7 @@ def test_a_student_routed_by_its_teacher_carries_it_along(tmp_path):
     with pytest.raises(UserError, match="teacher"):
         made.model(torch.rand(2, 1, 8, 8))
     before = made.guide.routers[0].detach().clone()
-    list(train_job(made, SETTINGS, 0, CPU))
+    list(iterate_training(made, SETTINGS, 0, CPU))
     assert not torch.equal(
         made.guide.routers[0], before
     )  # the task and the balance reach the teacher's router
@@ -312,14 +313,16 @@ def test_validation_is_precision_at_1_and_the_summed_loss():
 def test_what_has_no_meaning_for_label_sets_is_refused():
     mixed = Training.model_validate(SETTINGS.model_dump() | {"mix": {"mixup": 1.0}})
     with pytest.raises(UserError, match="several labels each; allowed: mix: null"):
-        list(train_job(several(), mixed, 0, CPU))
+        list(iterate_training(several(), mixed, 0, CPU))
     with pytest.raises(UserError, match="label_smoothing: found 0.1"):
         list(
-            train_job(
+            iterate_training(
                 several()._replace(objective=Objective(label_smoothing=0.1)), SETTINGS, 0, CPU
             )
         )
     with pytest.raises(UserError, match="distillation: these images have several labels each"):
         made = step([[1, 1]], [[[0.0, 1.0]]], teacher=[[0.0, 1.0]], image=SETS)
         Objective(distillation=0.5).terms(made)
-    assert list(train_job(task(), mixed, 0, CPU))[-1].step == 12 and images(2).labels.ndim == 1
+    assert (
+        list(iterate_training(task(), mixed, 0, CPU))[-1].step == 12 and images(2).labels.ndim == 1
+    )

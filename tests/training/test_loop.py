@@ -18,7 +18,7 @@ from moecore.training.adversarial import Adversarial
 from moecore.training.artifacts import load_adapted_model, load_card, load_model, save_model
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import BatchPrefetcher, TrainingJob, build_training_job, training_batch
-from moecore.training.loop import total_steps, train_job, validation_metrics
+from moecore.training.loop import iterate_training, total_steps, validation_metrics
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective
@@ -39,7 +39,7 @@ from tests.training.small import (
 
 
 def test_it_learns_and_reports_every_third_step_and_every_epoch():
-    found = list(train_job(task(), SETTINGS, 0, CPU))
+    found = list(iterate_training(task(), SETTINGS, 0, CPU))
     # 50 images make 6 batches of 8 (the last 2 images are dropped), so 12 steps; logged at 3, 6
     # (epoch), 9, 12 (epoch)
     assert [metrics.step for metrics in found] == [3, 6, 9, 12] and found[-1].steps == total_steps(
@@ -56,10 +56,10 @@ def test_it_learns_and_reports_every_third_step_and_every_epoch():
 
 
 def test_a_seed_gives_the_same_run_and_another_another():
-    first, other = (logged_points(train_job(task(), SETTINGS, seed, CPU)) for seed in (0, 1))
+    first, other = (logged_points(iterate_training(task(), SETTINGS, seed, CPU)) for seed in (0, 1))
     made = task()
     torch.rand(1000)  # global randomness before the run does not matter
-    assert first == logged_points(train_job(made, SETTINGS, 0, CPU)) != other
+    assert first == logged_points(iterate_training(made, SETTINGS, 0, CPU)) != other
 
 
 def balanced(kind: str) -> Method:
@@ -92,10 +92,10 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_pat
         return task(method)._replace(model=vit.build(IMAGE, method.moe))
 
     whole = dropping()
-    expected = logged_points(train_job(whole, SETTINGS, 0, CPU))
+    expected = logged_points(iterate_training(whole, SETTINGS, 0, CPU))
     stop_training(dropping(), SETTINGS, tmp_path, stopped_after)
     resumed = dropping(seed=99)  # other initial weights: all must come from the checkpoint
-    again = logged_points(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    again = logged_points(iterate_training(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert again == expected[-len(again) :] and len(again) < len(expected)
     assert_same_weights(resumed, whole)
     start = dropping().model.state_dict()
@@ -107,7 +107,7 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_pat
 def test_evaluation_and_attacks_teach_no_balance():
     job = task(balanced("loss_free"))
     settings = SETTINGS.model_copy(update={"adversarial": Adversarial(steps=2), "log_every": 1})
-    for done, _ in enumerate(train_job(job, settings, 0, CPU), 1):
+    for done, _ in enumerate(iterate_training(job, settings, 0, CPU), 1):
         bias = job.model.blocks[1].mlp.router.balance.bias
         # as many updates as steps, of a rate of 1e-3 or none
         assert bias.abs().max() < 1.0005e-3 * done
@@ -127,7 +127,7 @@ def test_evaluation_and_attacks_teach_no_balance():
 )
 def test_what_is_not_finite_stops_the_run_with_step_terms_and_checkpoint(tmp_path, spoiled, said):
     made = task()
-    run = train_job(made, SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    run = iterate_training(made, SETTINGS, 0, CPU, Checkpoint(tmp_path))
     for _ in range(2):
         next(run)
     forward = made.model.forward
@@ -168,11 +168,13 @@ def test_without_drop_path_nothing_is_drawn_and_with_it_the_model_is_evaluated_w
 
 def test_the_memory_of_the_second_step_is_told_once_and_changes_no_bit(monkeypatch):
     weighed = task()
-    found = [metrics.values for metrics in train_job(weighed, SETTINGS, 0, CPU)]
+    found = [metrics.values for metrics in iterate_training(weighed, SETTINGS, 0, CPU)]
     assert [MEMORY in values for values in found] == [True, False, False, False]
     monkeypatch.setattr("moecore.training.loop.WEIGHED", -1)
     plain = task()
-    assert not any(MEMORY in metrics.values for metrics in train_job(plain, SETTINGS, 0, CPU))
+    assert not any(
+        MEMORY in metrics.values for metrics in iterate_training(plain, SETTINGS, 0, CPU)
+    )
     assert_same_weights(weighed, plain)
 
 
@@ -182,7 +184,7 @@ def test_memory_of_a_small_batch_is_weights_gradients_and_states(optimizer, tens
     torch.manual_seed(0)
     model = Vit(patch=4, width=128, depth=2, heads=2).build(IMAGE)
     settings = Training(epochs=1, batch=1, learning_rate=1e-3, optimizer={"kind": optimizer})
-    (first, *_) = train_job(task(Method())._replace(model=model), settings, 0, CPU)
+    (first, *_) = iterate_training(task(Method())._replace(model=model), settings, 0, CPU)
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert first.values[MEMORY] == pytest.approx(tensors * 4 * weights / 1e6, rel=0.03)
 
@@ -191,7 +193,9 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     data = digits(tmp_path)
     model = built(Vit(patch=6, width=16, depth=2, heads=2), None, data, 1)
     made = build_training_job(model, data, Objective(()), "cpu")
-    points = [(metrics.step, metrics.values) for metrics in train_job(made, SETTINGS, 0, CPU)]
+    points = [
+        (metrics.step, metrics.values) for metrics in iterate_training(made, SETTINGS, 0, CPU)
+    ]
     found = summarize_training(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][MEMORY]
@@ -382,7 +386,7 @@ def test_a_flipped_bit_in_a_checkpoint_stops_the_training(tmp_path):
     with pytest.raises(
         UserError, match=r"checkpoint\.safetensors: damaged, its content is not what"
     ):
-        next(train_job(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+        next(iterate_training(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
 
 
 def test_another_models_checkpoint_is_refused_in_one_line(tmp_path):
@@ -391,7 +395,7 @@ def test_another_models_checkpoint_is_refused_in_one_line(tmp_path):
     tensors, about = read_tensors(path)
     write_tensors(path, tensors | {"model.model.head.weight": torch.zeros(3, 5)}, about)
     with pytest.raises(UserError) as error:
-        next(train_job(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+        next(iterate_training(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     said = str(error.value)
     assert said.startswith(f"{path}: not the weights of this model (") and "\n" not in said
     assert "head.weight" in said and said.endswith("; delete it and start the stage again")
@@ -408,8 +412,8 @@ def test_a_flipped_bit_in_a_model_is_seen(tmp_path, model, place):
 
 def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(tmp_path, limited):
     whole = task()
-    list(train_job(whole, SETTINGS, 0, CPU))
-    run = train_job(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
+    list(iterate_training(whole, SETTINGS, 0, CPU))
+    run = iterate_training(task(), SETTINGS, 0, CPU, Checkpoint(tmp_path))
     for _ in range(2):
         next(run)
     last = tmp_path / "checkpoint.safetensors"
@@ -419,5 +423,5 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_last_and_the_run_ends_bit_equal(
     assert read_tensors(last)[1]["step"] == "3"
     assert not list(tmp_path.glob(".*"))
     resumed = task(seed=99)
-    list(train_job(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
+    list(iterate_training(resumed, SETTINGS, 0, CPU, Checkpoint(tmp_path)))
     assert_same_weights(resumed, whole)

@@ -38,7 +38,7 @@ from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial
 from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.settings import Training
 from moecore.training.sharded_state import to_full_tensor
@@ -209,7 +209,7 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     hook = register_optimizer_step_pre_hook(keep)
     points = []
     weights = []
-    for metrics in train_job(job, settings, 0, CPU):
+    for metrics in iterate_training(job, settings, 0, CPU):
         points.append(metrics.values)
         if metrics.epoch == len(weights) + 1:
             values = [told(*one) for one in job.learners.named_parameters()]
@@ -279,7 +279,11 @@ def refusals() -> dict[str, str]:
         "experts": {"shard": 3, "expert_parallel": 3},
     }.items():
         try:
-            next(train_job(made(METHODS["capacity"]), SETTINGS.model_copy(update=settings), 0, CPU))
+            next(
+                iterate_training(
+                    made(METHODS["capacity"]), SETTINGS.model_copy(update=settings), 0, CPU
+                )
+            )
         except UserError as error:
             found[name] = str(error)
     return found

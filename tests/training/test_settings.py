@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.study.reading.document import parse_yaml
 from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import tune_runtime
@@ -171,10 +171,10 @@ def optimized(**optimizer) -> Training:
 def test_each_learns_and_ends_bit_equal_after_a_kill(tmp_path, optimizer):
     settings = optimized(**optimizer)
     whole = task()
-    list(train_job(whole, settings, 0, CPU))
+    list(iterate_training(whole, settings, 0, CPU))
     stop_training(task(), settings, tmp_path, 3)
     resumed = task(seed=99)
-    list(train_job(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
+    list(iterate_training(resumed, settings, 0, CPU, Checkpoint(tmp_path)))
     assert_same_weights(resumed, whole)
 
 

@@ -37,7 +37,7 @@ from moecore.training.compilation_and_tracing import (
 )
 from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
-from moecore.training.loop import train_job, train_step
+from moecore.training.loop import iterate_training, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
@@ -176,8 +176,10 @@ def test_the_environment_decides(monkeypatch, word, device, expected):
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
     monkeypatch.setenv(TRACE, str(tmp_path / "traces"))
     file = trace_file("pretrain vmoe 0")
-    plain = [metrics.values["loss"] for metrics in train_job(task(), SETTINGS, 0, CPU)]
-    seen = [metrics.values["loss"] for metrics in train_job(task(), SETTINGS, 0, CPU, trace=file)]
+    plain = [metrics.values["loss"] for metrics in iterate_training(task(), SETTINGS, 0, CPU)]
+    seen = [
+        metrics.values["loss"] for metrics in iterate_training(task(), SETTINGS, 0, CPU, trace=file)
+    ]
     assert seen == plain
     assert file == tmp_path / "traces/pretrain_vmoe_0.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
@@ -210,7 +212,7 @@ def main(target: str) -> None:
         weights = []
         for compile in ("off", "required"):
             job = made(METHODS[name])
-            list(train_job(job, settings, 0, CPU._replace(compile=compile)))
+            list(iterate_training(job, settings, 0, CPU._replace(compile=compile)))
             weights.append(torch.cat([each.flatten() for each in job.learners.parameters()]))
         apart[name] = float((weights[1] - weights[0]).abs().max())
     if current_ranks().first:

@@ -24,7 +24,7 @@ from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.job import TrainingJob, training_batch
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -213,7 +213,9 @@ def test_scores_find_their_tissue_more_than_the_random_control(data):
     before = model.blocks[1].mlp.router.target.clone()
     settings = SETTINGS.model_copy(update={"epochs": 16, "batch": 12, "learning_rate": 1e-2})
     made = task(data, method)._replace(model=model)
-    terms = [metrics.values["region_routing"] for metrics in train_job(made, settings, 0, CPU)]
+    terms = [
+        metrics.values["region_routing"] for metrics in iterate_training(made, settings, 0, CPU)
+    ]
     assert terms[-1] < terms[0] / 4 and not torch.equal(model.blocks[1].mlp.router.target, before)
     rows = {
         row.region: row
@@ -315,10 +317,10 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
 @pytest.mark.parametrize("stop", [3, 9])
 def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
     whole, again, kept = text(), text(), Checkpoint(tmp_path)
-    for _ in train_job(whole, TEXT_SETTINGS, 0, CPU):
+    for _ in iterate_training(whole, TEXT_SETTINGS, 0, CPU):
         pass
     stop_training(text(), TEXT_SETTINGS, tmp_path, stop)
-    points = [point.step for point in train_job(again, TEXT_SETTINGS, 0, CPU, kept)]
+    points = [point.step for point in iterate_training(again, TEXT_SETTINGS, 0, CPU, kept)]
     assert 1 < points[0] <= stop and points[-1] == 12
     assert_same_weights(again, whole)
     ends = again.model.state_dict()
@@ -329,7 +331,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tmp_path, stop):
 
 def test_what_is_saved_is_the_model_alone(tmp_path):
     job = text()
-    for _ in train_job(job, TEXT_SETTINGS, 0, CPU):
+    for _ in iterate_training(job, TEXT_SETTINGS, 0, CPU):
         pass
     save_model(tmp_path, job.model)
     assert not any("memory" in name for name in read_tensors(tmp_path / "model.safetensors")[0])

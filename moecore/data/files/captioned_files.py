@@ -17,7 +17,7 @@ from moecore.core.files import UserError
 from moecore.core.inside import path_inside
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
-from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
+from moecore.data.files.resumable_decoding import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.data.text.prepared_captions import (
@@ -93,7 +93,7 @@ class CaptionedSource(Source):
         for split, images in splits.items():
             captions = [one.captions for _, one in images]
             labels, counts[split] = tokenize_captions(captions, tokenizer, task)
-            files[split] = SplitFiles([path for path, _ in images], labels)
+            files[split] = LabelledFiles([path for path, _ in images], labels)
         scratch = Path(folder) / ".decoded"
         parts = decode_splits(DecodeCache(scratch, self.size, self.channels), files, self.on_error)
         card = write_captioned(folder, info, tokenizer, parts, counts)

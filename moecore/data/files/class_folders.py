@@ -14,7 +14,7 @@ from moecore.core.inside import path_inside
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import SUFFIXES
-from moecore.data.files.resumable_decoding import DecodeCache, SplitFiles, decode_splits
+from moecore.data.files.resumable_decoding import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.writer import DatasetInfo, write_prepared
@@ -50,7 +50,7 @@ class ImageFilesSource(SplitSettings, Source):
         """Name, licence and source, for the card."""
         raise NotImplementedError
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, SplitFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> SplitFiles:
+def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> LabelledFiles:
     """Sorted image files under ``folder/<class>/``, at any depth, with labels by position in
     ``classes``. A link to nothing is among them: it cannot be read, and nobody is told otherwise.
 
@@ -125,7 +125,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
         listed = ", ".join(empty[:10])
         raise UserError(f"{folder}: no image in class {listed}; allowed endings: {endings}")
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(paths) for paths in lists])
-    return SplitFiles([path for paths in lists for path in paths], labels)
+    return LabelledFiles([path for paths in lists for path in paths], labels)
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
@@ -151,9 +151,9 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
             yield path
 
 
-def select_split_files(files: SplitFiles, rows: np.ndarray) -> SplitFiles:
+def select_split_files(files: LabelledFiles, rows: np.ndarray) -> LabelledFiles:
     """The files at ``rows``, in that order."""
-    return SplitFiles([files.paths[row] for row in rows], files.labels[rows])
+    return LabelledFiles([files.paths[row] for row in rows], files.labels[rows])
 
 
 def _join_names(names: set[str]) -> str:

@@ -19,7 +19,7 @@ CHUNK = 1024
 Result = TypeVar("Result")
 
 
-class SplitFiles(NamedTuple):
+class LabelledFiles(NamedTuple):
     """The image files of one split and their labels int64 (N,)."""
 
     paths: list[Path]
@@ -152,7 +152,7 @@ def _chunks_in_threads(
 
 def decode_splits(
     cache: DecodeCache,
-    splits: Mapping[str, SplitFiles],
+    splits: Mapping[str, LabelledFiles],
     on_error: Literal["stop", "skip"],
     short_side: int | None = None,
 ) -> dict[str, SplitToWrite]:

@@ -11,7 +11,7 @@ from moecore.data.files.class_folders import (
     list_labelled_images,
     select_split_files,
 )
-from moecore.data.files.resumable_decoding import SplitFiles
+from moecore.data.files.resumable_decoding import LabelledFiles
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 
 
@@ -39,7 +39,7 @@ class ImageFolder(ImageFilesSource):
         name = self.name or candidate_folders(self.root)[0].resolve().name
         return name, self.licence, self.root
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, SplitFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         train = root / "train"

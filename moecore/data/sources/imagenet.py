@@ -14,7 +14,7 @@ from moecore.data.files.class_folders import (
     list_labelled_images,
     select_split_files,
 )
-from moecore.data.files.resumable_decoding import SplitFiles
+from moecore.data.files.resumable_decoding import LabelledFiles
 from moecore.data.stratified_splits import split_train, stratified_limit
 
 WNID = re.compile(r"n\d{8}")
@@ -47,7 +47,7 @@ class Imagenet(ImageFilesSource):
         caches = candidate_folders(self.cache)
         return next((path for path in caches if path.is_dir()), Path(self.cache))
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, SplitFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         classes = class_names(root / "train")

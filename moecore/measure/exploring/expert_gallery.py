@@ -13,7 +13,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split
-from moecore.measure.exploring.overlays import CROP, EncodedPicture, encode_picture, patch_crop
+from moecore.measure.exploring.overlays import CROP, EncodedPicture, pack_thumbnails, patch_crop
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import image_batches, predict_in_batches
@@ -48,7 +48,7 @@ class LayerGallery(Config):
     crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None: there are none
 
 
-class LayerPreferences(NamedTuple):
+class ExpertUseByImage(NamedTuple):
     """One layer on a few images."""
 
     chosen: Tensor  # (N, E) int64, tokens
@@ -74,13 +74,13 @@ def expert_galleries_by_layer(
     uses = []
     fine = finest_layout(model.layouts)
     for layer, layout in zip(chunks, model.layouts, strict=True):
-        seen = LayerPreferences(*(torch.cat(field) for field in zip(*layer, strict=True)))
+        seen = ExpertUseByImage(*(torch.cat(field) for field in zip(*layer, strict=True)))
         use = _expert_uses(seen, labels, gallery, layout, most)
         uses.append(use if layout == fine else _on_grid(use, layout, fine))
     return uses
 
 
-def iterate_preferences(model: Model, gallery: GalleryImages) -> Iterator[list[LayerPreferences]]:
+def iterate_preferences(model: Model, gallery: GalleryImages) -> Iterator[list[ExpertUseByImage]]:
     """Every layer on the images, CHUNK at a time."""
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
@@ -91,12 +91,12 @@ def iterate_preferences(model: Model, gallery: GalleryImages) -> Iterator[list[L
         ]
 
 
-def layer_preferences(record: RoutingRecord, special: int) -> LayerPreferences:
+def layer_preferences(record: RoutingRecord, special: int) -> ExpertUseByImage:
     """Return what a router did with each image's patches (the ``special`` tokens are none)."""
     liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = liked.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
-    return LayerPreferences(counts, highest, patch)
+    return ExpertUseByImage(counts, highest, patch)
 
 
 def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
@@ -114,7 +114,7 @@ def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
 
 
 def _expert_uses(
-    seen: LayerPreferences, labels: Tensor, gallery: GalleryImages, layout: TokenLayout, most: int
+    seen: ExpertUseByImage, labels: Tensor, gallery: GalleryImages, layout: TokenLayout, most: int
 ) -> LayerGallery:
     counts = seen.chosen.sum(dim=0)
     shares = class_shares(seen.chosen, labels, gallery.task)
@@ -138,7 +138,7 @@ def _expert_uses(
         classes = () if shares is None else _largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
-    shown = encode_picture(torch.stack(crops), CROP) if crops else None
+    shown = pack_thumbnails(torch.stack(crops), CROP) if crops else None
     return LayerGallery(experts=experts, crops=shown)
 
 

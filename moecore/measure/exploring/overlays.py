@@ -40,7 +40,7 @@ class EncodedPicture(Config):
         return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
-def encode_picture(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
+def pack_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
     """Encode pixels in [0, 1], (N, C, *axes), as pictures with no axis above ``side``."""
     small = shrink_pixels(pixels, side)
     data = np.rint(small.clamp(0, 1).numpy() * 255).astype(np.uint8)
@@ -124,7 +124,7 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
         both = both.flip(0)
     grids = (numbers.reshape(layout.grid).numpy() for numbers in (index, second))
     return MatchedCrops(
-        views=encode_picture(both), numbers=tuple(tuple(_grid_rows(grid)) for grid in grids)
+        views=pack_thumbnails(both), numbers=tuple(tuple(_grid_rows(grid)) for grid in grids)
     )
 
 

@@ -12,7 +12,7 @@ from moecore.core.files import read_json, write_json
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import Trace, build_image_trace
+from moecore.nn.routing_traces import ImageTrace, build_image_trace
 from moecore.training.outcome import WatchedEpoch
 
 IMAGES = 32  # the most that the explorer shows
@@ -63,7 +63,7 @@ def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[Watche
         WatchedEpoch(
             epoch=epoch,
             images=places,
-            trace=Trace.model_validate(read_json(_trace_path(folder, epoch))),
+            trace=ImageTrace.model_validate(read_json(_trace_path(folder, epoch))),
         )
         for epoch in watched_epochs(epochs)
     )

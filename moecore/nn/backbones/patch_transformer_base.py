@@ -15,7 +15,14 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLay
 from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.transformer_settings import TransformerSettings
-from moecore.nn.layers.block import Attention, Block, DenseMlp, FeedForward, drop_rates, timm_linear
+from moecore.nn.layers.block import (
+    Attention,
+    Block,
+    DenseMlp,
+    FeedForward,
+    drop_rates,
+    trunc_normal_linear,
+)
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, fold_normalisation, resize_positions
 
@@ -67,10 +74,10 @@ class PatchTransformer(BackboneModel):
         else:
             self.norm = nn.Identity()
             self.fc_norm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.head = timm_linear(width, image.outputs)
+        self.head = trunc_normal_linear(width, image.outputs)
         self.head_dist: nn.Linear | None = None
         if special == 2:
-            self.head_dist = timm_linear(width, image.outputs)
+            self.head_dist = trunc_normal_linear(width, image.outputs)
         for token in (self.cls_token, self.dist_token, self.pos_embed):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)

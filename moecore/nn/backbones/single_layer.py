@@ -13,7 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.layers.block import Activation, DenseMlp, timm_linear
+from moecore.nn.layers.block import Activation, DenseMlp, trunc_normal_linear
 from moecore.nn.layers.moe import MoESettings
 
 
@@ -58,7 +58,7 @@ class SingleLayerModel(BackboneModel):
             self.mlp = DenseMlp(self.width, config.hidden, config.activation)
         else:
             self.mlp = moe.build(self.width)
-        self.head = timm_linear(self.width, image.outputs)
+        self.head = trunc_normal_linear(self.width, image.outputs)
 
     @property
     def layout(self) -> TokenLayout:

@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
 from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.layers.block import Block, DenseMlp, FeedForward, drop_rates, timm_linear
+from moecore.nn.layers.block import Block, DenseMlp, FeedForward, drop_rates, trunc_normal_linear
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
 from moecore.nn.layers.window_attention import EPS, PostNormBlock, SwinKind, WindowAttention
@@ -93,7 +93,7 @@ class SwinTransformer(BackboneModel):
         self.layers = nn.ModuleList(stages)
         last = self.places[-1].width
         self.norm = nn.LayerNorm(last, eps=EPS)
-        self.head = timm_linear(last, image.outputs)
+        self.head = trunc_normal_linear(last, image.outputs)
 
     @property
     def layout(self) -> TokenLayout:

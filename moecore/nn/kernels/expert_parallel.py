@@ -45,7 +45,7 @@ class ShardedExperts:
         distributed.all_to_all_single(theirs, mine, group=self.group)
         sent, got = torch.stack([mine.sum(dim=1), theirs.sum(dim=1)]).tolist()
         values = _Exchange.apply(rows.values, sent, got, self.group)
-        to_expert, back = order_by_expert(theirs, sum(got))
+        to_expert, back = rank_to_expert_permutation(theirs, sum(got))
         ends = theirs.sum(dim=0).cumsum(dim=0).int()
         own = Rows(_Permute.apply(values, to_expert, back), ends, rows.projected)
         names = [name for name, _ in self.experts.named_parameters()]
@@ -59,7 +59,7 @@ class ShardedExperts:
         return _AverageGradient.apply(parameter.to_local(), self.copies, self.ranks)
 
 
-def order_by_expert(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def rank_to_expert_permutation(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows that came rank by rank, of each rank expert by expert, in the order of experts.
 
     sizes: (n, E / n), how many came from each rank for each expert; ``rows`` in all. Returns the

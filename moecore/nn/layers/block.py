@@ -12,7 +12,7 @@ from moecore.core.routing_records import RoutingContext
 from moecore.core.streams import bernoulli_like
 
 
-def timm_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+def trunc_normal_linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     """A Linear with truncated-normal weights (std 0.02) and zero bias, as timm's ViT."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.trunc_normal_(layer.weight, std=0.02)
@@ -64,8 +64,8 @@ class DenseMlp(FeedForward):
         super().__init__()
         self.activation = activation
         self.activate = ACTIVATIONS[activation]
-        self.fc1 = timm_linear(width, hidden)
-        self.fc2 = timm_linear(hidden, width)
+        self.fc1 = trunc_normal_linear(width, hidden)
+        self.fc2 = trunc_normal_linear(hidden, width)
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         heads: int,
         qkv_bias: bool = True,
         causal: bool = False,
-        linear: Callable[..., nn.Linear] = timm_linear,
+        linear: Callable[..., nn.Linear] = trunc_normal_linear,
     ) -> None:
         super().__init__()
         if width % heads:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
-from moecore.nn.layers.block import Block, FeedForward, timm_linear
+from moecore.nn.layers.block import Block, FeedForward, trunc_normal_linear
 from moecore.nn.layers.windows import Grid, Windows, to_build_device
 
 SwinKind = Literal["swin", "swin_moe", "swin_v2"]
@@ -54,7 +54,11 @@ class ContinuousBias(nn.Sequential):
     """An MLP of the difference of place of two tokens: (…, 2) to (…, h)."""
 
     def __init__(self, heads: int) -> None:
-        super().__init__(timm_linear(2, HIDDEN), nn.ReLU(), timm_linear(HIDDEN, heads, bias=False))
+        super().__init__(
+            trunc_normal_linear(2, HIDDEN),
+            nn.ReLU(),
+            trunc_normal_linear(HIDDEN, heads, bias=False),
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         return self[2](relu(self[0](input)))
@@ -86,12 +90,12 @@ class WindowAttention(nn.Module):
         self.heads = heads
         self.windows = windows
         cosine = kind == "swin_v2"
-        self.qkv = timm_linear(width, 3 * width, bias=qkv_bias and not cosine)
+        self.qkv = trunc_normal_linear(width, 3 * width, bias=qkv_bias and not cosine)
         self.q_bias = self.v_bias = None
         if cosine and qkv_bias:
             self.q_bias = nn.Parameter(torch.zeros(width))
             self.v_bias = nn.Parameter(torch.zeros(width))
-        self.proj = timm_linear(width, width)
+        self.proj = trunc_normal_linear(width, width)
         self.logit_scale: nn.Parameter | None = None
         if cosine:
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(10.0)))

@@ -203,7 +203,7 @@ def draw_heatmap(
     return figure
 
 
-def format_shares(values: np.ndarray, least: float = 0.0) -> np.ndarray:
+def percent_annotations(values: np.ndarray, least: float = 0.0) -> np.ndarray:
     """Shares as text, 0.123 → 12; "" where there is none, or less than ``least``."""
     texts = np.char.mod("%.0f", 100 * values)
     return np.where(values >= least, texts, "")

@@ -14,8 +14,8 @@ from moecore.report.figures.charts import (
     Point,
     draw_curves,
     draw_heatmap,
-    format_shares,
     name_curves,
+    percent_annotations,
     points_over_seeds,
 )
 from moecore.report.figures.direct_labels import End
@@ -188,7 +188,7 @@ def confusion_matrix(counts: Sequence[Sequence[int]], classes: Sequence[str]) ->
     """Share of each true class (rows) that was predicted as each class (columns)."""
     shares = row_shares(counts)
     names = classes
-    texts = format_shares(shares, 0.005)
+    texts = percent_annotations(shares, 0.005)
     if len(classes) > NUMBERED:
         names = ()
         texts = np.full(shares.shape, "")

@@ -56,10 +56,10 @@ def hits_at_largest_epsilon(model: Measured, attack: str) -> np.ndarray | None:
     result = model.of(Result)
     if result is None or result.task.needs_classes("share") is not None:
         return None
-    return worst_case_scores(result, attack)
+    return scores_under_attack(result, attack)
 
 
-def worst_case_scores(result: Result, attack: str, place: int = -1) -> np.ndarray | None:
+def scores_under_attack(result: Result, attack: str, place: int = -1) -> np.ndarray | None:
     """The scores (N,) at an epsilon, of the worst case whatever the attack; None without any.
 
     place: of the epsilon among all in growing order, of which the first is 0.
@@ -79,7 +79,7 @@ def attacked_items_reader(
     """
 
     def read(result: Result) -> np.ndarray | None:
-        left = [worst_case_scores(result, attack, place) for place in places]
+        left = [scores_under_attack(result, attack, place) for place in places]
         known = [scores for scores in left if scores is not None]
         people = None if result.people is None else np.array(result.people)
         return linearize_by_person(np.mean(known, axis=0), people) if known else None
@@ -127,27 +127,29 @@ def first_results(seen: ColumnContext) -> dict[str, Result]:
 
 def attacked_score_columns(seen: ColumnContext) -> list[Column]:
     """The score at the largest epsilon of each attack, and of the worst of them for each image."""
-    return [score_under(attack, result) for attack, result in first_results(seen).items()]
+    return [
+        score_column_under_attack(attack, result) for attack, result in first_results(seen).items()
+    ]
 
 
 def score_by_epsilon_columns(seen: ColumnContext) -> Iterator[Column]:
     """Yield the same at each epsilon, and the mean over them: over a range of strengths."""
     for attack, result in first_results(seen).items():
-        whole = score_under(attack, result)
+        whole = score_column_under_attack(attack, result)
         title, note = attack_column_words(attack, result.task.score)
         curve = attack_scores_by_epsilon(result, attack)
         for place, row in enumerate(curve[1:], 1):
             at = f"{title}, ε\u00a0=\u00a0{format_epsilon(row.epsilon)}"
             name = f"{whole.name}_at_{epsilon_slug(row.epsilon)}"
-            yield averaged_score(whole, attack, range(place, place + 1))._replace(
+            yield averaged_score_column(whole, attack, range(place, place + 1))._replace(
                 name=name, label=at, note=note
             )
         radii = f"{note}, mean over {len(curve) - 1} epsilons"
-        mean = averaged_score(whole, attack, range(1, len(curve)))
+        mean = averaged_score_column(whole, attack, range(1, len(curve)))
         yield mean._replace(name=f"{whole.name}_mean", label=f"{title}, mean", note=radii)
 
 
-def averaged_score(whole: Column, attack: str, places: Sequence[int]) -> Column:
+def averaged_score_column(whole: Column, attack: str, places: Sequence[int]) -> Column:
     """The column ``whole`` of the mean over the epsilons at these places."""
 
     def read(result: Result) -> float | None:
@@ -158,7 +160,7 @@ def averaged_score(whole: Column, attack: str, places: Sequence[int]) -> Column:
     return whole._replace(read=read, hits=None, items=items, limits="bootstrap", detail=True)
 
 
-def score_under(attack: str, result: Result) -> Column:
+def score_column_under_attack(attack: str, result: Result) -> Column:
     """The score at the largest epsilon of an attack, or of the worst of them for each image."""
 
     def read(result: Result) -> Interval | None:

@@ -16,7 +16,7 @@ from moecore.report.measures.region_experts import (
     region_experts_by_volume_kind,
 )
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures, path_reader
-from moecore.report.page.rows import column_cells_over_seeds
+from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
 from moecore.report.typed_results import Phase, drop_none
 from moecore.statistics.intervals import Interval
@@ -175,8 +175,7 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
     reads["Rescan, years apart"] = rescan_change
     columns = {words: Column(words, words, read) for words, read in reads.items()}
     cells = {
-        words: column_cells_over_seeds(column, Result, phase.models)
-        for words, column in columns.items()
+        words: cells_of_methods(column, Result, phase.models) for words, column in columns.items()
     }
     having = {words: items for words, items in cells.items() if set(items) != {NONE}}
     if not having:

@@ -16,7 +16,7 @@ from moecore.report.column import (
     column_slug,
     mean_or_none,
 )
-from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, format_shares
+from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
 from moecore.report.measures.result_display import Figures, Shown, draw_method_curves
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, PageTable
@@ -96,7 +96,10 @@ def figures(result: Result) -> Figures:
     labels = Labels("Error under corruption", names, severities, "Severity")
     size = (2.4 + 0.5 * len(severities), 0.9 + 0.27 * len(names))
     caption = "Percent."
-    yield "corruption_errors", draw_heatmap(table, format_shares(table), labels, size, caption)
+    yield (
+        "corruption_errors",
+        draw_heatmap(table, percent_annotations(table), labels, size, caption),
+    )
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:

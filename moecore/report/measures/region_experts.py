@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from moecore.measure.cohort_checks import Result as CohortChecks
 from moecore.measure.probes.region_experts_on_new_data import RegionExpertResult
 from moecore.report.column import Column, mean_or_none
-from moecore.report.figures.charts import Labels, draw_heatmap, format_shares
+from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.measures.result_display import path_reader
-from moecore.report.page.rows import column_cells_over_seeds
+from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase, drop_none
@@ -170,7 +170,7 @@ def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
                 form = {"over_chance": "number"}.get(name, "share")
                 read = path_reader(f"generalisation.{path}.{name}")
                 column = Column(name, label, read, form=form)
-                items += column_cells_over_seeds(column, CohortChecks, {method: seeds})
+                items += cells_of_methods(column, CohortChecks, {method: seeds})
             lines.append(TableRow(PageCell(words), items))
     if not lines:
         return None
@@ -238,4 +238,4 @@ def region_share_heatmap(rows: Sequence[TissueRoutingRow]) -> Figure:
     names = [row.region.replace(CONTROL, "random, as ") for row in rows]
     labels = Labels("Choices by tissue", names, experts, "Expert", slanted=len(experts) > 6)
     size = (1.6 + 0.62 * len(experts), 0.9 + 0.36 * len(rows))
-    return draw_heatmap(table, format_shares(table), labels, size)
+    return draw_heatmap(table, percent_annotations(table), labels, size)

@@ -128,7 +128,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     drawn = [draw_attack_curve(phase, attack) for attack in attacks]
     if all(result.worst_case for result in results):
         drawn.append(draw_attack_curve(phase, WORST))
-    for draw in (draw_changes, draw_layer_changes):
+    for draw in (draw_changes, draw_routing_change_by_layer):
         drawn += [picture for attack in attacks for picture in draw(phase, attack)]
     worst = WORST if results[0].worst_case else attacks[-1]
     about = attacked_name(score_key(results[0].task.score), worst)
@@ -168,7 +168,7 @@ def draw_changes(phase: Phase, attack: str) -> list[Picture]:
     return draw_method_curves(phase, Result, changes, look, words, label, (0.0, 1.0))
 
 
-def draw_layer_changes(phase: Phase, attack: str) -> list[Picture]:
+def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
     """The change of the routing of each MoE layer under one attack; [] where nothing moved."""
 
     def changes(result: Result, layer: int) -> dict[float, float]:

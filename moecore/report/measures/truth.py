@@ -7,7 +7,7 @@ import numpy as np
 from moecore.data.corruptions.draws import SIGMAS
 from moecore.measure.truth import EPSILONS, ChangedPurity, Result
 from moecore.report.column import Column, ColumnPerRow, decode_items, mean_or_none
-from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, format_shares
+from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.training_figures import row_shares
 from moecore.report.measures.result_display import (
     Figures,
@@ -122,7 +122,7 @@ def figures(result: Result) -> Figures:
     """Yield a table for each MoE layer: which kinds each expert sees."""
     for index, row in enumerate(result.layers, 1):
         shares = row_shares(row.counts)
-        texts = format_shares(shares, 0.005)
+        texts = percent_annotations(shares, 0.005)
         if shares.shape[1] > NUMBERED:
             texts = np.full(shares.shape, "")
         columns = [str(kind + 1) for kind in range(shares.shape[1])]

@@ -65,7 +65,7 @@ def format_column(column: Column, cells: Sequence[Cell | None]) -> list[PageCell
     return items
 
 
-def column_cells_over_seeds(column: Column, kind: type[Config], models: Models) -> list[PageCell]:
+def cells_of_methods(column: Column, kind: type[Config], models: Models) -> list[PageCell]:
     """Return the cells of one column of the results of this type, one per method."""
     metric = ResultColumn(column, kind)
     return format_column(

@@ -42,14 +42,14 @@ def paper_tables_block(
 ) -> Block:
     """One small table for each paper whose metrics any method has; one is shown at a time."""
     grids = [
-        paper_metrics_table(paper, columns, cells, controls)
+        table_of_paper(paper, columns, cells, controls)
         for paper in PAPERS
         if any(column.paper == paper and not column.detail for column in columns)
     ]
     return Block("Every method on the metrics of every paper", [WORDS], grids, choice=True)
 
 
-def paper_metrics_table(
+def table_of_paper(
     paper: str, columns: Sequence[Column], cells: Cells, controls: Collection[str] = ()
 ) -> PageTable:
     """One paper's columns, of the methods that have any of them."""

@@ -29,10 +29,12 @@ class Simbal(Regularizer):
         if not rows:
             mend = "give the router `start: orthonormal`, or remove it"
             raise UserError(f"simbal: no router's rows start orthonormal; {mend}")
-        return cast(Tensor, sum(orthonormality_penalty(weight=to_full_tensor(one)) for one in rows))
+        return cast(
+            Tensor, sum(router_orthonormality_loss(weight=to_full_tensor(one)) for one in rows)
+        )
 
 
-def orthonormality_penalty(*, weight: Tensor) -> Tensor:
+def router_orthonormality_loss(*, weight: Tensor) -> Tensor:
     """Sum of |WWᵀ − I| over all entries, of a router's weight (E, d): a scalar ≥ 0, 0 where its
     rows are orthonormal.
     """

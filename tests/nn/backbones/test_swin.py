@@ -28,7 +28,7 @@ from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
 from moecore.training.guide import aligned_blocks, attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.phase_trainings import build_pretraining
@@ -249,7 +249,7 @@ def trained(name: str, kind: str):
         guide,
         method.views,
     )
-    values = [metrics.values for metrics in train_job(made, SHIFTED, 0, CPU)]
+    values = [metrics.values for metrics in iterate_training(made, SHIFTED, 0, CPU)]
     return attach_required_guide(model, guide), values
 
 

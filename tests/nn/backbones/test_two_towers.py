@@ -23,7 +23,7 @@ from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
-from moecore.training.loop import train_job
+from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
@@ -158,7 +158,7 @@ def test_the_scale_ends_at_100_and_comes_back():
     job.model.end_step(ModelOutput(torch.zeros(())), 0.0)
     assert job.model.logit_scale.exp().item() == pytest.approx(100)
     list(
-        train_job(job, SETTINGS, 0, CPU)
+        iterate_training(job, SETTINGS, 0, CPU)
     )  # captions at random: an untrained model is too sure of them
     assert job.model.logit_scale.exp().item() < 99
 
@@ -175,7 +175,7 @@ def test_marks_tell_captions_apart():
 def test_a_method_trains_in_the_image_tower_beside_experts_of_words(tmp_path, name):
     method = METHODS[name].model_copy(update={"text": Method.model_validate(TEXT).text})
     job = captioned(method)
-    values = [metrics.values for metrics in train_job(job, SETTINGS, 0, CPU)]
+    values = [metrics.values for metrics in iterate_training(job, SETTINGS, 0, CPU)]
     assert all(torch.isfinite(torch.tensor(list(found.values()))).all() for found in values)
     assert {"task", "text_importance", "text_load", "train_recall_at_1"} <= set(values[-1])
     model = attach_required_guide(job.model, job.guide)
@@ -197,7 +197,7 @@ def test_routers_of_the_text_tower(name):
     entry = METHODS[name]
     text = {"router": entry.router, "experts": entry.experts, "blocks": (1,)}
     job = captioned(Method.model_validate({"text": text}))
-    list(train_job(job, SETTINGS, 0, CPU))
+    list(iterate_training(job, SETTINGS, 0, CPU))
     tokens = torch.from_numpy(captions(5)[:, 0])
     _, records = job.model.eval().text(tokens)
     spoken = int(job.model.text.caption_mask(tokens).sum())
@@ -225,12 +225,12 @@ def test_a_frozen_tower_stays_as_it_is_and_draws_nothing():
     frozen = {"text": TEXT["text"] | {"frozen": "always"}}
     job = captioned(Method.model_validate(frozen))
     before = {name: value.clone() for name, value in job.model.text.state_dict().items()}
-    list(train_job(job, SETTINGS, 0, CPU))
+    list(iterate_training(job, SETTINGS, 0, CPU))
     assert all(torch.equal(before[n], value) for n, value in job.model.text.state_dict().items())
     job.model.train()
     assert job.model.visual.training and not job.model.text.training
     learned = captioned(Method.model_validate({"text": TEXT["text"] | {"frozen": "finetune"}}))
-    list(train_job(learned, SETTINGS, 0, CPU))
+    list(iterate_training(learned, SETTINGS, 0, CPU))
     assert not torch.equal(before["embedding.weight"], learned.model.text.embedding.weight)
     learned.model.begin_finetuning()
     assert not any(parameter.requires_grad for parameter in learned.model.text.parameters())

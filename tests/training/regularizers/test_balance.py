@@ -16,7 +16,7 @@ from moecore.training.regularizers.importance import Importance, importance
 from moecore.training.regularizers.load import Load, load
 from moecore.training.regularizers.region_routing import RegionRouting, region_routing_loss
 from moecore.training.regularizers.router_kl import RouterKl, router_kl
-from moecore.training.regularizers.simbal import Simbal, orthonormality_penalty
+from moecore.training.regularizers.simbal import Simbal, router_orthonormality_loss
 from moecore.training.regularizers.switch_balance import SwitchBalance
 from moecore.training.regularizers.teacher_router import TeacherRouter, teacher_router_terms
 from moecore.training.regularizers.truth_kl import truth_kl
@@ -281,10 +281,10 @@ def test_groups_that_do_not_divide_a_step_are_refused():
 def test_simbal_by_hand():
     # WWᵀ − I = (−.18, .53; .53, −.07); its gradient 2 sign(·) W, 0 at orthonormal rows
     weight = torch.tensor([[0.9, 0.1, 0], [0.5, 0.8, 0.2]], requires_grad=True)
-    loss = orthonormality_penalty(weight=weight)
+    loss = router_orthonormality_loss(weight=weight)
     assert loss.item() == pytest.approx(1.31)
     (gradient,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient, torch.tensor([[-0.8, 1.4, 0.4], [0.8, -1.4, -0.4]]))
-    assert orthonormality_penalty(weight=torch.eye(2, 3)).item() == 0
+    assert router_orthonormality_loss(weight=torch.eye(2, 3)).item() == 0
     with pytest.raises(UserError, match="^simbal: no router's rows start orthonormal; give"):
         Simbal(weight=1.0)(step(record(probs=PROBS))._replace(model=torch.nn.Linear(1, 1)))
