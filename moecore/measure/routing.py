@@ -4,7 +4,7 @@ Load, entropy, confidence, matches, sweeps over the router's settings, patches w
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, Self, get_args
 
 import numpy as np
 import torch
@@ -58,17 +58,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import finest_layout
 from moecore.training.guide import teacher_probs
 
-PRESETS: tuple[Preset, ...] = (
-    "noise",
-    "shift",
-    "flip",
-    "crop",
-    "rotation",
-    "affine",
-    "brightness",
-    "contrast",
-    "randaugment",
-)
+AUGMENTATIONS = tuple(one for one in get_args(Preset) if one not in ("identity", "erasing"))
 CROPPED = 8  # images of which one is shown in two crops
 TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
 
@@ -90,7 +80,7 @@ class Routing(Measurement):
         description="Two random views, compared (PRC, table 4).",
     )
     augmentations: tuple[Preset | TwoViewAugmentation, ...] = Field(
-        PRESETS, description="As views, kind by kind: presets, or {name, views, noise}."
+        AUGMENTATIONS, description="As views, kind by kind: presets, or {name, views, noise}."
     )
     augmentation_images: int = Field(
         200, ge=1, description="Of those images, how many are shown each augmentation."

@@ -136,7 +136,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 
 
 def quick_command(jobs: JobCount = None) -> None:
-    """A first look in less than a minute: how much of what routing is worth does V-MoE find?"""
+    """A first look in about a minute: how much of what routing is worth does V-MoE find?"""
     from moecore.pipeline.begin_project import write_quick_look
     from moecore.report.tables.terminal_summary import main as print_terminal_summary
 

@@ -69,7 +69,7 @@ def expert_galleries_by_layer(
     model: Model, gallery: GalleryImages, most: int
 ) -> list[LayerGallery]:
     """Return the experts of every MoE layer, with at most ``most`` favourites each."""
-    chunks = list(zip(*iterate_preferences(model, gallery), strict=True))
+    chunks = list(zip(*iterate_expert_use(model, gallery), strict=True))
     labels = torch.from_numpy(np.array(gallery.split.labels[gallery.places]))
     uses = []
     fine = finest_layout(model.layouts)
@@ -80,18 +80,18 @@ def expert_galleries_by_layer(
     return uses
 
 
-def iterate_preferences(model: Model, gallery: GalleryImages) -> Iterator[list[ExpertUseByImage]]:
+def iterate_expert_use(model: Model, gallery: GalleryImages) -> Iterator[list[ExpertUseByImage]]:
     """Every layer on the images, CHUNK at a time."""
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
         _, records = predict_in_batches(model, images, CHUNK)
         yield [
-            layer_preferences(record, layout.special)
+            expert_use_by_image(record, layout.special)
             for record, layout in zip(records, model.layouts, strict=True)
         ]
 
 
-def layer_preferences(record: RoutingRecord, special: int) -> ExpertUseByImage:
+def expert_use_by_image(record: RoutingRecord, special: int) -> ExpertUseByImage:
     """Return what a router did with each image's patches (the ``special`` tokens are none)."""
     liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = liked.max(dim=1)

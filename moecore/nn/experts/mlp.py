@@ -77,7 +77,7 @@ class MlpExperts(ExpertsModule):
             assert self.up_bias is not None and self.down_bias is not None  # SwiGLU alone has none
             maps = (self.up, self.up_bias, self.down, self.down_bias)
             return grouped_mlp(rows.values, *maps, rows.offsets)
-        active = OF_EXPERTS[self.activation]
+        active = EXPERT_ACTIVATIONS[self.activation]
         hidden = active(grouped_linear(rows.values, self.up, self.up_bias, rows.offsets))
         hidden = self._drop_hidden(hidden, rows)
         return grouped_linear(hidden, self.down, self.down_bias, rows.offsets)
@@ -98,7 +98,7 @@ def gate_with_silu(hidden: Tensor) -> Tensor:
     return silu(gate) * value
 
 
-OF_EXPERTS = ACTIVATIONS | {"relu": relu, "swiglu": gate_with_silu}
+EXPERT_ACTIVATIONS = ACTIVATIONS | {"relu": relu, "swiglu": gate_with_silu}
 
 
 def _linears(
