@@ -26,6 +26,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
+from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import aligned_blocks, attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
@@ -466,3 +467,15 @@ def test_its_blocks_are_compiled_whole(kind):
             torch.manual_seed(1)
             found.append(forward(tokens, RoutingContext())[0])
         torch.testing.assert_close(*found)
+
+
+def test_more_kinds_of_block_than_a_function_is_usually_compiled_for():
+    moe = MoESettings(router={"kind": "noisy_top_k", "k": 2}, experts=EXPERTS)
+    deep = {"depths": (2, 2, 4, 2), "heads": (1, 2, 4, 8), "window": 4, "patch": 2}
+    model = swin("swin", **deep).build(spec(64), moe).train()
+    torch.compiler.reset()
+    blocks = CompiledBlocks([model], "required", 9, backend="eager")
+    for _ in range(2):  # as it is, compiled
+        with blocks.inside():
+            prediction = model(torch.rand(2, 3, 64, 64)).prediction
+    assert len(blocks.blocks) == 10 and prediction.isfinite().all()
