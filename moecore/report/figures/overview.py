@@ -119,9 +119,11 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         axes.set_xlim(panel_limits(quantity, ends))
         print_values(axes, quantity, methods)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         if quantity.column.form == "share":
+            axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.tick_params(axis="x", labelsize=8.5)
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_ylim(len(methods) - 0.5, -0.5)
