@@ -6,6 +6,7 @@ B images, T tokens per image, E experts, K classes. Every type is a NamedTuple, 
 from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 # Where a teacher's features are read: the input of a block's feed-forward, its output, or the last
@@ -21,6 +22,22 @@ class RoutingRecord(NamedTuple):
     load: Tensor  # P(chosen) if the noise were drawn again; 0/1 where there is none
     chosen: Tensor  # selected before capacity
     combine: Tensor  # weight of each expert's output; 0 = not processed
+
+
+def rank_chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return fp64 scores (B, T, E) by which the chosen experts come first, else in their order.
+
+    A bias or groups of experts may choose others than the most probable.  chosen: (B, T, E) bool.
+    """
+    scores = scores.double()
+    reach = scores.amax(dim=-1, keepdim=True) - scores.amin(dim=-1, keepdim=True)
+    return scores + chosen * (reach + 1)
+
+
+def first_choices(record: RoutingRecord) -> Tensor:
+    """Return each token's most probable expert of those chosen, (B, T) int64; −1: none chosen."""
+    first = rank_chosen_first(record.probs, record.chosen).argmax(dim=-1)
+    return torch.where(record.chosen.any(dim=-1), first, -1)
 
 
 class RoutingContext(NamedTuple):

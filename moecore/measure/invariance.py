@@ -55,7 +55,7 @@ class Invariance(Measurement):
         }
         probs = probs_by_layer(clean)
         between = imed_between(probs, SEED) if len(images) > 1 else None
-        moves = moved_distances(subject.model, images, probs, affines, self.batch, parts, between)
+        moves = moved_distances(subject.model, images, clean, affines, self.batch, parts, between)
         marked = task.by_class(torch.from_numpy(test.labels[where]))
         if marked is None:
             raise ValueError("labels are not classes; ask `applies` first")
@@ -98,24 +98,23 @@ class Result(Config):
 def moved_distances(
     model: Model,
     images: np.ndarray,
-    clean: tuple[Tensor, ...],
+    clean: tuple[RoutingRecord, ...],
     affines: Mapping[str, Tensor],
     batch: int,
     parts: PartStore,
     between: Tensor | None = None,
 ) -> tuple[MovedRow, ...]:
-    """One row a transform: the mean distance of the routing from ``clean``, probs by layer.
+    """One row a transform: the mean distance of the routing from ``clean``.
 
     between: (N,), each image's distance from another one; None where there is no other.
     """
 
     def row(name: str) -> MovedRow:
         _, records = predict_in_batches(model, move_images(images, affines[name], batch), batch)
-        after = probs_by_layer(records)
-        lengths = imed_by_image(clean, after).numpy()
+        lengths = imed_by_image(probs_by_layer(clean), probs_by_layer(records)).numpy()
         d = bootstrap_mean(lengths)
         share = None if between is None else imed_over_between_images(lengths, between.numpy())
-        same = [expert_agreement(u, v) for u, v in zip(clean, after, strict=True)]
+        same = [float(layer.mean()) for layer in expert_agreement(clean, records)]
         return MovedRow(
             name=name,
             d=d.value,

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import Estimate, MeasuredModel, Measurement, PartStore
@@ -198,7 +198,8 @@ def tabulate_caption_routing(
 ) -> CaptionRoutingLayer:
     """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
     experts = record.probs.shape[-1]
-    first = record.probs[:, 0].argmax(dim=-1)
+    first = first_choices(record)[:, 0]
+    words, first = words[first >= 0], first[first >= 0]
     table = torch.zeros(int(words.max()) + 1, experts, dtype=torch.float64)
     table.index_put_((words, first), torch.ones(len(words), dtype=torch.float64), accumulate=True)
     counts = table.sum(dim=1)

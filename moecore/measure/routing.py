@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
@@ -24,7 +24,6 @@ from moecore.measure.exploring.overlays import (
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     average_layers,
-    expert_agreement,
 )
 from moecore.measure.routing_metrics.layer_use import (
     LayerUse,
@@ -189,10 +188,10 @@ def layer_routing_metrics(
         items = layer_use_by_image(record, *asked) | matched
         layer = RoutingLayer(**use.model_dump(), **matching.model_dump())
         if teacher:
-            theirs = align_teacher_probs(teacher[place], record.probs.shape)
-            same = expert_agreement(record.probs, theirs)
-            layer = layer.model_copy(update={"teacher_agreement": same})
-            items["teacher_agreement"] = agreement_by_image(record.probs, theirs)
+            theirs = align_teacher_probs(teacher[place], record.probs.shape).argmax(dim=-1)
+            same = agreement_by_image(first_choices(record), theirs)
+            layer = layer.model_copy(update={"teacher_agreement": float(same.mean())})
+            items["teacher_agreement"] = same
         layers.append(layer)
         by_image.append(items)
     return layers, by_image

@@ -23,7 +23,6 @@ from moecore.measure.base import (
 from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import (
-    agreement_by_image,
     changes_by_image,
     expert_agreement,
 )
@@ -132,7 +131,7 @@ def noise_row(
     hits = task.scores(prediction, labels)
     score = task.interval(hits)
     moved = changes_by_image(clean, noisy)
-    same = [expert_agreement(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
+    same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
     return NoiseRow(
         sigma=sigma,
         score=score.value,
@@ -153,9 +152,8 @@ def noise_items(
     """Scores (N,), and means over the MoE layers of what each image's routing does, packed."""
     columns = {"score": scores.double()}
     if moved:
-        same = [agreement_by_image(a.probs, b.probs) for a, b in zip(clean, noisy, strict=True)]
         columns["selection_change"] = torch.stack(moved).mean(dim=0)
-        columns["agreement"] = torch.stack(same).mean(dim=0)
+        columns["agreement"] = torch.stack(expert_agreement(clean, noisy)).mean(dim=0)
     return {name: encode_item_values(values.numpy()) for name, values in columns.items()}
 
 

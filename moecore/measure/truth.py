@@ -13,6 +13,7 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
+from moecore.core.routing_records import first_choices
 from moecore.data.corruptions.draws import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
@@ -69,7 +70,7 @@ class Truth(Measurement):
                     f"layer {index}",
                     TruthLayer,
                     lambda record=record, layout=layout: truth_layer(
-                        record.probs.argmax(dim=-1),
+                        first_choices(record),
                         token_kinds(pixels, layout),
                         record.probs.shape[-1],
                         subject.model.image.truth,
@@ -146,7 +147,7 @@ def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> T
     ]
     information = mutual_information(total)
     null_information = np.array([mutual_information(table) for table in null_tables])
-    known = truth > 0
+    known = (truth > 0) & (chosen >= 0)
     rows, columns = linear_sum_assignment(total, maximize=True)
     matched = rows[columns.argsort()]
     order = [*matched, *np.setdiff1d(np.arange(number), matched)]
@@ -181,7 +182,7 @@ def purity_of_changed(subject: MeasuredModel) -> ChangedRouting:
         _, records = target.predict_images(variant.pixels)
         tables = [
             expert_truth_tables(
-                record.probs.argmax(dim=-1).numpy(), of_layer, record.probs.shape[-1], truth
+                first_choices(record).numpy(), of_layer, record.probs.shape[-1], truth
             )
             for record, of_layer in zip(records, kinds, strict=True)
         ]

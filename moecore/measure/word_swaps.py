@@ -26,7 +26,7 @@ from moecore.measure.base import (
     PartStore,
     load_or_compute,
 )
-from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, changes_by_image
+from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
 from moecore.nn.predict import block_scores_with_routing
 from moecore.statistics.crossed import encode_item_values
 
@@ -132,8 +132,7 @@ def word_swap_row(
     moved = changes_by_image(clean, other)
     same = None
     if moved:
-        pairs = zip(clean, other, strict=True)
-        alike = torch.stack([agreement_by_image(a.probs, b.probs) for a, b in pairs])
+        alike = torch.stack(expert_agreement(clean, other))
         same = float(alike.mean())
         items["selection_change"] = torch.stack(moved).mean(dim=0)
     mean_nats = Estimate.of_mean(nats, is_share=False)

@@ -65,6 +65,8 @@ HEADLINES = (
     HeadlineColumn("swapped_change_1_5", run=True),
     HeadlineColumn("confidence_highest", "confidence", ".3f"),
     HeadlineColumn("load_cv2", "load CV²", ".3f", first=True, run=True, terminal=True),
+    HeadlineColumn("max_violation", "MaxVio", ".2f"),
+    HeadlineColumn("dead", "dead experts", ".1%"),
     HeadlineColumn("entropy", "entropy", ".3f", run=True, terminal=True),
     HeadlineColumn("fallback", "fallback", ".1%"),
     HeadlineColumn("jumps", "jumps", ".2f"),

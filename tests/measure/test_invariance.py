@@ -78,7 +78,7 @@ def test_the_identity_moves_nothing(vit, images):
     probs = invariance.probs_by_layer(clean)
     between = imed_between(probs, 0)
     (row,) = invariance.moved_distances(
-        vit, images, probs, still, 16, compute_without_cache, between
+        vit, images, clean, still, 16, compute_without_cache, between
     )
     assert row.name == "still"
     assert row.agreement == 1

@@ -101,6 +101,8 @@ def test_purity_by_epoch():
     first = [[[0, 0, 0, 0, 1], [0, 1, 0, 1, 0]], [[1, 1, 0, 0, 0], [0, 1, 0, 1, 1]]]
     epochs = [np.array([epoch], np.int16) for epoch in first]
     assert purity_by_epoch(epochs, kinds, 2, 2) == [0.5, 0.75]
+    unrouted = [np.array([[[-1, 0, 1, 1, 1]]], np.int16)]
+    assert purity_by_epoch(unrouted, kinds, 2, 2) == [1.0]
 
 
 def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):

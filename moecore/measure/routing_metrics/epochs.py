@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
 from moecore.measure.routing_metrics.consistency import epoch_agreement
 from moecore.measure.routing_metrics.imed import class_expert_probs
-from moecore.measure.routing_metrics.layer_metrics import agreement_by_image, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import expert_agreement
 from moecore.measure.routing_metrics.purity import purity_by_epoch, token_kinds
 from moecore.measure.routing_metrics.regions import (
     probed_epochs,
@@ -55,7 +55,7 @@ class EpochWatch(NamedTuple):
         labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
         _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
         alike = spread_to_one_grid(records, self.model.layouts)
-        first = torch.stack([record.probs.argmax(dim=-1) for record in alike], dim=1)
+        first = torch.stack([first_choices(record) for record in alike], dim=1)
         kept = {"first": first.to(torch.int16)}  # (N, layers, T)
         maps = epoch_class_maps(records, labels, self.data)
         if maps is not None:
@@ -134,12 +134,12 @@ def finetuning_agreement(
     people: np.ndarray | None = None,
 ) -> Settling:
     """Return how much of the same images' routing fine-tuning leaves, for each layer."""
-    layers = list(zip(before, after, strict=True))
-    if not layers:
+    same = expert_agreement(before, after)
+    if not same:
         return Settling(routing_agreement_before_after=())
-    kept = [expert_agreement(one.probs, other.probs) for one, other in layers]
-    by_image = torch.stack([agreement_by_image(one.probs, other.probs) for one, other in layers])
+    by_image = torch.stack(same)
     items = {"before_after": encode_item_values(by_image.mean(dim=0).numpy(), people)}
+    kept = by_image.mean(dim=1).tolist()
     return Settling(routing_agreement_before_after=kept, agreement_items=items)
 
 

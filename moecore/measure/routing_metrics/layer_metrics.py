@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, first_choices
 
 
 class Confidence(Config):
@@ -52,6 +52,24 @@ def normalised_load_entropy(counts: Tensor) -> float:
     return float(torch.special.entr(share).sum() / math.log(len(counts)))
 
 
+def max_load_violation(counts: Tensor) -> float:
+    """Load of the most used expert over the mean − 1, from counts (E,) (Wang et al. 2024, MaxVio).
+
+    0 at perfect balance, E − 1 at collapse.
+    Raises UserError where no token chose an expert.
+    """
+    _check_counts(counts)
+    counts = counts.double()
+    return float(counts.max() / counts.mean() - 1)
+
+
+def dead_expert_share(counts: Tensor, below: float = 0.01) -> float:
+    """Share of experts whose count is less than ``below`` times the mean; counts (E,)."""
+    _check_counts(counts)
+    counts = counts.double()
+    return float((counts < below * counts.mean()).double().mean())
+
+
 def routing_confidence(probs: Tensor) -> Confidence:
     """Mean highest, second and remaining probability of a token (PRC, table 5); probs (B, T, E)."""
     ordered = probs.double().flatten(0, -2).sort(dim=-1, descending=True).values.mean(dim=0)
@@ -68,16 +86,10 @@ def mean_token_entropy(probs: Tensor) -> float:
     return float(torch.special.entr(probs.double()).sum(dim=-1).mean())
 
 
-def expert_agreement(ours: Tensor, theirs: Tensor) -> float:
-    """Share of tokens with the same most probable expert in both (TGR); probs (B, T, E)."""
-    _check_same_shape(ours, theirs)
-    return float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
-
-
 def agreement_by_image(ours: Tensor, theirs: Tensor) -> Tensor:
-    """``expert_agreement`` of each image by itself, (B,) fp64."""
+    """Share of an image's tokens with the same expert in both (TGR), (B,) fp64; experts (B, T)."""
     _check_same_shape(ours, theirs)
-    return (ours.argmax(-1) == theirs.argmax(-1)).double().mean(dim=-1)
+    return (ours == theirs).double().mean(dim=-1)
 
 
 def choice_iou(before: Tensor, after: Tensor) -> float:
@@ -127,6 +139,14 @@ def changes_by_image(
     return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
 
 
+def expert_agreement(
+    before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
+) -> list[Tensor]:
+    """Share of an image's tokens with the same first choice in both: per layer (N,) fp64."""
+    pairs = zip(before, after, strict=True)
+    return [agreement_by_image(first_choices(a), first_choices(b)) for a, b in pairs]
+
+
 def change_after_capacity(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
@@ -155,5 +175,5 @@ def _check_counts(counts: Tensor) -> None:
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape:
-        shapes = f"{tuple(a.shape)} and {tuple(b.shape)} (images, tokens, experts)"
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)} (images, tokens …)"
         raise UserError(f"routing: records of shape {shapes} cannot be compared token by token")

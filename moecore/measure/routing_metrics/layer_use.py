@@ -12,9 +12,11 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.layer_metrics import (
     Confidence,
+    dead_expert_share,
     expert_counts,
     linearize_mean,
     load_cv2,
+    max_load_violation,
     mean_token_entropy,
     normalised_load_entropy,
     routing_confidence,
@@ -55,6 +57,8 @@ class Use(BorderShares):
     """One MoE layer's values, or the means over layers of those that all of them have."""
 
     load_cv2: float
+    max_violation: float
+    dead: float  # share of experts with under 1 % of the mean load
     entropy: float
     token_entropy: float
     tail_of_probs: float | None = None  # routers with k only
@@ -107,6 +111,8 @@ def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | No
         **map_border_shares(load, mass / mass.sum()).model_dump(),
         load=load.tolist(),
         load_cv2=load_cv2(counts),
+        max_violation=max_load_violation(counts),
+        dead=dead_expert_share(counts),
         entropy=normalised_load_entropy(counts),
         confidence=routing_confidence(layer.probs),
         token_entropy=mean_token_entropy(layer.probs),
@@ -132,11 +138,15 @@ def layer_use_by_image(
     def cv2(mean: Tensor) -> Tensor:
         return experts * mean.square().sum() / mean.sum().square() - 1
 
+    def violation(mean: Tensor) -> Tensor:
+        return experts * mean.max() / mean.sum() - 1
+
     def entropy(mean: Tensor) -> Tensor:
         return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
 
     metrics = {
         "load_cv2": linearize_mean(cv2, counts),
+        "max_violation": linearize_mean(violation, counts),
         "entropy": torch.ones(len(counts), dtype=torch.float64),
         "confidence_highest": ordered[:, 0],
         "confidence_second": ordered[:, 1:2].sum(dim=1),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord, TokenLayout
+from moecore.core.routing_records import RoutingRecord, TokenLayout, rank_chosen_first
 from moecore.data.views.views import DrawnViews
 from moecore.measure.routing_metrics.consistency import agreeing_pair_counts, match_ratios
 from moecore.measure.routing_metrics.layer_metrics import average_layers
@@ -68,12 +68,17 @@ def augmented_row(
     )
 
 
-def layer_match_shares(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
-    """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first.
+def choice_order(record: RoutingRecord) -> Tensor:
+    """Return the scores (B, T, E) that experts are ranked by: the chosen first, each by its logit.
 
-    Experts are ranked by logits, which have no ties where an eigenbasis router clamps probs.
+    Logits have no ties where an eigenbasis router clamps probs.
     """
-    ratios = match_ratios(*token_pair_values(record.logits, pairs, layout), pairs.found)
+    return rank_chosen_first(record.logits, record.chosen)
+
+
+def layer_match_shares(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
+    """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first."""
+    ratios = match_ratios(*token_pair_values(choice_order(record), pairs, layout), pairs.found)
     return Matching(**dict(zip(NAMES, ratios, strict=True)))
 
 
@@ -82,7 +87,7 @@ def matches_by_image(
 ) -> dict[str, Tensor]:
     """The match ratios of one MoE layer as one value per image, (N,), whose mean each is."""
     counts = agreeing_pair_counts(
-        *token_pair_values(record.logits, pairs, layout), pairs.found
+        *token_pair_values(choice_order(record), pairs, layout), pairs.found
     ).double()
     number = pairs.found.sum(dim=1).double().numpy()
     return {
@@ -117,7 +122,8 @@ def match_intervals(
     number = paired[-1][0].found.sum(dim=1)
     by_layer = []
     for record, (pairs, layout) in zip(records, paired, strict=True):
-        hits = agreeing_pair_counts(*token_pair_values(record.logits, pairs, layout), pairs.found)
+        values = token_pair_values(choice_order(record), pairs, layout)
+        hits = agreeing_pair_counts(*values, pairs.found)
         share = number / pairs.found.sum(dim=1).clamp(min=1)
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()

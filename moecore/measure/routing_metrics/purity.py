@@ -18,9 +18,10 @@ def expert_truth_tables(
 ) -> np.ndarray:
     """Return how often each expert saw each kind, by image, int64 (N, E, D).
 
-    experts: (N, T), 0 to E − 1.  kinds: (N, T), 1 to D, or 0 where it is not known.
+    experts: (N, T), 0 to E − 1, or −1 for none, which is not counted.  kinds: (N, T), 1 to D, or 0
+    where it is not known.
     """
-    cell = experts * (dialects + 1) + kinds
+    cell = np.where(experts < 0, 0, experts * (dialects + 1) + kinds)
     width = number * (dialects + 1)
     rows = np.arange(len(cell))[:, None] * width
     counted = np.bincount((rows + cell).ravel(), minlength=len(cell) * width)

@@ -155,6 +155,15 @@ COLUMNS = (
         "lower",
         note="variance / mean² of the tokens per expert, mean over layers",
     ),
+    routing_column(
+        "max_violation",
+        "MaxVio",
+        "lower",
+        note="load of the most used expert over the mean load − 1, mean over layers",
+    ),
+    routing_column(
+        "dead", "Dead experts", "lower", "share", "experts with under 1 % of the mean load"
+    ),
     ermoe_column(
         "fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"
     ),

@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, first_choices, rank_chosen_first
 from moecore.measure.exploring.overlays import encode_expert_overlays, expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
+    agreement_by_image,
     change_after_capacity,
     change_of_choice,
     choice_iou,
-    expert_agreement,
+    dead_expert_share,
     expert_counts,
     load_cv2,
+    max_load_violation,
     normalised_load_entropy,
     routing_confidence,
 )
@@ -66,6 +68,13 @@ def test_load_and_entropy_by_hand(counts, cv2, entropy):
     ) == pytest.approx(entropy)
 
 
+def test_violation_and_dead_experts_by_hand():
+    """The mean load is 30; 1 is under a tenth of it but not under a hundredth."""
+    counts = torch.tensor([60, 30, 29, 1])
+    assert max_load_violation(counts) == 1
+    assert dead_expert_share(counts, 0.1) == 0.25 and dead_expert_share(counts) == 0
+
+
 def test_confidence_by_hand():
     probs = torch.tensor([[[0.7, 0.1, 0.2, 0.0], [0.1, 0.3, 0.1, 0.5]]])
     assert tuple(routing_confidence(probs).model_dump().values()) == pytest.approx(
@@ -75,11 +84,21 @@ def test_confidence_by_hand():
 
 
 def test_agreement_by_hand():
-    ours = torch.tensor([[[0.7, 0.3], [0.5, 0.5], [0.1, 0.9], [0.6, 0.4]]])
-    theirs = torch.tensor([[[0.6, 0.4], [0.9, 0.1], [0.8, 0.2], [0.4, 0.6]]])
-    assert expert_agreement(ours, theirs) == 0.5  # the tie goes to expert 0
+    ours = torch.tensor([[0, 0, 1, -1], [0, 1, 1, -1]])
+    theirs = torch.tensor([[0, 0, 0, 1], [0, 1, 1, -1]])
+    assert agreement_by_image(ours, theirs).tolist() == [0.5, 1.0]
     with pytest.raises(UserError, match="token by token"):
-        expert_agreement(ours, theirs[:, :2])
+        agreement_by_image(ours, theirs[:, :2])
+
+
+def test_the_first_choice_is_the_most_probable_of_the_chosen():
+    """A bias took expert 0 from the first token; the second's tie goes to the lowest index."""
+    probs = torch.tensor([[[0.6, 0.1, 0.3], [0.2, 0.4, 0.4], [0.5, 0.3, 0.2]]])
+    chosen = torch.tensor([[[False, True, True], [False, True, True], [False, False, False]]])
+    record = RoutingRecord(probs.log(), probs, chosen.float(), chosen, probs * chosen)
+    assert first_choices(record).tolist() == [[2, 1, -1]]
+    order = rank_chosen_first(record.logits, chosen).argsort(dim=-1, descending=True, stable=True)
+    assert order.tolist() == [[[2, 1, 0], [1, 2, 0], [0, 1, 2]]]
 
 
 @pytest.mark.parametrize(
