@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.project_answers import refuse_newer_project
-from moecore.report.tables.comparison import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metrics
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.checking.preflight import check_study

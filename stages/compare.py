@@ -12,7 +12,7 @@ from moecore.report.claims.evaluation import compare_json_claims, evaluate_claim
 from moecore.report.claims.kept_items import pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
-from moecore.report.tables.comparison import compare_methods
+from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.run import partial_comparison
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage

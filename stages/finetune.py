@@ -17,7 +17,7 @@ from moecore.run.training import training_run
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import summarize_training
+from moecore.training.outcome import evaluate_trained_model
 from moecore.training.phase_trainings import build_finetuning
 from moecore.training.settings import AdversarialFinetuning, Finetuning
 
@@ -50,7 +50,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
         with whole_folder(target) as folder:
             save_model(folder, recipe.model)
             save_words(folder, data)
-        result = summarize_training(recipe.model, data, settings, training.log())
+        result = evaluate_trained_model(recipe.model, data, settings, training.log())
         agreement = finetuning_agreement(before, after, data.test.people)
         training.run.result(result.with_routing(agreement))
         training.run.model(target)

@@ -1,4 +1,4 @@
-"""Not a stage: forks them, for ``moecore run`` (see moecore/pipeline/forked.py).
+"""Not a stage: forks them, for ``moecore run`` (see moecore/pipeline/stage_fork_server.py).
 
 ``python -m moecore.stages.fork_server SOCKET``
 """
@@ -8,7 +8,7 @@ import sys
 import scipy.stats  # noqa: F401 - the first interval of a process would import it
 import torch
 
-from moecore.pipeline.forked import serve_stages
+from moecore.pipeline.stage_fork_server import serve_stages
 from moecore.stages.calibrate import calibrate
 from moecore.stages.code import code
 from moecore.stages.compare import compare

@@ -16,7 +16,7 @@ from moecore.run.training import training_run
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
-from moecore.training.outcome import summarize_training
+from moecore.training.outcome import evaluate_trained_model
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.settings import Training
 
@@ -47,7 +47,7 @@ def pretrain(method: str, seed: int) -> None:
             learned = recipe.job.guide
             if params.method.joint and learned is not None and recipe.model is recipe.job.model:
                 save_guide(folder / GUIDE, learned)
-        result = summarize_training(recipe.model, data, settings, training.log())
+        result = evaluate_trained_model(recipe.model, data, settings, training.log())
         training.run.result(result.with_routing(watch.collect_settling()))
         training.run.model(target)
 

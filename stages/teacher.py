@@ -19,7 +19,7 @@ from moecore.study.reading.stage_params import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import build_training_job
 from moecore.training.objective import Objective
-from moecore.training.outcome import Outcome, summarize_training
+from moecore.training.outcome import Outcome, evaluate_trained_model
 from moecore.training.teachers.base import Teacher
 from moecore.training.teachers.no_teacher import NoTeacher
 
@@ -49,7 +49,7 @@ def teacher(seed: int) -> None:
             objective = Objective((), settings.training.label_smoothing)
             job = build_training_job(model, data, objective, training.runtime.device)
             training.train(job, settings.training, drawn)
-            result = summarize_training(model, data, settings.training, training.log())
+            result = evaluate_trained_model(model, data, settings.training, training.log())
         with whole_folder(target) as folder:
             save_model(folder, model)
         training.run.result(result)

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.forked import StageServer, start_stage_server
+from moecore.pipeline.stage_fork_server import StageServer, start_stage_server
 
 CLIENT = Path(__file__).with_name("command_client.py")
 

@@ -20,7 +20,7 @@ from moecore.measure.exploring.expert_gallery import (
     LayerGallery,
     expert_galleries_by_layer,
 )
-from moecore.measure.exploring.overlays import EncodedPicture, pack_thumbnails
+from moecore.measure.exploring.expert_overlay_data import EncodedPicture, pack_thumbnails
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.sweeps import ChangedImages

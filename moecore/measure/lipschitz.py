@@ -20,7 +20,7 @@ from moecore.measure.theory.lipschitz_lemma import (
     LemmaPoints,
     evaluate_lemma,
 )
-from moecore.measure.theory.logit_slopes import LipschitzSlopes, slopes_at
+from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, slopes_at
 from moecore.statistics.intervals import wilson
 
 BATCH = 50  # images a forward pass

@@ -16,7 +16,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
 from moecore.measure.base import Estimate, MeasuredModel, Measurement, PartStore
 from moecore.measure.exploring.caption_word_experts import experts_by_word, find_two_towers
-from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
+from moecore.measure.exploring.expert_overlay_data import Overlays, encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches

@@ -15,7 +15,7 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.measure.exploring.overlays import (
+from moecore.measure.exploring.expert_overlay_data import (
     MatchedCrops,
     Overlays,
     evenly_spaced_overlays,
@@ -28,22 +28,22 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.measure.routing_metrics.layer_use import (
     LayerUse,
     Use,
-    layer_use_by_image,
     layer_use_metrics,
-)
-from moecore.measure.routing_metrics.matching import (
-    AugmentedRow,
-    Matching,
-    augmented_row,
-    encode_means_over_layers,
-    layer_match_shares,
-    matches_by_image,
+    use_metrics_by_image,
 )
 from moecore.measure.routing_metrics.sweeps import (
     RoutingSweeps,
     SweepImages,
     SweepSettings,
     run_sweeps,
+)
+from moecore.measure.routing_metrics.two_view_agreement import (
+    AugmentedRow,
+    Matching,
+    augmented_row,
+    encode_means_over_layers,
+    layer_match_shares,
+    matches_by_image,
 )
 from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
@@ -185,7 +185,7 @@ def layer_routing_metrics(
     for place, (record, (matching, matched)) in enumerate(zip(records, matches, strict=True)):
         asked = (getattr(router, "threshold", None), getattr(router, "k", None))
         use = layer_use_metrics(record, *asked)
-        items = layer_use_by_image(record, *asked) | matched
+        items = use_metrics_by_image(record, *asked) | matched
         layer = RoutingLayer(**use.model_dump(), **matching.model_dump())
         if teacher:
             theirs = align_teacher_probs(teacher[place], record.probs.shape).argmax(dim=-1)

@@ -20,7 +20,7 @@ from moecore.measure.base import (
     load_or_compute,
     no_changed_images_reason,
 )
-from moecore.measure.exploring.overlays import Overlays, encode_expert_overlays
+from moecore.measure.exploring.expert_overlay_data import Overlays, encode_expert_overlays
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,

@@ -63,7 +63,7 @@ class _Group(TyperGroup):
 
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
-    from moecore.report.tables.comparison import unfit_metrics
+    from moecore.report.tables.metrics_by_method import unfit_metrics
     from moecore.study.checking.preflight import describe_check
 
     typer.echo(describe_check(params, also=unfit_metrics))
@@ -118,7 +118,7 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project_lock import hold_project
-    from moecore.report.tables.comparison import unfit_metrics
+    from moecore.report.tables.metrics_by_method import unfit_metrics
     from moecore.study.checking.preflight import check_study
     from moecore.study.reading.document import load_yaml
 
@@ -232,11 +232,11 @@ def claims_check() -> None:
     from moecore.pipeline.study_folders import list_studies
     from moecore.report.claims.asked_before import find_late_questions, has_whole_history
     from moecore.report.claims.claims_page import TARGET, render_claims_page
-    from moecore.report.claims.kept_items import count_recomputed_intervals
+    from moecore.report.claims.kept_items import verify_kept_items
 
     studies = list_studies()
     for study in studies:
-        if number := count_recomputed_intervals(study):
+        if number := verify_kept_items(study):
             typer.echo(f"{study}: {number} intervals follow from the items that it keeps")
     is_whole = has_whole_history(Path())
     for study in studies if is_whole else ():
@@ -300,7 +300,7 @@ def study_run(folder: StudyFolder, jobs: JobCount = None, sets: SetValues = None
 
 
 def _say_changed_raw_data(params: Path) -> None:
-    from moecore.pipeline.raw_data import changed_raw_data
+    from moecore.pipeline.changed_raw_data import changed_raw_data
 
     for line in changed_raw_data(params):
         typer.echo(line)

@@ -37,7 +37,7 @@ LAST_STAGES = ("compare", "numbers")
 LARGE_STUDY = 500  # stages
 
 
-def write_dvc_files(study: Path, stages: Sequence[str] | None, root: Path | None) -> None:
+def write_study_dvc_files(study: Path, stages: Sequence[str] | None, root: Path | None) -> None:
     """Write dvc.yaml and DVC's own files into the folder ``study``, which has its params.yaml.
 
     stages: as in the overlay, or None for all of our dvc.yaml. root: the project whose cache the

@@ -78,7 +78,7 @@ def list_gpus() -> list[str]:
 
 
 def start_server_for_jobs(environments: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the environments with a server of stages, where they may be forked; see forked.py.
+    """Return the environments with a server of stages, where they may be forked.
 
     Where not, ``python`` is the one that runs this process, first in the PATH.
     """
@@ -89,7 +89,7 @@ def start_server_for_jobs(environments: list[dict[str, str]]) -> list[dict[str, 
     if sys.platform != "linux" or torch.cuda.device_count() or CLUSTER in os.environ:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return [environment | {"PATH": path} for environment in environments]
-    from moecore.pipeline.forked import start_stage_server
+    from moecore.pipeline.stage_fork_server import start_stage_server
 
     forking = start_stage_server().environment()
     return [environment | forking for environment in environments]

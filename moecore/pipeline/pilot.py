@@ -27,7 +27,7 @@ from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told, ToldRouter
-from moecore.report.tables.comparison import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metrics
 from moecore.run.progress import report_progress
 from moecore.study.checking.data_rules import (
     PREPARED_DATA,
@@ -185,7 +185,7 @@ def _train_all(
             score, seconds = _train_once(job, own, seed, runtime, f"{row.name} {seed}")
             row.scores.append(score)
             row.seconds.append(seconds)
-    return PilotResult(define_pilot_score(data.task), *rows, fitted=fmean(shares))
+    return PilotResult(pilot_score_for_task(data.task), *rows, fitted=fmean(shares))
 
 
 def begin_as_told(
@@ -263,7 +263,7 @@ def _train_once(
     return math.exp(score) if job.task.long else score, time.process_time() - begun
 
 
-def define_pilot_score(task: Task) -> Score:
+def pilot_score_for_task(task: Task) -> Score:
     """Return how a pilot's scores are called: the task's, but perplexity of a text."""
     return Score("ppl", "perplexity", "", "number", "lower") if task.long else task.score
 

@@ -1,4 +1,4 @@
-"""The command ``python`` that DVC finds while a server of stages runs (see forked.py).
+"""The command ``python`` that DVC finds while a server of stages runs (see stage_fork_server.py).
 
 ``python -IS stage_client.py PYTHON WORD…``: a stage is asked of the server, all else is run
 by PYTHON. Imports nothing but what starts in 20 ms.

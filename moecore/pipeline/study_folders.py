@@ -12,7 +12,7 @@ from moecore.core.source_layout import SHIPPED
 from moecore.pipeline.dvc_file import (
     stage_definitions,
     study_dvc_yaml_texts,
-    write_dvc_files,
+    write_study_dvc_files,
 )
 from moecore.study.reading.document import load_yaml
 from moecore.study.reading.overlay import OVERLAY, load_presets, resolve_overlay
@@ -59,7 +59,7 @@ def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
     home = Path(os.path.relpath(here.parents[1])) if here.parent.name == "pipelines" else None
     root = home or SHIPPED  # a project's own overlay is laid over what this version has
     changed = list(write_params(folder, root, presets))
-    write_dvc_files(folder, resolve_overlay(folder, root).stages, home)
+    write_study_dvc_files(folder, resolve_overlay(folder, root).stages, home)
     return changed
 
 

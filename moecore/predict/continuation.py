@@ -77,14 +77,14 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     if model.moe is not None and "truth" in model.moe.router.wants:
         raise UserError(f"{folder}: is routed by the truth, which a prompt does not say")
     vocabulary = read_vocabulary(folder, model.image.outputs)
-    words = read_prompt(prompt, folder)
+    words = read_prompt_words(prompt, folder)
     continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)
     experts = 0 if model.moe is None else model.moe.experts.number
     write_whole(out, render_continuation(str(folder), continuation, experts))
     return continuation
 
 
-def read_prompt(prompt: Path, folder: Path) -> list[str]:
+def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
     """Return the words of a prompt, as the text of the model in ``folder`` was read."""
     try:
         text = prompt.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from moecore.report.measures.attacked_scores import (
 )
 from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.cells import Cell, Cells
-from moecore.report.tables.comparison import ComparisonTable
+from moecore.report.tables.metrics_by_method import ComparisonTable
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval

@@ -12,7 +12,7 @@ from moecore.core.outside_packages import allow_packages
 from moecore.core.plain import to_jsonable
 from moecore.run.history_file import flatten_keys
 from moecore.study.reading.document import Document, load_yaml
-from moecore.study.reading.stage_params import params_keys, read_params
+from moecore.study.reading.stage_params import params_keys_by_field, read_params
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 
@@ -37,7 +37,7 @@ def refuse_changed_params(params: Config, **item: object) -> None:
     if not Path(params_path()).is_file():
         return
     now = read_params(type(params), None, **item)
-    for field, template in params_keys(type(params)).items():
+    for field, template in params_keys_by_field(type(params)).items():
         key = template.format(**item)
         before = flatten_keys(to_jsonable(getattr(params, field)), key)
         _refuse_changed_values(before, flatten_keys(to_jsonable(getattr(now, field)), key))

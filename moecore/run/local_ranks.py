@@ -36,7 +36,7 @@ def start_ranks(size: int, words: Sequence[str]) -> int:
                 command = [sys.executable, *words]
                 begin = set_parent_death_signal
                 running.append(subprocess.Popen(command, env=own, preexec_fn=begin))
-            code = first_failure(running)
+            code = wait_for_exit_code(running)
         finally:
             end_ranks(running)
         # one that ended because another had failed may have been seen first
@@ -45,7 +45,7 @@ def start_ranks(size: int, words: Sequence[str]) -> int:
         return code
 
 
-def first_failure(running: Sequence[subprocess.Popen]) -> int:
+def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
     """Wait until one has failed, or all have ended well: its exit code, or 0."""
     while True:
         codes = [one.poll() for one in running]

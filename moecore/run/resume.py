@@ -17,7 +17,7 @@ from moecore.run.inputs import hash_inputs
 from moecore.run.locks import hold_lock
 from moecore.run.progress import ProgressBar, ProgressLines
 from moecore.run.run_record import Run, record_run
-from moecore.study.reading.stage_params import params_keys
+from moecore.study.reading.stage_params import params_keys_by_field
 
 CODE_KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
 
@@ -51,7 +51,7 @@ def stage_hash_files(item: str, params: Config, script: str | Path) -> list[Path
         raise UserError(
             f"{hashes}: no such file; run `python -m moecore.stages.code`, which writes it"
         )
-    sections = [key.split(".")[0] for key in params_keys(type(params)).values()]
+    sections = [key.split(".")[0] for key in params_keys_by_field(type(params)).values()]
     names = dict.fromkeys([*item.split("/"), *sections])
     named = [CODE / kind / f"{name}.json" for name in names for kind in CODE_KINDS]
     return [hashes, *(file for file in named if file.is_file())]

@@ -18,7 +18,7 @@ SHARED = "shared"
 DENSE = "dense"  # the method that numbers of others are relative to
 
 
-class MethodSeedHistories(NamedTuple):
+class ModelHistories(NamedTuple):
     """The histories on disk of one method and seed, and the trainings of its newest model."""
 
     method: str  # or SHARED
@@ -66,14 +66,14 @@ class MethodSeedHistories(NamedTuple):
         return fitting[known.index(max(known))] if known else None
 
 
-def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[MethodSeedHistories]:
+def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[ModelHistories]:
     """Return the histories by method and seed: the dense one first, the shared ones last."""
     groups = defaultdict(list)
     for history in histories:
         method, seed = history.header["method"], history.header["seed"]
         groups[(SHARED, 0) if None in (method, seed) else (method, seed)].append(history)
     generations = [
-        MethodSeedHistories(*key, group, {} if key[0] == SHARED else newest_trainings(group))
+        ModelHistories(*key, group, {} if key[0] == SHARED else newest_trainings(group))
         for key, group in groups.items()
     ]
     return sorted(generations, key=lambda one: (one.method == SHARED, one.method != DENSE))

@@ -20,7 +20,7 @@ from moecore.tracking.generations import (
     DENSE,
     FAMILY,
     SHARED,
-    MethodSeedHistories,
+    ModelHistories,
     group_by_method_and_seed,
 )
 from moecore.tracking.metric_names import (
@@ -121,7 +121,7 @@ class StudyImport:
         save_view(self.client, self.experiment, [self.parents[one] for one in shown])
         return self.counts
 
-    def _find_parent(self, generation: MethodSeedHistories) -> StoredRun:
+    def _find_parent(self, generation: ModelHistories) -> StoredRun:
         from moecore.report.figures.drawing import INK, line_look
 
         parent = generation.choose_parent(self.parents.values())
@@ -147,7 +147,7 @@ class StudyImport:
         return StoredRun(self.client, run)
 
     def _import_history(
-        self, history: ExecutionHistory, generation: MethodSeedHistories, newest: StoredRun
+        self, history: ExecutionHistory, generation: ModelHistories, newest: StoredRun
     ) -> StoredRun | None:
         """Send what is new in a history; returns its run where that has ended since the last."""
         header = history.header
@@ -254,7 +254,7 @@ class StudyImport:
             said.append(f"left out: {error}")
         run.set_tags({"moecore.figures": ", ".join(said) or None})
 
-    def _send_headline(self, generation: MethodSeedHistories, parent: StoredRun) -> None:
+    def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
         from moecore.report.tables.headline_metrics import headline_numbers
 
         method, seed = generation.method, generation.seed

@@ -101,7 +101,7 @@ class TrainingLog(NamedTuple):
     seconds: float
 
 
-def summarize_training(
+def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
     """Return what is reported of a trained model; UserError for predictions that are NaN."""

@@ -19,7 +19,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.lipschitz import Lipschitz, summarize_slopes
 from moecore.measure.theory.lipschitz_lemma import layer_tokens, lemma_terms_by_layer
-from moecore.measure.theory.logit_slopes import (
+from moecore.measure.theory.output_lipschitz_slopes import (
     ImagePairSlope,
     bisect_pair,
     find_steepest_pair,
@@ -32,7 +32,7 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.layer_lipschitz_bound import (
     LemmaTerms,
-    lemma_1,
+    lemma_1_terms,
     row_jacobians,
 )
 from moecore.nn.layers.moe import MoESettings
@@ -413,7 +413,7 @@ def test_two_constant_experts_at_one_half_by_hand():
     # s1 = (2, 0), s2 = (0, 1) at x = (1, 2): logits 2 and 2, so p = 1/2. f1 − f2 = (3, 4),
     # s1 − s2 = (2, −1): ‖¼ (f1 − f2)(s1 − s2)ᵀ‖ = 5 · √5 / 4; constants have no slope, so the bound
     # is reached
-    found = lemma_1(layer_of([[2, 0], [0, 1]], [[4, 5], [1, 1]]), torch.tensor([[1.0, 2.0]]))
+    found = lemma_1_terms(layer_of([[2, 0], [0, 1]], [[4, 5], [1, 1]]), torch.tensor([[1.0, 2.0]]))
     assert float(found.router) == pytest.approx(5 * math.sqrt(5) / 4) and float(found.experts) == 0
     assert float(found.jacobian) == pytest.approx(float(found.router))
     assert not found.violated.any() and float(found.bound) == float(found.router)
@@ -439,7 +439,7 @@ def test_the_terms_are_those_of_a_slow_loop_and_the_bound_holds(seed, kind):
         layer.router.weight.detach().double(),
         getattr(layer.router, "bias", torch.zeros(3)).detach().double(),
     )
-    found = lemma_1(layer, tokens)
+    found = lemma_1_terms(layer, tokens)
     for number, token in enumerate(tokens):
         p = torch.softmax(weight @ token + bias, 0)
         slopes = [
@@ -466,11 +466,11 @@ def test_tokens_are_taken_a_few_at_a_time_without_a_difference(monkeypatch):
         layer_of([[2, 0, 1], [0, 1, 1]]),
         torch.randn(9, 3, generator=torch.Generator().manual_seed(2)),
     )
-    whole = lemma_1(layer, tokens)
+    whole = lemma_1_terms(layer, tokens)
     monkeypatch.setattr(
         "moecore.nn.layers.layer_lipschitz_bound._NUMBERS", 40
     )  # 2 tokens of 2·3² numbers
-    for one, other in zip(whole, lemma_1(layer, tokens), strict=True):
+    for one, other in zip(whole, lemma_1_terms(layer, tokens), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 

@@ -11,14 +11,14 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import draw_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
-from moecore.measure.exploring.overlays import (
+from moecore.measure.exploring.expert_overlay_data import (
     CROPS,
     expert_grid,
     overlapping_crops,
 )
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
-from moecore.measure.routing_metrics.layer_use import layer_use_by_image, layer_use_metrics
+from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
@@ -184,7 +184,7 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
     router = models[name].experts_and_router.router
     asked = (getattr(router, "threshold", None), router.k)
     for record in records:
-        by_image = layer_use_by_image(record, *asked)
+        by_image = use_metrics_by_image(record, *asked)
         whole = layer_use_metrics(record, *asked)
         left = [np.delete(np.arange(40), place) for place in range(40)]
         without = [

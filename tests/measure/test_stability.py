@@ -14,7 +14,7 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, noise_directions
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
-from moecore.measure.exploring.overlays import expert_grid
+from moecore.measure.exploring.expert_overlay_data import expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
 from moecore.measure.routing_metrics.layer_metrics import change_of_choice, expert_agreement

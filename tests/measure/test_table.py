@@ -24,7 +24,7 @@ from moecore.measure.base import (
     own_measurements,
     read_result,
 )
-from moecore.measure.exploring.overlays import expert_grid, overlay_middle_slices
+from moecore.measure.exploring.expert_overlay_data import expert_grid, overlay_middle_slices
 from moecore.measure.forward_cost import flops_per_image
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.two_view_augmentations import (
@@ -40,7 +40,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.report.measures import sizes
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import render_report_files
-from moecore.report.tables.comparison import compare_methods
+from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Results
 from moecore.stages.sizes import Params
 from moecore.study.reading.stage_params import read_params

@@ -42,7 +42,7 @@ from moecore.pipeline.plan import (
 )
 from moecore.study.reading.document import load_yaml, parse_yaml
 from moecore.study.reading.overlay import resolve_overlay
-from moecore.study.reading.stage_params import params_keys
+from moecore.study.reading.stage_params import params_keys_by_field
 from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
@@ -105,7 +105,7 @@ def keys_of(stage: dict) -> dict[str, str]:
     fills = {slot: filled[argument] for slot, argument in read_calls(script).items()}
     return {
         field: re.sub(r"\{(\w+)\}", lambda match: fills[match[1]], template)
-        for field, template in params_keys(params).items()
+        for field, template in params_keys_by_field(params).items()
     }
 
 

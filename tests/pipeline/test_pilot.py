@@ -15,8 +15,8 @@ from moecore.pipeline.cli import app
 from moecore.pipeline.pilot import (
     PilotResult,
     PilotRow,
-    define_pilot_score,
     fit_linear_router,
+    pilot_score_for_task,
     pilot_verdicts,
 )
 from moecore.tasks.classification import Classification
@@ -71,7 +71,7 @@ def test_verdicts_by_hand():
 
 def test_perplexity_is_compared_in_percent_of_dense():
     """89 of 100 is 11 % better; variances 2 of each, so a scatter of √2 %."""
-    score = define_pilot_score(NextToken(words=5))
+    score = pilot_score_for_task(NextToken(words=5))
     result = result_of(score, [99.0, 101.0], [88.0, 90.0], [89.4, 91.4])
     assert result.told_ahead_of(result.dense) == pytest.approx(11)
     assert [one.holds for one in pilot_verdicts(result)] == [True, False, True]

@@ -26,7 +26,7 @@ from moecore.measure import (
     stability,
 )
 from moecore.measure.base import Estimate, Skipped
-from moecore.measure.exploring.overlays import (
+from moecore.measure.exploring.expert_overlay_data import (
     Overlays,
     encode_expert_overlays,
     overlapping_crops,

@@ -15,7 +15,7 @@ from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
-from moecore.report.tables.comparison import build_table, compare_methods, used_tests
+from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.reading.run_section import Selection

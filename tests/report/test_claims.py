@@ -26,8 +26,12 @@ from moecore.report.claims.evaluation import (
 )
 from moecore.report.claims.stored_verdicts import judge_again, rebuild_difference
 from moecore.report.page.report_page import render_report
-from moecore.report.tables.comparison import compare_methods, expected_metrics, read_comparison
 from moecore.report.tables.methods_by_paper import headline_tables_by_phase
+from moecore.report.tables.metrics_by_method import (
+    compare_methods,
+    expected_metrics,
+    read_comparison,
+)
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import (

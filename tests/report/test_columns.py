@@ -23,7 +23,7 @@ from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
 from moecore.report.results import USUAL
-from moecore.report.tables.comparison import build_table, compare_methods
+from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed

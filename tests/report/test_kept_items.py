@@ -17,8 +17,8 @@ from moecore.report.claims.kept_items import (
     ITEMS,
     NUMBERS,
     RESULT,
-    count_recomputed_intervals,
     pack_items,
+    verify_kept_items,
 )
 from moecore.report.claims.what_would_decide import needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
@@ -48,21 +48,21 @@ def drawn_items(steps: int):
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
 def test_intervals_follow_from_kept_items(tmp_path, steps, size):
     folder = write_study(tmp_path, drawn_items(steps))
-    assert count_recomputed_intervals(folder) == len(ASKED)
+    assert verify_kept_items(folder) == len(ASKED)
     tensors, _ = read_tensors(folder / ITEMS)
     ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
     write_tensors(folder / ITEMS, tensors)
     with pytest.raises(UserError, match=r"items.safetensors: claims: 0: PRC, pretrain: .* found"):
-        count_recomputed_intervals(folder)
+        verify_kept_items(folder)
 
 
 def test_numbers_of_seeds_are_kept_too(tmp_path):
     folder = write_study(tmp_path, study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert count_recomputed_intervals(folder) == len(ASKED)
+    assert verify_kept_items(folder) == len(ASKED)
     (folder / ITEMS).unlink()
-    assert count_recomputed_intervals(folder) == 0
+    assert verify_kept_items(folder) == 0
 
 
 def test_items_of_another_result_are_refused(tmp_path):
@@ -71,7 +71,7 @@ def test_items_of_another_result_are_refused(tmp_path):
     numbers["questions"].popitem()
     write_json(folder / NUMBERS, numbers)
     with pytest.raises(UserError, match="items.safetensors: found the items of another result"):
-        count_recomputed_intervals(folder)
+        verify_kept_items(folder)
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
@@ -79,12 +79,12 @@ def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch
     folder = write_study(tmp_path, drawn_items(0))
     assert set(read_tensors(folder / ITEMS)[0]) == {RESULT}
     assert "not kept, for their size: match_top1 of prc higher" in capsys.readouterr().err
-    assert count_recomputed_intervals(folder) == 0
+    assert verify_kept_items(folder) == 0
 
 
 @pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
 def test_a_studys_intervals_follow_from_the_items_in_git(folder):
-    assert count_recomputed_intervals(folder) > 0
+    assert verify_kept_items(folder) > 0
     assert (folder / ITEMS).stat().st_size <= 2e6
 
 

@@ -16,7 +16,7 @@ from moecore.report.measures.training_outcome import halfway_agreement
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
 from moecore.report.results import USUAL, read_results
-from moecore.report.tables.comparison import (
+from moecore.report.tables.metrics_by_method import (
     build_table,
     compare_methods,
     expected_metrics,

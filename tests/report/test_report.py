@@ -18,7 +18,7 @@ from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import terminal_summary
 from moecore.report.tables.cells import Cell
-from moecore.report.tables.comparison import (
+from moecore.report.tables.metrics_by_method import (
     best_by_disjoint_intervals,
     build_table,
     compare_methods,

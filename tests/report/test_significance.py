@@ -22,7 +22,12 @@ from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS, find_explaining_word
 from moecore.report.page.report_page import build_page, render_report
 from moecore.report.reference_methods import find_moe_baseline, references
-from moecore.report.tables.comparison import build_table, column_cells, compare_methods, used_tests
+from moecore.report.tables.metrics_by_method import (
+    build_table,
+    column_cells,
+    compare_methods,
+    used_tests,
+)
 from moecore.report.typed_results import Measured, Results
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome

@@ -6,7 +6,7 @@ import torch
 
 from moecore.measure.truth import ChangedPurity, Result, truth_layer
 from moecore.report.column import Column
-from moecore.report.figures.overview import draw_scatter, named_points, overview_charts
+from moecore.report.figures.overview import draw_scatter, methods_to_label, overview_charts
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
 from moecore.report.measures.truth import (
     figures,
@@ -17,7 +17,7 @@ from moecore.report.measures.truth import (
 from moecore.report.page.answer import describe_phase_findings
 from moecore.report.page.report_page import main_finding
 from moecore.report.tables.cells import Cell
-from moecore.report.tables.comparison import build_table, compare_methods
+from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.crossed import encode_item_values
@@ -117,10 +117,10 @@ def test_of_many_points_the_figure_names_floor_ceiling_and_the_best():
     }
     score = QuantityByMethod("", Column("x", "x", float, "higher"), as_cells(values))
     errors = QuantityByMethod("", Column("x", "x", float, "lower"), as_cells(values))
-    assert named_points(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}
+    assert methods_to_label(score, errors) == {"dense", "told", "m0", "m8", "m9", "m10"}
     looks = {name: {"color": "black", "marker": "o"} for name in values}
     (axes,) = draw_scatter(score, errors, looks).axes
-    assert {text.get_text() for text in axes.texts} == named_points(score, errors)
+    assert {text.get_text() for text in axes.texts} == methods_to_label(score, errors)
     assert len([line for line in axes.lines if line.get_marker() == "o"]) == 13
 
 

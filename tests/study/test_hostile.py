@@ -23,7 +23,7 @@ from moecore.core.source_layout import ROOT, list_dvc_files
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import on_meta_device
-from moecore.report.tables.comparison import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metrics
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_build_rules import image_spec
 from moecore.study.checking.preflight import check_study

@@ -24,7 +24,7 @@ from moecore.study.reading.overlay import merge_settings, resolve_overlay
 from moecore.study.reading.stage_params import (
     ParamsKeyTemplate,
     extract_declared_settings,
-    params_keys,
+    params_keys_by_field,
     read_params,
 )
 from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
@@ -193,7 +193,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
     params = read_params(Params, method="vmoe")
     assert params.epsilons == (0.0, 1e-4, 1.0) and params.method.router == Load()
     keys = {"epsilons": "epsilons", "flag": "flag", "method": "methods.{method}"}
-    assert params_keys(Params) == keys
+    assert params_keys_by_field(Params) == keys
 
 
 def problems(text: str) -> list[str]:
@@ -291,7 +291,7 @@ def types_in(annotation: Any) -> set[type]:
 def test_a_stage_reads_the_sections_that_the_table_names_with_the_types_of_the_whole(script):
     params = params_of(script)
     assert params is not None
-    keys = params_keys(params)
+    keys = params_keys_by_field(params)
     assert {key.split(".")[0] for key in keys.values()} == set(SECTIONS[script])
     for name, key in keys.items():
         if key in Study.model_fields:

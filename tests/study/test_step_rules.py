@@ -9,7 +9,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.report.tables.comparison import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metrics
 from moecore.study.checking.outside_part_rules import outside_part_misfits
 from moecore.study.checking.preflight import check_study
 from moecore.study.checking.step_rules import step_misfits

@@ -22,7 +22,7 @@ from moecore.training.loop import iterate_training, total_steps, validation_metr
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
 from moecore.training.objective import Objective
-from moecore.training.outcome import TrainingLog, summarize_training
+from moecore.training.outcome import TrainingLog, evaluate_trained_model
 from moecore.training.settings import Training
 from moecore.training.upcycle import upcycle_model
 from tests.measure.subjects import built, digits
@@ -196,10 +196,10 @@ def test_an_outcome_tells_what_a_step_costs(tmp_path):
     points = [
         (metrics.step, metrics.values) for metrics in iterate_training(made, SETTINGS, 0, CPU)
     ]
-    found = summarize_training(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
+    found = evaluate_trained_model(model.eval(), data, SETTINGS, TrainingLog(points, 3.0))
     assert found.training_step_ms == pytest.approx(8000 / found.images_per_second)
     assert found.training_memory_mb == points[0][1][MEMORY]
-    resumed = summarize_training(
+    resumed = evaluate_trained_model(
         model, data, SETTINGS, TrainingLog(points[1:], 3.0)
     )  # told before the kill
     assert resumed.training_memory_mb is None

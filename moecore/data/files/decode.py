@@ -62,14 +62,14 @@ def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
         return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
 
 
-class EncodedJpeg(NamedTuple):
+class JpegWithHistogram(NamedTuple):
     """A JPEG file, and its pixels' histogram before compression, int64 (C, 256)."""
 
     content: bytes
     histogram: np.ndarray
 
 
-def recompress_image(path: str | Path, short_side: int, channels: int) -> EncodedJpeg:
+def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
     """Decode an image file as ``decode_image`` does, whole, and encode it as JPEG.
 
     Colours have half the resolution of brightness (4:2:0), as in cameras' files. Raises
@@ -83,7 +83,7 @@ def recompress_image(path: str | Path, short_side: int, channels: int) -> Encode
         file = io.BytesIO()
         small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
-    return EncodedJpeg(file.getvalue(), histogram)
+    return JpegWithHistogram(file.getvalue(), histogram)
 
 
 def unpack_image(content: bytes, channels: int) -> Image.Image:

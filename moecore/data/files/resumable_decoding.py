@@ -10,7 +10,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError, read_json, write_sealed
-from moecore.data.files.decode import EncodedJpeg, UnreadableImage, decode_image, recompress_image
+from moecore.data.files.decode import (
+    JpegWithHistogram,
+    UnreadableImage,
+    decode_image,
+    recompress_image,
+)
 from moecore.data.npy import new_array, open_array
 from moecore.data.thread_map import map_in_threads
 from moecore.data.writer import PackedJpegs, SplitToWrite
@@ -74,7 +79,7 @@ class DecodeCache(NamedTuple):
         histogram = np.array(state.get("histogram", np.zeros((self.channels, 256))), np.int64)
         _append_content(file, state["bytes"], b"")
 
-        def pack_row(row: int) -> EncodedJpeg | str:
+        def pack_row(row: int) -> JpegWithHistogram | str:
             try:
                 return recompress_image(paths[row], short_side, self.channels)
             except UnreadableImage as error:

@@ -13,7 +13,12 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import Split
-from moecore.measure.exploring.overlays import CROP, EncodedPicture, pack_thumbnails, patch_crop
+from moecore.measure.exploring.expert_overlay_data import (
+    CROP,
+    EncodedPicture,
+    pack_thumbnails,
+    patch_crop,
+)
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import image_batches, predict_in_batches

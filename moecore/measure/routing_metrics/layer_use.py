@@ -123,7 +123,7 @@ def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | No
     )
 
 
-def layer_use_by_image(
+def use_metrics_by_image(
     layer: RoutingRecord, threshold: float | None, k: int | None
 ) -> dict[str, Tensor]:
     """The metrics of ``layer_use_metrics`` as one value per image, (B,) fp64, whose mean each is.

@@ -10,7 +10,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.streams import derived_seed
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
-from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms, lemma_1, why_lemma_fails
+from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms, lemma_1_terms, why_lemma_fails
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches
 
@@ -73,7 +73,7 @@ def lemma_terms_by_layer(
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     given = layer_tokens(model, images, tokens, batch, seed, device)
     return [
-        LemmaTerms(*(term.cpu() for term in lemma_1(layer, own)))
+        LemmaTerms(*(term.cpu() for term in lemma_1_terms(layer, own)))
         for layer, own in zip(layers, given, strict=True)
     ]
 

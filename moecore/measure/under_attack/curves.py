@@ -17,7 +17,7 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped
-from moecore.measure.exploring.overlays import EncodedPicture, pack_thumbnails
+from moecore.measure.exploring.expert_overlay_data import EncodedPicture, pack_thumbnails
 from moecore.statistics.intervals import Interval, indices_by_person
 from moecore.tasks.base import Task
 

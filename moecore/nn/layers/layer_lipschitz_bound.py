@@ -68,7 +68,7 @@ def why_lemma_fails(router: str) -> str | None:
     return f"router {router}: {reason}"
 
 
-def lemma_1(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
+def lemma_1_terms(layer: MoEFeedForward, tokens: Tensor) -> LemmaTerms:
     """Both sides of Lemma 1 for the smooth form of an MoE layer, at its input tokens (n, d); fp64,
     on the tokens' device.
 

@@ -72,7 +72,7 @@ class PooledStem(nn.Module):
         return self.embed(avg_pool3d(volumes, self.factor))
 
 
-class ConvStem(nn.Module):
+class ConvStem3d(nn.Module):
     """(B, C, D, H, W) → (B, P, width): two 3³ convolutions of stride 2 with normalisation and GELU,
     then a linear map of what each cube became.
 

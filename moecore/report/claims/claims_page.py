@@ -19,7 +19,7 @@ from moecore.report.claims.stored_verdicts import judge_again
 from moecore.report.measures.sizes import COUNTS, number
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.comparison import expected_metrics_of_folder, read_comparison
+from moecore.report.tables.metrics_by_method import expected_metrics_of_folder, read_comparison
 from moecore.report.tables.number_format import NumberFormat
 from moecore.study.reading.claims_section import (
     Claim,
@@ -49,7 +49,7 @@ STATES = {
 }
 
 
-class MetricsWithoutClaim(Config):
+class UnjudgedMetrics(Config):
     """Metrics of a study that stand beside a paper's number without being judged."""
 
     study: str
@@ -72,7 +72,7 @@ class PaperTableOrFigure(Config):
     shows: str
     paper: str = Field("", description="the paper's own numbers")
     sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
-    columns: tuple[MetricsWithoutClaim, ...] = ()
+    columns: tuple[UnjudgedMetrics, ...] = ()
     sizes: tuple[CountedSizes, ...] = ()
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = False
@@ -224,7 +224,7 @@ def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
     return [one._replace(entry=entry) for one, entry in zip(answers, entries, strict=True)]
 
 
-def describe_values(printed: MetricsWithoutClaim, studies: Studies) -> str:
+def describe_values(printed: UnjudgedMetrics, studies: Studies) -> str:
     """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
     compared = studies.get(printed.study, {})
     words = []

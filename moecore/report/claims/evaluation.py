@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, difference_between, paired_values
 from moecore.report.column import ResultColumn
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
-from moecore.report.tables.comparison import build_table
+from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS

@@ -52,7 +52,7 @@ def pack_items(
     return tensors
 
 
-def count_recomputed_intervals(study: Path) -> int:
+def verify_kept_items(study: Path) -> int:
     """Return how many differences of compare.json follow from the items that a study keeps; 0 where
     it keeps none. Raises UserError where one does not, or the items are of another result.
     """

@@ -19,7 +19,7 @@ MORE_ITEMS = 10
 PHASES = ("pretrain", "finetune", "adversarial")
 
 
-class NeededSample(NamedTuple):
+class RequiredSampleSizes(NamedTuple):
     """The least seeds, and the least items, each with as many of the other as there are."""
 
     seeds: int | None  # None: no number up to MOST_SEEDS
@@ -27,7 +27,7 @@ class NeededSample(NamedTuple):
     seeds_of_more_items: int | None  # with MORE_ITEMS times the items
 
 
-def needed_sample(difference: Difference, asked: Comparison, good: str) -> NeededSample:
+def needed_sample(difference: Difference, asked: Comparison, good: str) -> RequiredSampleSizes:
     """Return what decides with 80 % power where the true difference is the measured one.
 
     good: "higher" or "lower", what is better for the metric.
@@ -46,12 +46,12 @@ def needed_sample(difference: Difference, asked: Comparison, good: str) -> Neede
         for there in (items, MORE_ITEMS * items)
     )
     if not items or not decides(seeds, MOST_ITEMS):
-        return NeededSample(enough, None, fewer)
+        return RequiredSampleSizes(enough, None, fewer)
     low, high = items - 1, MOST_ITEMS  # too few, enough
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if decides(seeds, middle) else (middle, high)
-    return NeededSample(enough, high, fewer)
+    return RequiredSampleSizes(enough, high, fewer)
 
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
@@ -95,7 +95,9 @@ def _minutes_of_a_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
     return sum(cell["mean"] for cell in cells if cell) / 60
 
 
-def _describe(answer: Answer, difference: Difference, sample: NeededSample, minutes: float) -> str:
+def _describe(
+    answer: Answer, difference: Difference, sample: RequiredSampleSizes, minutes: float
+) -> str:
     """Return a line; minutes: of a seed."""
     ways = []
     if sample.seeds is not None:

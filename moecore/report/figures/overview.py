@@ -62,13 +62,13 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
 
 @styled
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
-    """A point per method, and a name and thin whiskers for each of ``named_points``."""
+    """A point per method, and a name and thin whiskers for each of ``methods_to_label``."""
     form = score.column.form
     figure = new_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
     lines = []
-    named = named_points(score, attacked)
+    named = methods_to_label(score, attacked)
     for method in score.cells:
         if method not in attacked.cells:
             continue
@@ -153,7 +153,7 @@ def panel_limits(quantity: QuantityByMethod, ends: Sequence[float]) -> tuple[flo
     return limits_with_margin(ends, quantity.column.form, from_zero=True)
 
 
-def named_points(*quantities: QuantityByMethod) -> set[str]:
+def methods_to_label(*quantities: QuantityByMethod) -> set[str]:
     """Return the methods whose points have names: of many floor, ceiling and each one's best."""
     named = set().union(*(one.cells for one in quantities))
     if len(named) <= NAMED:

@@ -5,7 +5,7 @@ from functools import partial
 from operator import attrgetter
 
 from moecore.measure.routing import Result
-from moecore.measure.routing_metrics.matching import AugmentedRow
+from moecore.measure.routing_metrics.two_view_agreement import AugmentedRow
 from moecore.measure.routing_metrics.two_view_augmentations import look_up_augmentation
 from moecore.report.column import (
     SCORE,

@@ -6,7 +6,7 @@ from operator import attrgetter
 import numpy as np
 
 from moecore.measure.cost import Result as Cost
-from moecore.measure.exploring.overlays import expert_grid
+from moecore.measure.exploring.expert_overlay_data import expert_grid
 from moecore.measure.routing import Result, RoutingLayer
 from moecore.report.column import Column, ColumnContext, ColumnPerRow, PlannedPhase, score_title
 from moecore.report.figures.charts import ChartSpec

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.overlays import expert_grid
+from moecore.measure.exploring.expert_overlay_data import expert_grid
 from moecore.measure.noise_ramp import RampSummary
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.column import (

@@ -28,7 +28,7 @@ from moecore.report.page.view import (
     TableRow,
 )
 from moecore.report.reference_methods import CEILING, find_moe_baseline, has_moe_method
-from moecore.report.tables.comparison import build_table
+from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
 

@@ -12,8 +12,8 @@ from moecore.report.page.answer import format_leader_value
 from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
 from moecore.report.tables.cells import Cells
-from moecore.report.tables.comparison import ComparisonTable, used_tests
 from moecore.report.tables.methods_by_paper import paper_tables_block
+from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
 

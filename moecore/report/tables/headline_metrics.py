@@ -19,7 +19,7 @@ from moecore.report.headline_quantities import HEADLINES, attacked_names, first_
 from moecore.report.measures import linear_experts, sizes, transfer
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.results import read_card_and_task, read_model
-from moecore.report.tables.comparison import phase_result_columns
+from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.study.reading.run_section import Phase as PhaseName
 
@@ -88,7 +88,7 @@ def headline_numbers(
             continue  # not there, or of other code: the run of `prepare` says so
         wanted = [shown for shown in list_displays() if shown.applies(task)]
         models = {
-            one: {seed: read_current_results(study, name, f"{one}/{seed}", wanted, current)}
+            one: {seed: read_current_model_results(study, name, f"{one}/{seed}", wanted, current)}
             for one, current in items.items()
         }
         phase = Phase(name, card, task, models)
@@ -104,7 +104,7 @@ def headline_numbers(
     return numbers, counts
 
 
-def read_current_results(
+def read_current_model_results(
     study: Path, phase: str, model: str, wanted: Iterable[Shown], items: Collection[str]
 ) -> Measured:
     """Return what was measured of a model, ``vmoe/0``, by these items alone."""

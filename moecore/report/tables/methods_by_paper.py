@@ -14,7 +14,7 @@ from moecore.report.headline_quantities import HEADLINES
 from moecore.report.page.rows import method_rows_table, paper_number
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import Cells, markdown_table
-from moecore.report.tables.comparison import NO_METHODS, read_comparison
+from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
 from moecore.report.tables.paper_numbers import (
     NOTES,
     PAPERS,

@@ -33,7 +33,7 @@ class ParamsKeyTemplate:
     path: str
 
 
-def params_keys(model: type[Config]) -> dict[str, str]:
+def params_keys_by_field(model: type[Config]) -> dict[str, str]:
     """Return field → key in params.yaml, as ``params:`` of dvc.yaml has them."""
     keys = {}
     for name, field in model.model_fields.items():
@@ -67,7 +67,7 @@ def extract_declared_settings(
     """
     places: dict[str, Keys] = {
         name: tuple(template.format(**item).split("."))
-        for name, template in params_keys(model).items()
+        for name, template in params_keys_by_field(model).items()
     }
     values: dict[str, Any] = {}
     missing = []

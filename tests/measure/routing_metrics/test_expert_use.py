@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, first_choices, rank_chosen_first
-from moecore.measure.exploring.overlays import encode_expert_overlays, expert_grid
+from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     change_after_capacity,

@@ -17,7 +17,7 @@ from moecore.measure.routing_metrics.consistency import (
     match_ratios,
 )
 from moecore.measure.routing_metrics.epochs import agreement_items
-from moecore.measure.routing_metrics.matching import NAMES, augmented_row
+from moecore.measure.routing_metrics.two_view_agreement import NAMES, augmented_row
 from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
 from tests.routed import tiny
 
