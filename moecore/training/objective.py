@@ -87,7 +87,7 @@ def routing_loss(
     blank = torch.zeros(())
     output = ModelOutput(blank, tuple(records))
     step = ObjectiveInputs(Batch(blank, blank, blank), output, None, progress=progress)
-    return torch.stack([one.weight * one(step) for one in regularizers]).sum()
+    return sum((one.weight * one(step) for one in regularizers), start=blank)
 
 
 def check_records_suffice(regularizer: Regularizer, records: Sequence[RoutingRecord]) -> None:

@@ -156,6 +156,7 @@ def test_nothing_is_imported_that_is_not_listed(folder):
         ("[os]", "packages[0]: found os; allowed: the name of an installed package"),
         ("[my_lab.cosine]", "packages[0]: found my_lab.cosine; allowed: "),
         ("my_lab", "packages: found 'my_lab' (str); allowed: "),
+        ("[my_lab, my_lab]", "packages: found my_lab twice; allowed: "),
     ],
 )
 def test_what_no_package_is(folder, listed, words):

@@ -56,6 +56,7 @@ def test_it_computes_what_it_did_and_its_routers_learn_from_the_records(name):
         after = model(images)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
     assert len(records) == 2 and all(record.probs.shape[0] == 2 for record in records)
+    assert routing_loss(records, []) == 0
     (after.sum() + routing_loss(records, [Load(weight=0.1)])).backward()
     for layer in layers:
         assert layer.feed_forward.router.weight.grad.any()

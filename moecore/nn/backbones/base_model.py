@@ -25,6 +25,8 @@ from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches
 from moecore.tasks.base import Reduction
 
+BYTES_FROM = 16.0  # a pixel value that no image in [0, 1] comes near, whatever was added to it
+
 
 class EncodeOptions(NamedTuple):
     """What ``encode`` gives beside the final tokens, and what routers may look at.
@@ -272,7 +274,8 @@ class BackboneModel(Model):
     def normalised(self, images: Tensor) -> Tensor:
         """Images in [0, 1] to the scale that the model was trained at.
 
-        Raises UserError for integers and for images of other axes or channels.
+        Raises UserError for integers, for images of other axes or channels and, on the CPU, where a
+        look costs no wait, for floats that are bytes.
         """
         if not images.is_floating_point():
             allowed = "floating point in [0, 1]; divide bytes by 255"
@@ -281,7 +284,12 @@ class BackboneModel(Model):
         if images.ndim != 2 + len(self.image.shape) or images.shape[1] not in channels:
             axes = ", ".join(["images", str(self.image.channels), *map(str, self.image.shape)])
             raise UserError(f"images: found a shape of {tuple(images.shape)}; allowed: ({axes})")
-        return (self.seen_channels(images) - self.pixel_mean) / self.pixel_std
+        seen = self.seen_channels(images)
+        is_seen = seen.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_seen and seen.numel() and seen.detach().amax() > BYTES_FROM:
+            highest = f"found values up to {float(seen.detach().amax()):g}"
+            raise UserError(f"images: {highest}; allowed: floating point in [0, 1]")
+        return (seen - self.pixel_mean) / self.pixel_std
 
     def seen_channels(self, images: Tensor) -> Tensor:
         """Return images without the channel that says the truth, where there is one."""

@@ -85,13 +85,22 @@ def _check_package(name: str) -> str:
     return name
 
 
+def _check_listed_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"found {', '.join(twice)} twice; allowed: each package once")
+    return names
+
+
 class Study(Measured):
     """params.yaml: what is computed (``run``), and the settings of every stage that computes it.
 
     Sections that are None are not in the file; a study needs those that its stages read.
     """
 
-    packages: tuple[Annotated[str, AfterValidator(_check_package)], ...] = Field(
+    packages: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_package)], ...],
+        AfterValidator(_check_listed_once),
+    ] = Field(
         (), description="Of parts from outside, kind: package.module; other packages are refused."
     )
     run: Selection

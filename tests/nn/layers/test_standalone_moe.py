@@ -109,3 +109,5 @@ def test_a_model_without_such_layers_is_not_traced():
 def test_images_of_bytes_are_refused():
     with pytest.raises(UserError, match="^images: found torch.uint8; allowed: .*divide .* by 255"):
         vit(None)(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    with pytest.raises(UserError, match=r"^images: found values up to 255; allowed: .*\[0, 1\]"):
+        vit(None)(torch.full((2, 1, 8, 8), 255.0))
