@@ -94,6 +94,11 @@ class FileCohort(CohortSettings, Grid, Source):
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
     licence: str = Field("not stated", description="Licence of the data, for the card")
 
+    @property
+    def allowed_diagnoses(self) -> tuple[str, ...] | None:
+        """Return ``train_diagnoses``."""
+        return self.train_diagnoses
+
     @model_validator(mode="after")
     def _one_kind_of_map(self) -> Self:
         if self.maps and self.dseg:

@@ -38,6 +38,11 @@ class CohortSettings(Config):
         (), description="The test is everybody of these sites, and nobody else; empty: drawn"
     )
 
+    @property
+    def allowed_diagnoses(self) -> tuple[str, ...] | None:
+        """Who has another diagnosis is in the test alone; None: no matter."""
+        return None
+
 
 def split_cohort(
     subjects: Sequence[VolumeSubject],
@@ -87,7 +92,7 @@ def held_out_participants(
         raise UserError(
             f"test_sites: found {', '.join(strange)}; allowed: sites of the cohort: {listed}"
         )
-    allowed = getattr(settings, "train_diagnoses", None)
+    allowed = settings.allowed_diagnoses
     visits: dict[str, set[str]] = {}
     held = {}
     for subject in subjects:

@@ -99,9 +99,9 @@ class Model(nn.Module, ABC):
         self.moe = moe
 
     @property
-    @abstractmethod
     def layout(self) -> TokenLayout:
-        """Return where the tokens lie in the image."""
+        """Return where the tokens lie: patches alone, unless the backbone says more."""
+        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
     @property
     def layouts(self) -> tuple[TokenLayout, ...]:
@@ -178,9 +178,9 @@ class BackboneModel(Model):
             self.register_buffer(name, buffer, persistent=False)
 
     @property
-    @abstractmethod
     def depth(self) -> int:
         """Number of blocks."""
+        return self.config.depth
 
     def forward(
         self, images: Tensor, guidance: Guidance | None = None, progress: float = 1.0

@@ -100,11 +100,6 @@ class LanguageTransformer(BackboneModel):
         """The tokens of a block, in their order."""
         return TokenLayout(0, self.config.grid(self.image), self.image.shape)
 
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return len(self.blocks)
-
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep a cache for so many streams (0: none); UserError where one is too short."""
         config = self.config

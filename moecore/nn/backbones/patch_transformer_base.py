@@ -92,11 +92,6 @@ class PatchTransformer(BackboneModel):
         """Return where the tokens lie in the image."""
         return TokenLayout(self.special, self.config.grid(self.image), self.image.shape)
 
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return len(self.blocks)
-
     def adapt_weights(
         self,
         weights: dict[str, Tensor],

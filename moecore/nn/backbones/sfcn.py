@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, softmax
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import Guidance, ModelOutput, RoutingContext, TokenLayout
+from moecore.core.routing_records import Guidance, ModelOutput, RoutingContext
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.language_block import Dropout
@@ -110,16 +110,6 @@ class ConvolutionalNetwork(BackboneModel):
         self.head = nn.Linear(last, outputs)
         edges = config.first_bin + config.bin_width * torch.arange(config.bins + 1.0)
         self.register_buffer("edges", edges, persistent=False)
-
-    @property
-    def layout(self) -> TokenLayout:
-        """Return where the voxels of the last map lie in the volume."""
-        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
-
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return self.config.depth
 
     def width_of(self, block: int) -> int:
         """Channels of the last map but one, in which experts stand."""

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingContext, TokenLayout
+from moecore.core.routing_records import RoutingContext
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.block import Activation, DenseMlp, trunc_normal_linear
@@ -59,16 +59,6 @@ class SingleLayerModel(BackboneModel):
         else:
             self.mlp = moe.build(self.width)
         self.head = trunc_normal_linear(self.width, image.outputs)
-
-    @property
-    def layout(self) -> TokenLayout:
-        """One patch that is the whole image."""
-        return TokenLayout(0, self.config.grid(self.image), self.image.shape)
-
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return self.config.depth
 
     def width_of(self, block: int) -> int:
         """The image's pixels in all channels."""

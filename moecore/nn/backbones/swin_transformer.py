@@ -100,11 +100,6 @@ class SwinTransformer(BackboneModel):
         """Return where the last stage's tokens lie."""
         return self.layout_of(self.depth - 1)
 
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return len(self.places)
-
     def layout_of(self, block: int) -> TokenLayout:
         """Return where a block's tokens lie; those at an odd grid's end reach beyond the image."""
         place = self.places[block]

@@ -117,11 +117,6 @@ class TwoTowerModel(BackboneModel):
         """The image tower's."""
         return self.visual.width_of(block)
 
-    @property
-    def depth(self) -> int:
-        """Blocks of the image tower."""
-        return self.visual.depth
-
     def freeze_text(self, frozen: bool) -> None:
         """Set whether the text tower stays as it is: no gradient, and always in evaluation mode."""
         self.text.requires_grad_(not frozen)
