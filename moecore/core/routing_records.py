@@ -28,7 +28,7 @@ class RoutingRecord(NamedTuple):
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "RoutingRecord":
         """Return the record with each of its tensors changed."""
-        return RoutingRecord(*(None if field is None else change(field) for field in self))
+        return RoutingRecord(*(change(field) for field in self if field is not None))
 
 
 def rank_chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:

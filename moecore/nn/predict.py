@@ -217,7 +217,9 @@ def coupled_image_count(model: nn.Module) -> int:
 def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
     """Records of consecutive batches as the records of all images, layer by layer."""
     return tuple(
-        RoutingRecord(*(torch.cat(field) for field in zip(*layer, strict=True) if field[0] is not None))
+        RoutingRecord(
+            *(torch.cat(field) for field in zip(*layer, strict=True) if field[0] is not None)
+        )
         for layer in zip(*records, strict=True)
     )
 

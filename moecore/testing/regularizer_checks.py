@@ -19,7 +19,9 @@ OWN = {  # routers that alone provide what a regularizer needs
     for need, router in (("sparsity", Relu()), ("embeddings", Dynamic()))
 }
 SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth
-NEEDS = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views", *OWN})
+NEEDS = frozenset(
+    {"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views", *OWN}
+)
 
 
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:

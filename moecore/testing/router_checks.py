@@ -134,7 +134,9 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
         if record.penalty is not None:
             is_right = training and record.penalty.shape == tokens.shape[:2]
-            assert_that(router, is_right, "a penalty has the shape (B, T), and is of training alone")
+            assert_that(
+                router, is_right, "a penalty has the shape (B, T), and is of training alone"
+            )
         for name, field in zip(record._fields, record[:-1], strict=False):
             assert_that(router, field.shape == shape, f"{name} has the shape (B, T, E)")
             assert_that(router, field.isfinite().all(), f"{name} is finite")

@@ -528,6 +528,7 @@ LOOKAHEADS = [
     ("router.kind", {"kind": "expert_choice"}),
     ("router.balance.kind", {"kind": "noisy_top_k", "balance": {"kind": "sinkhorn"}}),
     ("router.kind", {"kind": "soft_slots"}),
+    ("router.kind", {"kind": "merged"}),
     ("router.kind", {"kind": "hash", "by": "patch"}),
     ("router.kind", {"kind": "told"}),
     ("router.k", LIMITED | {"k": 2}),

@@ -118,6 +118,7 @@ class MoEFeedForward(FeedForward):
         if self.shares_basis:
             context = context._replace(basis=experts.lent_basis())
         if self.training and "outputs" in self.wants and not context.progress:
+            # all experts once, for the router to look at and for the tokens
             every = SparsePlan.to_all(tokens.new_ones(*tokens.shape[:2], self.number))
             rows = experts(every.dispatch(tokens))
             context = context._replace(outputs=every.outputs_by_choice(rows))

@@ -1,5 +1,5 @@
-"""Competition (CompeteSMoE, Nguyen et al. 2025): in some steps the experts that answer strongest are
-chosen, and the router learns who they were.
+"""Competition (CompeteSMoE, Nguyen et al. 2025): in some steps those experts are chosen that answer
+strongest, and the router learns who they were.
 
 B images, T tokens per image, E experts, k chosen per token, d width.
 """

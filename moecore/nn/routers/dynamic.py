@@ -1,4 +1,4 @@
-"""As many experts as a token comes near to: learned thresholds on cosines (DynMoE, Guo et al. 2024).
+"""As many experts as a token comes near to, by learned thresholds (DynMoE, Guo et al. 2024).
 
 B images, T tokens per image, E experts, d width.
 """
@@ -45,8 +45,8 @@ class DynamicRouter(nn.Module):
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
-        # lengths near 1, as the cosine router's
-        self.embeddings = nn.Parameter(nn.init.normal_(torch.empty(experts, width), std=width**-0.5))
+        drawn = nn.init.normal_(torch.empty(experts, width), std=width**-0.5)
+        self.embeddings = nn.Parameter(drawn)  # lengths near 1, as the cosine router's
         self.thresholds = nn.Parameter(torch.zeros(experts))
 
     def forward(

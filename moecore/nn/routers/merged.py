@@ -91,11 +91,10 @@ class MergedRouter(nn.Module):
                 weight = layer_norm(weight, weight.shape[-1:]) * self.gain
             logits = router_logits(mean, weight, self.bias)
             shares = torch.softmax(logits, dim=-1)
-            every = (*tokens.shape[:2], len(self.weight))
-            probs = shares.unsqueeze(1).expand(every)
+            probs = shares.unsqueeze(1).repeat(1, tokens.shape[1], 1)
             ones = torch.ones_like(probs)
             return MergedPlan(shares), RoutingRecord(
-                logits=logits.unsqueeze(1).expand(every),
+                logits=logits.unsqueeze(1).repeat(1, tokens.shape[1], 1),
                 probs=probs,
                 load=ones,
                 chosen=ones.bool(),
