@@ -61,7 +61,7 @@ class Competition(Router):
 
     @property
     def wants(self) -> frozenset[str]:
-        """What every expert says, in the steps in which they compete."""
+        """Return that it reads what every expert says, in the steps in which they compete."""
         return frozenset({"outputs"})
 
     def phase(self, progress: float) -> float:
