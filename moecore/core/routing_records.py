@@ -3,7 +3,7 @@
 B images, T tokens per image, E experts, K classes. Every type is a NamedTuple, so a pytree.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,13 +15,20 @@ Feature = Literal["mlp_input", "block_out", "final"]
 
 
 class RoutingRecord(NamedTuple):
-    """What one MoE layer's router decided; each field is (B, T, E) fp32 (``chosen`` is bool)."""
+    """What one MoE layer's router decided; the fields are (B, T, E) fp32 (``chosen`` is bool), but
+    for the last.
+    """
 
     logits: Tensor  # scores before noise
     probs: Tensor  # the router's own clean normalisation
     load: Tensor  # P(chosen) if the noise were drawn again; 0/1 where there is none
     chosen: Tensor  # selected before capacity
     combine: Tensor  # weight of each expert's output; 0 = not processed
+    penalty: Tensor | None = None  # (B, T) what the router adds to the objective by itself
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "RoutingRecord":
+        """Return the record with each of its tensors changed."""
+        return RoutingRecord(*(change(field) for field in self if field is not None))
 
 
 def rank_chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -54,6 +61,8 @@ class RoutingContext(NamedTuple):
     basis: Tensor | None = None  # (E, d, r) the experts' bases
     progress: float = 1.0  # share of the training that is done
     truth: Tensor | None = None  # (B, T) int64: each token's kind, 1 and up; 0: unknown
+    # (B, T, E, d) what every expert says of every token, where the router's ``phase`` is 0
+    outputs: Tensor | None = None
 
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor

@@ -61,7 +61,7 @@ class Invariance(Measurement):
             raise ValueError("labels are not classes; ask `applies` first")
         rows, classes = marked
         # images stand once for each of their classes
-        chosen = tuple(RoutingRecord(*(field[rows] for field in record)) for record in clean)
+        chosen = tuple(record.map_tensors(lambda field: field[rows]) for record in clean)
         return Result(
             images=len(images),
             transforms=moves,

@@ -190,7 +190,7 @@ def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[Cap
 
 def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
     """Fields (1, n, E) as (n, 1, E) on the CPU, so that batches can follow one another."""
-    return RoutingRecord(*(field.cpu().transpose(0, 1) for field in record))
+    return record.map_tensors(lambda field: field.cpu().transpose(0, 1))
 
 
 def tabulate_caption_routing(

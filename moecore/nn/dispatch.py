@@ -26,12 +26,15 @@ class Rows(NamedTuple):
     """What experts compute on: values (R, d) sorted by expert; offsets (E,) int32, the rows' ends.
 
     Where ``projected`` the values (R, r) are tokens already projected onto their expert's basis.
+    With ``shares`` (G, E) they are sorted by group, offsets are (G,), and a group sees one expert:
+    the mean of all experts' parameters in its shares.
     """
 
     values: Tensor
     offsets: Tensor
     projected: bool = False
     pairs: RowPairs | None = None  # None: rows are no pairs
+    shares: Tensor | None = None
 
 
 def dense_rows(tokens: Tensor) -> Rows:
@@ -85,6 +88,12 @@ class SparsePlan(NamedTuple):
         k = weights.shape[-1]
         return cls(order, order // k if k > 1 else order, rows, offsets.int(), weights)
 
+    @classmethod
+    def to_all(cls, weights: Tensor) -> "SparsePlan":
+        """The plan that sends every token to all experts, with these weights (B, T, E)."""
+        experts = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
+        return cls.build(experts, weights, None, weights.shape[-1])
+
     def dispatch(self, tokens: Tensor) -> Rows:
         """Tokens (B, T, d) to rows (R, d) sorted by expert, in the tokens' order within each.
 
@@ -98,6 +107,10 @@ class SparsePlan(NamedTuple):
         """Rows (R, d) to tokens (B, T, d) in the rows' dtype, summed in the weights' (fp32)."""
         tokens = _WeightedSum.apply(rows, self.weights.flatten(0, 1), self.tokens, self.rows)
         return tokens.view(*self.weights.shape[:2], rows.shape[-1])
+
+    def outputs_by_choice(self, rows: Tensor) -> Tensor:
+        """Rows (R, d) to what each token's choices say of it, (B, T, k, d)."""
+        return rows.index_select(0, self.rows).view(*self.weights.shape, rows.shape[-1])
 
 
 def round_row_counts(sizes: Tensor) -> Tensor:

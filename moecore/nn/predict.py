@@ -73,7 +73,7 @@ def predict_in_batches(
                 assert isinstance(model, Model)
                 kept = model.routing_of(pixels)
             kept = kept if routing else ()
-            records.append(tuple(RoutingRecord(*(f.cpu() for f in record)) for record in kept))
+            records.append(tuple(record.map_tensors(Tensor.cpu) for record in kept))
     return torch.cat(logits) if prediction else torch.empty(0), concat_records(records)
 
 
@@ -89,7 +89,7 @@ def block_scores_with_routing(
 ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
     """Return ``text_block_scores``, and a record (N, T, E) per MoE layer, on the CPU."""
     read = list(_iterate_blocks(model, images, labels))
-    records = [tuple(RoutingRecord(*(f.cpu() for f in layer)) for layer in own) for _, own in read]
+    records = [tuple(layer.map_tensors(Tensor.cpu) for layer in own) for _, own in read]
     return torch.cat([scores for scores, _ in read]), concat_records(records)
 
 
@@ -217,7 +217,9 @@ def coupled_image_count(model: nn.Module) -> int:
 def concat_records(records: list[tuple[RoutingRecord, ...]]) -> tuple[RoutingRecord, ...]:
     """Records of consecutive batches as the records of all images, layer by layer."""
     return tuple(
-        RoutingRecord(*(torch.cat(field) for field in zip(*layer, strict=True)))
+        RoutingRecord(
+            *(torch.cat(field) for field in zip(*layer, strict=True) if field[0] is not None)
+        )
         for layer in zip(*records, strict=True)
     )
 

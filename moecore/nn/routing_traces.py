@@ -76,7 +76,7 @@ def record_on_finer_grid(
         return record
     special = torch.arange(layout.special)
     places = torch.cat([special, layout.special + coarse_patch_indices(layout, fine)])
-    return RoutingRecord(*(field[:, places] for field in record))
+    return record.map_tensors(lambda field: field[:, places])
 
 
 def coarse_patch_indices(layout: TokenLayout, fine: TokenLayout) -> Tensor:

@@ -8,15 +8,19 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.relu import Relu
 from moecore.testing.check_helpers import assert_that, settings_of
 from moecore.testing.small_models import EXPERTS, IMAGE, small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 
-RELU = MoESettings(router=Relu(), experts=Mlp(number=EXPERTS), blocks="all")
+OWN = {  # routers that alone provide what a regularizer needs
+    need: MoESettings(router=router, experts=Mlp(number=EXPERTS), blocks="all")
+    for need, router in (("sparsity", Relu()), ("embeddings", Dynamic()))
+}
 SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth
 NEEDS = frozenset(
-    {"routing", "load", "basis", "orthonormal", "sparsity", "guidance", "truth", "two_views"}
+    {"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views", *OWN}
 )
 
 
@@ -29,7 +33,7 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     and without what it needs it is a UserError in one line.
     """
     settings = settings_of(regularizer)
-    model = small_vit(SAID, moe=RELU if "sparsity" in settings.needs else None)
+    model = small_vit(SAID, moe=next((OWN[need] for need in settings.needs & set(OWN)), None))
     step = small_step(model)
     unknown = sorted(settings.needs - NEEDS)
     assert_that(settings, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")

@@ -132,7 +132,12 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
         output, (record,) = layer.train(training)(tokens, context)
         shape = (*tokens.shape[:2], len(next(layer.experts.parameters())))
         assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
-        for name, field in record._asdict().items():
+        if record.penalty is not None:
+            is_right = training and record.penalty.shape == tokens.shape[:2]
+            assert_that(
+                router, is_right, "a penalty has the shape (B, T), and is of training alone"
+            )
+        for name, field in zip(record._fields, record[:-1], strict=False):
             assert_that(router, field.shape == shape, f"{name} has the shape (B, T, E)")
             assert_that(router, field.isfinite().all(), f"{name} is finite")
             dtype = torch.bool if name == "chosen" else torch.float32
@@ -170,12 +175,14 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
 
 
 def sees_whole_tokens(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
-    """Return whether each row of the experts is a token, and no mixture of several."""
+    """Return whether each row of the experts is a token, and no mixture of several, and each expert
+    itself.
+    """
     if layer.shares_basis:
         return True
-    rows = layer.router(tokens, context)[0].dispatch(tokens).values
-    whole = (rows[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
-    return bool(whole.all())
+    rows = layer.router(tokens, context)[0].dispatch(tokens)
+    whole = (rows.values[:, None] == tokens.flatten(0, 1)).all(dim=-1).any(dim=-1)
+    return bool(whole.all()) and rows.shares is None
 
 
 def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> Tensor:
@@ -235,7 +242,7 @@ def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
 def _is_same(
     one: tuple[Tensor, tuple[RoutingRecord]], other: tuple[Tensor, tuple[RoutingRecord]]
 ) -> bool:
-    pairs = zip((one[0], *one[1][0]), (other[0], *other[1][0]), strict=True)
+    pairs = zip((one[0], *one[1][0][:-1]), (other[0], *other[1][0][:-1]), strict=True)
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
@@ -246,9 +253,9 @@ def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
         _, (record,) = layer(tokens, context)
         _, (rounded,) = layer(tokens.bfloat16(), context)
     promise = "under bf16 autocast the record is that of fp32 (nn.kernels.grouped.full_precision)"
-    pairs = zip(record, expected, strict=True)
+    pairs = zip(record[:-1], expected[:-1], strict=True)
     assert_that(router, all(torch.equal(ours, theirs) for ours, theirs in pairs), promise)
-    types = all(field.dtype in (torch.float32, torch.bool) for field in rounded)
+    types = all(field.dtype in (torch.float32, torch.bool) for field in rounded[:-1])
     assert_that(router, types, "the record of bf16 tokens is fp32")
 
 
@@ -301,4 +308,4 @@ def _seeded_call(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         output, (record,) = layer(tokens, context)
-    return torch.cat([output, *(field.to(output.dtype) for field in record)], dim=-1)
+    return torch.cat([output, *(field.to(output.dtype) for field in record[:-1])], dim=-1)

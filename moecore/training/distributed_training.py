@@ -126,6 +126,9 @@ def check_expert_parallel(model: nn.Module, settings: Training) -> None:
         if experts % number:
             problem = f"expert_parallel is {number}, and a layer has {experts} experts"
             raise UserError(f"{problem}; allowed: 1, or a divisor of these")
+        if getattr(getattr(layer, "router", None), "merges_experts", False):
+            problem = f"expert_parallel is {number}, and the router merges experts of all ranks"
+            raise UserError(f"{problem}; allowed: 1, or another router")
         dropout = getattr(getattr(layer, "experts", None), "dropout", 0)
         if dropout:
             problem = f"expert_parallel is {number}, and experts.dropout {dropout}"

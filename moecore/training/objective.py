@@ -28,7 +28,9 @@ class Objective(NamedTuple):
     text: Sequence[Regularizer] = ()  # of the routing of captions
 
     def terms(self, step: ObjectiveInputs) -> dict[str, Tensor]:
-        """Unweighted scalars, fp32: ``task``, ``distillation`` if it is on, one a regularizer."""
+        """Unweighted scalars, fp32: ``task``, ``distillation`` if it is on, one a regularizer, and
+        ``penalty``, what routers add by themselves: the mean over tokens, summed over layers.
+        """
         output, labels = step.output, step.batch.labels
         if self.distillation:
             output = output._replace(prediction=output.heads[0])
@@ -51,6 +53,10 @@ class Objective(NamedTuple):
         if self.text:
             spoken = step._replace(output=step.output._replace(routing=step.output.text_routing))
             terms |= {f"text_{regularizer.kind}": regularizer(spoken) for regularizer in self.text}
+        records = (*output.routing, *output.text_routing)
+        asked = [record.penalty.mean() for record in records if record.penalty is not None]
+        if asked:
+            terms["penalty"] = torch.stack(asked).sum()
         return terms
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
@@ -65,6 +71,8 @@ class Objective(NamedTuple):
         task = terms["task"]
         if self.distillation:
             task = (1 - self.distillation) * task + self.distillation * terms["distillation"]
+        if "penalty" in terms:
+            task = task + terms["penalty"]
         task = task + sum(
             regularizer.weight * terms[f"text_{regularizer.kind}"] for regularizer in self.text
         )

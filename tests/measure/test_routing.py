@@ -1,11 +1,13 @@
 """Everything about the routing on the digits, for routers of every kind."""
 
+from operator import itemgetter
+
 import numpy as np
 import pytest
 import torch
 
 from moecore.core.encoded_arrays import decode_float_array
-from moecore.core.routing_records import RoutingRecord, TokenLayout
+from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import draw_views
@@ -187,9 +189,7 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
         by_image = use_metrics_by_image(record, *asked)
         whole = layer_use_metrics(record, *asked)
         left = [np.delete(np.arange(40), place) for place in range(40)]
-        without = [
-            layer_use_metrics(RoutingRecord(*(f[rows] for f in record)), *asked) for rows in left
-        ]
+        without = [layer_use_metrics(record.map_tensors(itemgetter(rows)), *asked) for rows in left]
         for metric in ("load_cv2", "entropy", "token_entropy", "fallback"):
             if getattr(whole, metric) is None:
                 continue

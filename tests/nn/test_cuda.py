@@ -22,7 +22,7 @@ from moecore.training.loop import iterate_training, train_step
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
-from tests.training.small import CPU, IMAGE, SETTINGS, task
+from tests.training.small import COMPETITION, CPU, IMAGE, SETTINGS, task
 
 pytestmark = [
     pytest.mark.cuda,
@@ -39,6 +39,12 @@ BALANCED = {  # routers and experts that no method of params.yaml has, balanced 
     "cosine": {"router": {"kind": "cosine", "k": 2}},
     "top_p": {"router": {"kind": "top_p"}, "regularizers": [{"kind": "entropy"}]},
     "relu": {"router": {"kind": "relu", "k": 2}, "regularizers": [{"kind": "adaptive_l1"}]},
+    "dynamic": {
+        "router": {"kind": "dynamic"},
+        "regularizers": [{"kind": "diversity_simplicity"}],
+    },
+    "competition": {"router": COMPETITION},
+    "merged": {"router": {"kind": "merged"}},
     "shared_swiglu": {"router": NOISY, "experts": MLP | {"shared": 1, "activation": "swiglu"}},
 }
 NAMES = (*REPRESENTATIVE, *BALANCED)

@@ -17,6 +17,7 @@ from moecore.study.checking.validate import collect_problems, params_schema
 from moecore.study.reading.document import load_yaml, parse_yaml
 from tests.data.making import image_classes
 from tests.project import PARAMS, check_params
+from tests.training.small import COMPETITION
 
 STUDIES = [ROOT / "params.yaml", *sorted((ROOT / "pipelines").glob("*/params.yaml"))]
 STAGES = tuple(name for name in load_yaml(ROOT / "dvc.yaml").data["stages"] if name != "code")
@@ -185,6 +186,18 @@ FILE = [
     ),
     (
         IMAGES,
+        {"methods.vmoe.regularizers": [{"kind": "diversity_simplicity"}]},
+        "methods.vmoe.regularizers[0]",
+        "diversity_simplicity needs the router dynamic, but noisy_top_k provides load, routing",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.router": COMPETITION | {"k": 1}, "methods.vmoe.regularizers": []},
+        "methods.vmoe.router",
+        "diversity_weight: found 0.1, but with k = 1 no two are chosen; allowed: 0, or a larger k",
+    ),
+    (
+        IMAGES,
         {
             "methods.vmoe.regularizers": [{"kind": "pairwise_consistency"}],
             "pretrain.views": {},
@@ -323,6 +336,16 @@ FILE = [
 
 # With data and models, which takes longer
 RUN = [
+    (
+        IMAGES,
+        {
+            "methods.vmoe.router": {"kind": "merged"},
+            "methods.vmoe.experts.kind": "eigen",
+            "methods.vmoe.regularizers": [],
+        },
+        "methods.vmoe.experts.kind",
+        "found experts with bases, whose mean is no basis; allowed beside the router merged: mlp",
+    ),
     (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
     (
         IMAGES,
@@ -528,6 +551,7 @@ LOOKAHEADS = [
     ("router.kind", {"kind": "expert_choice"}),
     ("router.balance.kind", {"kind": "noisy_top_k", "balance": {"kind": "sinkhorn"}}),
     ("router.kind", {"kind": "soft_slots"}),
+    ("router.kind", {"kind": "merged"}),
     ("router.kind", {"kind": "hash", "by": "patch"}),
     ("router.kind", {"kind": "told"}),
     ("router.k", LIMITED | {"k": 2}),

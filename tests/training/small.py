@@ -36,6 +36,14 @@ VMOE = Method(
     experts={"kind": "mlp", "number": 4},
     regularizers=[{"kind": "importance"}, {"kind": "load"}],
 )
+COMPETITION = {  # the router, whose experts compete in half of the steps
+    "kind": "competition",
+    "share": 0.5,
+    "warmup": 0.0,
+    "router_weight": 0.1,
+    "chosen_weight": 0.1,
+    "diversity_weight": 0.1,
+}
 
 
 def images(count: int, seed: int = 0) -> Split:

@@ -27,6 +27,7 @@ from moecore.training.settings import Training
 from moecore.training.upcycle import upcycle_model
 from tests.measure.subjects import built, digits
 from tests.training.small import (
+    COMPETITION,
     CPU,
     IMAGE,
     SETTINGS,
@@ -73,6 +74,7 @@ RELU = Method(
     experts={"kind": "mlp", "number": 4},
     regularizers=[{"kind": "adaptive_l1"}],
 )
+COMPETING = Method(router=COMPETITION, experts={"kind": "mlp", "number": 4})
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,7 @@ RELU = Method(
         (2, 0.0, balanced("loss_free")),
         (3, 0.0, balanced("quantile")),
         (2, 0.0, RELU),
+        (2, 0.0, COMPETING),
     ],
 )
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_path, method):
@@ -101,7 +104,7 @@ def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_pat
     start = dropping().model.state_dict()
     moved = {name for name, one in whole.model.named_buffers() if name in start}
     assert all(not torch.equal(start[name], whole.model.get_buffer(name)) for name in moved)
-    assert bool(moved) == (method is not VMOE)  # biases, or weights of a loss
+    assert bool(moved) == (method not in (VMOE, COMPETING))  # biases, or weights of a loss
 
 
 def test_evaluation_and_attacks_teach_no_balance():

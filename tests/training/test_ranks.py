@@ -36,6 +36,7 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
 from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial
+from moecore.training.distributed_training import check_expert_parallel
 from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
@@ -46,7 +47,7 @@ from tests.methods import REPRESENTATIVE
 from tests.nn.backbones import test_two_towers
 from tests.project import PARAMS, SHIPPED, Project
 from tests.training import test_tissue_isolation
-from tests.training.small import CPU, IMAGE, task
+from tests.training.small import COMPETITION, CPU, IMAGE, task
 from tests.volumes import balls
 
 SHIPPED_ENTRIES = load_yaml(str(SHIPPED)).data["methods"]
@@ -82,9 +83,16 @@ ENTRIES = {
     },
     "relu": {
         "router": {"kind": "relu", "k": 1, "l1_start": 0.1},
-        "experts": {"kind": "mlp", "number": 4},
+        "experts": {"kind": "mlp", "number": 4, "shared": 1},
         "regularizers": [{"kind": "adaptive_l1"}],
     },
+    "dynamic": {
+        "router": {"kind": "dynamic"},
+        "experts": {"kind": "mlp", "number": 4},
+        "regularizers": [{"kind": "diversity_simplicity", "weight": 0.1}],
+    },
+    "competition": {"router": COMPETITION, "experts": {"kind": "mlp", "number": 4}},
+    "merged": {"router": {"kind": "merged"}, "experts": {"kind": "mlp", "number": 4}},
     "whole_batch": {
         "router": {"kind": "noisy_top_k"},
         "experts": {"kind": "mlp", "number": 4},
@@ -117,10 +125,11 @@ CASES = [
     "sigmoid",
 ]
 LEARNED = ("balance.bias", "l1_weight")  # buffers that steps teach
-FOUR = {"2": ["capacity", "clip", "bias"], "2e": ["ermoe"]}
+FOUR = {"2": ["capacity", "clip", "bias", "relu"], "2e": ["ermoe"]}
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
 # of two ranks
 WITHOUT_SHARDS = ("mix", "adversarial", "sgd", "drop_path", "prc_moge", "sigmoid", "whole_batch")
+WITHOUT_SHARDS += ("merged",)  # whose layers need all experts of the image
 
 
 def meshed_cases(size: int, mesh: str) -> list[str]:
@@ -355,6 +364,12 @@ def test_what_ranks_cannot_share_is_refused(two):
     assert two["refused"].keys() == keys.keys()
     for name, said in two["refused"].items():
         assert said.startswith(keys[name]) and "allowed: " in said
+
+
+def test_experts_of_several_ranks_are_not_merged():
+    apart = SETTINGS.model_copy(update={"shard": 2, "expert_parallel": 2})
+    with pytest.raises(UserError, match="^expert_parallel is 2, and the router merges .*; allowed"):
+        check_expert_parallel(made(METHODS["merged"]).model, apart)
 
 
 def test_rows_are_equal_parts():

@@ -49,6 +49,7 @@ ROUTERS = {
     "groups": {"kind": "expert_choice", "capacity_factor": 1.1, "group_size": 3},
     "softmax over the chosen": {"kind": "top_k_softmax"},
     "positions": {"kind": "hash", "k": 2, "by": "position"},
+    "merged": {"kind": "merged"},
 }
 CASES = {name: METHODS[name] for name in (*REPRESENTATIVE, "dense")} | {
     name: Method(router=router, experts={"kind": "mlp", "number": 4})

@@ -173,7 +173,7 @@ def evenly_spaced_overlays(
         where = evenly_spaced_indices(len(images), number)
     else:
         where = np.array([], int)
-    few = tuple(RoutingRecord(*(field[where] for field in layer)) for layer in records)
+    few = tuple(layer.map_tensors(lambda field: field[where]) for layer in records)
     if images.ndim == 5:
         return overlay_middle_slices(images[where], few, layout)
     if images.ndim == 3:

@@ -199,11 +199,10 @@ class BackboneModel(Model):
         if self.moe is None:
             return {}
         router = self.moe.router
-        shared = RoutingContext(progress=router.phase(options.progress))
         contexts = {}
         for layer, index in enumerate(self.moe.indices(self.depth)):
             layout = self.layout_of(index)
-            context = shared
+            context = RoutingContext(progress=router.phase(options.progress))
             if "patches" in router.wants:
                 seen = self.seen_channels(images)
                 context = context._replace(patches=cut_tokens(seen, layout))

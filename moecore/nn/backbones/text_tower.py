@@ -4,7 +4,7 @@ al. 2021), dense or with experts.
 B captions of M tokens, d width, w numbers of an embedding.
 """
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -103,15 +103,14 @@ class TextTransformer(nn.Module):
         if self.last is not None:
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
         context = RoutingContext()
-        if self.config.moe is not None:
-            router = self.config.moe.router
-            context = RoutingContext(progress=router.phase(progress))
-            if "words" in router.wants:
-                context = context._replace(
-                    words=pad(tokens, (0, hidden.shape[1] - tokens.shape[1]))
-                )
+        moe = self.config.moe
+        if moe is not None and "words" in moe.router.wants:
+            words = pad(tokens, (0, hidden.shape[1] - tokens.shape[1]))
+            context = RoutingContext(words=words)
         records: tuple[RoutingRecord, ...] = ()
         for block in self.blocks:
+            if moe is not None:
+                context = context._replace(progress=moe.router.phase(progress))
             hidden, _, record = block(hidden, context)
             records += record
         hidden = self.norm(hidden)
@@ -138,10 +137,10 @@ class TextTransformer(nn.Module):
         return build_feed_forwards(config.moe, width, config.depth, build_mlp)
 
 
-def _select_tokens(record: Any, there: Tensor) -> RoutingRecord:
+def _select_tokens(record: RoutingRecord, there: Tensor) -> RoutingRecord:
     """A record (B, T, E) of the tokens that are ``there`` (B, M), as one row (1, n, E)."""
     length = there.shape[1]
-    return RoutingRecord(*(field[:, :length][there][None] for field in record))
+    return record.map_tensors(lambda field: field[:, :length][there][None])
 
 
 def caption_fingerprints(captions: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.routers.merged import MergedPlan
 from moecore.nn.routers.soft_slots import SlotsPlan
 from moecore.nn.routers.token_choice import router_logits
 
 # routers whose logits are a linear map of the token
-DEFINED = ("noisy_top_k", "top_k_softmax", "frozen_copy")
+DEFINED = ("noisy_top_k", "top_k_softmax", "frozen_copy", "competition")
 _UNDEFINED = {
     "eigenbasis": (
         "its scores are cosines with the attended token in the experts' bases, no linear map of "
@@ -26,6 +27,7 @@ _UNDEFINED = {
     ),
     "hash": "a fixed hash decides, so there are no probabilities that depend on the token",
     "soft_slots": "its experts see mixtures of tokens: an output is no function of one token",
+    "merged": "its experts' parameters are mixed, not their outputs",
     "expert_choice": "its experts choose among tokens: an output is no function of one token",
     "teacher_routed": "the teacher's features decide, no linear map of the token",
 }
@@ -148,7 +150,7 @@ def soften_model(model: nn.Module) -> nn.Module:
     """Return the model (sharing parameters and buffers) where a layer is Σ_e probs_e · expert_e(x).
 
     Equal to the true model where all experts are chosen with their probs as weights (noisy top-k at
-    k = E). Soft slots stay: every expert already sees every token.
+    k = E). Soft slots and merged experts stay: every expert already has its part in every token.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copy = deepcopy(model, shared)
@@ -166,12 +168,10 @@ class AllExpertsRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[SparsePlan | SlotsPlan, RoutingRecord]:
+    ) -> tuple[SparsePlan | SlotsPlan | MergedPlan, RoutingRecord]:
         plan, record = self.router(tokens, context)
-        if isinstance(plan, SlotsPlan):
+        if isinstance(plan, SlotsPlan | MergedPlan):
             return plan, record
-        number = record.probs.shape[-1]
-        experts = torch.arange(number, device=tokens.device).expand(record.probs.shape)
-        everyone = SparsePlan.build(experts, record.probs, None, number)
+        everyone = SparsePlan.to_all(record.probs)
         ones = torch.ones_like(record.probs)
         return everyone, record._replace(load=ones, chosen=ones.bool(), combine=record.probs)

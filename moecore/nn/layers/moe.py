@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import dense_rows
+from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
@@ -116,11 +117,38 @@ class MoEFeedForward(FeedForward):
         experts = self.experts if self.sharded_experts is None else self.sharded_experts
         if self.shares_basis:
             context = context._replace(basis=experts.lent_basis())
-        plan, record = self.router(tokens, context)
-        output = plan.combine(experts(plan.dispatch(tokens)))
+        if self.training and "outputs" in self.wants and not context.progress:
+            # all experts once, for the router to look at and for the tokens
+            every = SparsePlan.to_all(tokens.new_ones(*tokens.shape[:2], self.number))
+            rows = experts(every.dispatch(tokens))
+            context = context._replace(outputs=every.outputs_by_choice(rows))
+            _, record = self.router(tokens, context)
+            output = every._replace(weights=record.combine).combine(rows)
+        else:
+            plan, record = self.router(tokens, context)
+            output = plan.combine(apply_experts(experts, plan.dispatch(tokens)))
         if self.shared is not None:
             output = output + self.shared(dense_rows(tokens)).view_as(output)
         return output, (record,)
+
+    @property
+    def number(self) -> int:
+        """Return how many routed experts there are."""
+        return len(next(self.experts.parameters()))
+
+
+def apply_experts(experts: "ExpertsModule | ShardedExperts", rows: Rows) -> Tensor:
+    """Rows (R, d) to the experts' outputs (R, d); with ``shares`` to those of one expert a group,
+    whose parameters are the experts' in these shares.
+    """
+    if rows.shares is None:
+        return experts(rows)
+    assert isinstance(experts, nn.Module)  # check_expert_parallel refuses others
+    merged = {
+        name: torch.tensordot(rows.shares.to(one.dtype), one, dims=1)
+        for name, one in experts.named_parameters()
+    }
+    return functional_call(experts, merged, (rows,))
 
 
 @torch.no_grad()

@@ -46,7 +46,10 @@ class Router(Part, ABC):
         return frozenset()
 
     def phase(self, progress: float) -> float:
-        """The share of the training that is done, if the router looks at it: else constant."""
+        """The share of the training that is done, if the router looks at it: else constant.
+
+        Asked once for each MoE layer of a forward pass; RoutingContext.progress is what it says.
+        """
         return 1.0
 
     def with_k(self, k: int) -> Self:

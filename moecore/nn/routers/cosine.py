@@ -9,12 +9,10 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import router_logits
+from moecore.nn.routers.token_choice import cosine_logits, router_logits
 
-FLOOR = 1e-6  # of a length that is divided by: a token of zeros has the cosine 0 with all
 HOTTEST = math.log(100)  # what the logarithm of the learned factor counts at most
 
 
@@ -63,6 +61,5 @@ class CosineRouter(NoisyTopKRouter):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The cosines over the temperature, (B, T, E), of tokens (B, T, d)."""
-        directions = normalize(router_logits(tokens, self.projection), dim=-1, eps=FLOOR)
-        cosines = router_logits(directions, normalize(self.weight, dim=-1, eps=FLOOR))
+        cosines = cosine_logits(router_logits(tokens, self.projection), self.weight)
         return cosines * self.log_factor.clamp(max=HOTTEST).exp()

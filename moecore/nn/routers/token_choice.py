@@ -5,16 +5,25 @@ B images, T tokens per image, E experts, k choices per token, d width.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, normalize
 
 from moecore.core.routing_records import RoutingRecord
 from moecore.nn.dispatch import SparsePlan
+
+FLOOR = 1e-6  # of a length that is divided by: a vector of zeros has the cosine 0 with all
 
 
 def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Logits (B, T, E) of tokens (B, T, d) by weight (E, d), in fp32 at least; no autocast."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def cosine_logits(vectors: Tensor, embeddings: Tensor) -> Tensor:
+    """Cosines (B, T, E) of vectors (B, T, r) and experts' embeddings (E, r), in fp32 at least."""
+    wide = vectors.to(torch.promote_types(embeddings.dtype, torch.float32))
+    directions = normalize(wide, dim=-1, eps=FLOOR)
+    return router_logits(directions, normalize(embeddings, dim=-1, eps=FLOOR))
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:

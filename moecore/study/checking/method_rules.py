@@ -13,6 +13,7 @@ NEEDED_WORDS = {
     "guidance": "a teacher",
     "orthonormal": "a router with start: orthonormal",
     "sparsity": "the router relu",
+    "embeddings": "the router dynamic",
     "basis": "experts or a router that have bases (eigen, eigenbasis)",
 }
 

@@ -82,6 +82,7 @@ def test_nor_does_the_truth_of_later_words():
 LOOKAHEADS = [
     ("kind", {"kind": "expert_choice", "k": 1}),
     ("kind", {"kind": "soft_slots"}),
+    ("kind", {"kind": "merged"}),
     ("k", LIMITED | {"k": 2}),
     ("batch_priority", LIMITED | {"batch_priority": True}),
     ("group_size", LIMITED | {"group_size": 2}),

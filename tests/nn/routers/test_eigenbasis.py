@@ -243,7 +243,7 @@ def test_choice_is_the_definition_and_literal_is_the_global_top_k(seed, k, thres
         torch.testing.assert_close(record.probs.sum(-1), torch.ones(2, 5))
     # Algorithm 1 as printed ignores the threshold: the same as with any other one.
     other = Eigenbasis(k=k, threshold=-threshold, selection="literal").build(8, 4).decide(scores)[2]
-    assert all(torch.equal(a, b) for a, b in zip(record, other, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(record[:-1], other[:-1], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.nn.routers.cosine import Cosine
+from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.top_p import TopP
 from moecore.training.regularizers.adaptive_l1 import AdaptiveL1, weighted_use
+from moecore.training.regularizers.diversity_simplicity import DiversitySimplicity, embedding_loss
 from moecore.training.regularizers.entropy import entropy
 from tests.nn.routers import reference
 from tests.training.small import step
@@ -122,3 +124,55 @@ def test_all_layers_decide_what_the_weight_of_relu_becomes():
         assert math.log(router.l1_weight.item() / before, 1.2) == pytest.approx(power, abs=1e-4)
     with pytest.raises(UserError, match="^adaptive_l1: no router learns"):
         AdaptiveL1()(step(record)._replace(model=torch.nn.Linear(1, 1)))
+
+
+EMBEDDINGS = [[1.0, 0], [0, 2], [1, 1]]
+NEAR_AND_FAR = [[[3.0, 4], [-1, 0]]]
+
+
+def dynamic_router():
+    router = Dynamic().build(2, 3)
+    router.embeddings.data = torch.tensor(EMBEDDINGS)
+    router.thresholds.data = torch.tensor([0.5, 0.5, 0.9])
+    return router
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_thresholds_by_hand(training):
+    # Cosines (.6, .8, .989949) and (−1, 0, −.707107); σ of the thresholds: .622459 twice, .710950.
+    # The first token is near to all; the second to none, in evaluation nearest to the second.
+    _, record = dynamic_router().train(training)(torch.tensor(NEAR_AND_FAR))
+    scores = torch.tensor([[[0.645656, 0.689974, 0.729078], [0.268941, 0.5, 0.330238]]])
+    torch.testing.assert_close(record.logits.sigmoid(), scores, atol=1e-6, rtol=0)
+    torch.testing.assert_close(record.probs, scores / scores.sum(-1, keepdim=True))
+    last = [0, 0, 0] if training else [0, 1, 0]
+    assert record.combine.tolist() == [[pytest.approx([1 / 3] * 3), last]]
+    assert record.chosen.sum(dim=-1).tolist() == [[3, 0 if training else 1]]
+
+
+def test_chosen_experts_alone_move_their_thresholds():
+    # The weight's gradient to σ(threshold) is −1 over the number of the chosen: of (1, 2, 4) times
+    # weights of three experts −1/3, −2/3, −4/3, and nothing of the token that is near to none.
+    router = dynamic_router().train()
+    tokens = torch.tensor(NEAR_AND_FAR, requires_grad=True)
+    _, record = router(tokens)
+    loss = (record.combine * torch.tensor([1.0, 2, 4])).sum()
+    inputs = (router.thresholds, tokens, router.embeddings)
+    to_thresholds, to_tokens, to_embeddings = torch.autograd.grad(loss, inputs)
+    slopes = torch.sigmoid(router.thresholds) * (1 - torch.sigmoid(router.thresholds))
+    torch.testing.assert_close(to_thresholds, -torch.tensor([1.0, 2, 4]) / 3 * slopes)
+    assert to_tokens[0, 0].any() and not to_tokens[0, 1].any() and to_embeddings.any()
+
+
+def test_embeddings_apart_and_short_by_hand():
+    # Cosines 0, .707107 and .707107, each twice: Frobenius √2; mean length (1 + 2 + √2) / 3.
+    embeddings = torch.tensor(EMBEDDINGS, requires_grad=True)
+    of_all, length = math.sqrt(2), 1.471405
+    for used, apart in (([1, 1, 1], of_all), ([0, 1, 1], 1.0), ([1, 1, 0], 0.0)):
+        loss = embedding_loss(embeddings=embeddings, used=torch.tensor(used).bool())
+        assert loss.item() == pytest.approx(apart + length, abs=1e-6)
+        (gradient,) = torch.autograd.grad(loss, embeddings)
+        assert gradient.isfinite().all() and gradient.any()
+    _, record = dynamic_router()(torch.tensor(NEAR_AND_FAR))
+    with pytest.raises(UserError, match="^diversity_simplicity: no router has embeddings; allowed"):
+        DiversitySimplicity()(step(record)._replace(model=torch.nn.Linear(1, 1)))

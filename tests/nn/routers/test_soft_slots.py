@@ -165,7 +165,7 @@ def test_before_it_is_frozen_it_is_the_inner_router(settings):
         results.append(
             [
                 outputs,
-                *record,
+                *record[:-1],
                 *torch.autograd.grad(outputs.square().sum(), list(layer.parameters())),
             ]
         )
@@ -185,7 +185,7 @@ def test_once_frozen_it_is_the_inner_router_without_noise_and_without_gradient(s
         results.append(
             [
                 outputs,
-                *record,
+                *record[:-1],
                 tokens.grad,
                 *(parameter.grad for parameter in layer.experts.parameters()),
             ]
@@ -201,11 +201,11 @@ def test_evaluation_does_not_look_at_progress():
     expected, (record,) = theirs.eval()(tokens)
     for context in (EARLY, LATE):
         outputs, (mine,) = ours.eval()(tokens, context)
-        assert torch.equal(outputs, expected) and equal(mine, record)
+        assert torch.equal(outputs, expected) and equal(mine[:-1], record[:-1])
         assert torch.autograd.grad(outputs.square().sum(), ours.router.weight)[0].any()
     ours.train()(tokens, LATE)
     # nothing is left over from the frozen step
-    assert equal(ours.eval()(tokens, EARLY)[1][0], record)
+    assert equal(ours.eval()(tokens, EARLY)[1][0][:-1], record[:-1])
 
 
 def test_adamw_with_weight_decay_leaves_a_frozen_router_alone():

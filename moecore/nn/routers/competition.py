@@ -1,0 +1,135 @@
+"""Competition (CompeteSMoE, Nguyen et al. 2025): in some steps those experts are chosen that answer
+strongest, and the router learns who they were.
+
+B images, T tokens per image, E experts, k chosen per token, d width.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import SparsePlan
+from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers.base import Router
+from moecore.nn.routers.gates import gate_weights
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers.token_choice import FLOOR, plan_and_record, top_k
+
+
+class Competition(Router):
+    """Top-k of a softmax, renormalised; in a few steps of a training a layer computes all experts,
+    and the k with the largest mean softplus of their outputs are chosen.
+
+    Such a step takes E / k times the experts' time. Its penalty is part of the objective.
+    """
+
+    kind: Literal["competition"] = "competition"
+    k: int = Field(2, ge=1, description="experts per token")
+    share: float = Field(
+        0.07, ge=0, le=1, description="chance that a layer's experts compete in a step"
+    )
+    warmup: float = Field(
+        0.05, ge=0, le=1, description="share of the training before which none compete"
+    )
+    router_weight: float = Field(
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of what teaches the router: the mean squared distance of its probs to "
+        "the softmax of the experts' strengths (the paper: 1e-3, its code: 1e-2)",
+    )
+    chosen_weight: float = Field(
+        ge=0,
+        allow_inf_nan=False,
+        description="the same over the chosen alone, times this, beside it (paper 0.2, code 0.1)",
+    )
+    diversity_weight: float = Field(
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of half the mean cosine between outputs of the chosen; it needs k ≥ 2",
+    )
+
+    @model_validator(mode="after")
+    def _several_to_be_diverse(self) -> "Competition":
+        if self.k == 1 and self.diversity_weight:
+            problem = f"found {self.diversity_weight}, but with k = 1 no two are chosen"
+            raise ValueError(f"diversity_weight: {problem}; allowed: 0, or a larger k")
+        return self
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """Return that it reads what every expert says, in the steps in which they compete."""
+        return frozenset({"outputs"})
+
+    def phase(self, progress: float) -> float:
+        """0 where the layer's experts compete, drawn from the step's noise; 1 elsewhere, and in
+        evaluation, whose progress is 1.
+        """
+        may = self.warmup <= progress < 1
+        # on the CPU whatever the model's device: equal on all ranks, and nobody waits for it
+        return 1.0 - (may and torch.rand((), device="cpu").item() < self.share)
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CompetitionRouter":
+        """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
+        self.check_k(experts)
+        return CompetitionRouter(self, width, experts)
+
+
+class CompetitionRouter(NoisyTopKRouter):
+    """``router(tokens, context)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
+
+    With ``context.outputs`` (B, T, E, d) their strengths decide; else the softmax of the logits. A
+    record of a training has a penalty, 0 where nothing competed.
+    """
+
+    def __init__(self, config: Competition, width: int, experts: int) -> None:
+        decision = NoisyTopK(k=config.k, noise_std=0.0, renormalise=True)
+        super().__init__(decision, width, experts)
+        self.settings = config
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[SparsePlan, RoutingRecord]:
+        outputs = context.outputs
+        if outputs is None:
+            plan, record = super().forward(tokens, context)
+            nothing = record.logits.new_zeros(tokens.shape[:2]) if self.training else None
+            return plan, record._replace(penalty=nothing)
+        with full_precision(tokens):
+            logits = self.logits(tokens)
+            probs = torch.softmax(logits, dim=-1)
+            outputs = outputs.to(logits.dtype)
+            strengths = softplus(outputs).mean(dim=-1)
+            chosen = top_k(strengths, self.config.k)
+            best = strengths.gather(-1, chosen)
+            plan, record = plan_and_record(
+                logits=logits,
+                probs=probs,
+                chosen=chosen,
+                weights=gate_weights(best, best, "relu", renormalise=True),
+            )
+            missed = (probs - strengths.softmax(dim=-1).detach()).square()
+            return plan, record._replace(penalty=self._penalty(missed, outputs, chosen))
+
+    def _penalty(self, missed: Tensor, outputs: Tensor, chosen: Tensor) -> Tensor:
+        """(B, T) of squared distances (B, T, E) of probs, outputs (B, T, E, d), ids (B, T, k)."""
+        settings = self.settings
+        among_chosen = settings.chosen_weight * missed.gather(-1, chosen).mean(dim=-1)
+        penalty = settings.router_weight * (missed.mean(dim=-1) + among_chosen)
+        if not settings.diversity_weight:
+            return penalty
+        return penalty + settings.diversity_weight / 2 * cosines_among_chosen(outputs, chosen)
+
+
+def cosines_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
+    """Mean over k × k, with 0 on the diagonal, of the cosines between outputs of chosen experts.
+
+    outputs: (B, T, E, d).  chosen: (B, T, k) ids.  Returns (B, T).
+    """
+    places = chosen.unsqueeze(-1).expand(*chosen.shape, outputs.shape[-1])
+    directions = normalize(outputs.gather(-2, places), dim=-1, eps=FLOOR)
+    cosines = directions @ directions.mT
+    return (cosines - torch.diag_embed(cosines.diagonal(dim1=-2, dim2=-1))).mean(dim=(-2, -1))
