@@ -68,9 +68,10 @@ class Competition(Router):
         """0 where the layer's experts compete, drawn from the step's noise; 1 elsewhere, and in
         evaluation, whose progress is 1.
         """
-        may = self.warmup <= progress < 1
+        if not self.warmup <= progress < 1:
+            return 1.0
         # on the CPU whatever the model's device: equal on all ranks, and nobody waits for it
-        return 1.0 - (may and torch.rand((), device="cpu").item() < self.share)
+        return float(torch.rand((), device="cpu").item() >= self.share)
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CompetitionRouter":
         """The router of ``width``-wide tokens; UserError where k is above ``experts``."""

@@ -10,12 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
+from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.moe import build_moe_feed_forward
+from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
 from moecore.nn.routers.competition import Competition, cosines_among_chosen
 from moecore.nn.routers.merged import Merged
 from tests.nn.routers import reference
+from tests.training.small import COMPETITION, IMAGE
 
 WEIGHTS = ("router_weight", "chosen_weight", "diversity_weight")
 OUTPUTS = [[[1.0, -1], [0.5, 0.5], [-2, 0]], [[0, 3], [1, 1], [2, -1]]]
@@ -85,6 +87,21 @@ def test_the_schedule_is_drawn_from_the_step_alone():
         torch.manual_seed(4)
         before = torch.get_rng_state()
         assert router.phase(progress) == 1.0 and torch.equal(torch.get_rng_state(), before)
+
+
+def test_layers_compete_by_step_and_layer_whatever_else_is_drawn():
+    moe = MoESettings(router=COMPETITION, experts=Mlp(number=4), blocks="all")
+    vit = Vit(patch=4, width=16, depth=4, heads=2, drop_path=0.3).build(IMAGE, moe).train()
+
+    def competing_layers(step, images):
+        pixels = torch.rand(images, 1, 8, 8)
+        torch.manual_seed(step)
+        routing = vit(pixels, progress=0.5).routing
+        return tuple(bool(record.penalty.any()) for record in routing)
+
+    schedule = [competing_layers(step, 3) for step in range(8)]
+    assert schedule == [competing_layers(step, 5) for step in range(8)]
+    assert len(set(schedule)) > 4 and len(set(zip(*schedule, strict=True))) == 4
 
 
 def test_one_chosen_expert_has_nobody_to_differ_from():
