@@ -1,0 +1,136 @@
+"""What the routing of a trace is like, layer by layer: every measure that needs records alone.
+
+N items, T tokens of one, E experts; chosen, probs and combine are (N, T, E).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingRecord
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.lens.trace_reader import LayerRouting, Trace
+from moecore.measure.routing_metrics.layer_metrics import (
+    agreement_by_image,
+    expert_counts,
+    iou_by_image,
+    normalised_load_entropy,
+)
+from moecore.measure.routing_metrics.layer_use import layer_use_by_image
+from moecore.measure.truth import truth_layer
+from moecore.statistics.crossed import crossed_difference, linearize_ratio
+from moecore.statistics.intervals import Interval
+
+# Of chosen, probs and combine of one layer: quantities by name, one value an item, (N,), whose
+# mean is the quantity.
+Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
+PROBABILITIES = 2**25  # of a layer that is read at once: 128 MiB
+
+
+class LayerNumbers(NamedTuple):
+    """One layer's quantities by name, and each expert's share of the choices."""
+
+    quantities: dict[str, Interval]
+    load: tuple[float, ...]
+
+
+class TraceNumbers(NamedTuple):
+    """What was found of a trace."""
+
+    items: int
+    mean: dict[str, Interval]  # over the layers, of those quantities that all of them have
+    layers: list[LayerNumbers]
+
+
+def use_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
+    """Return load, entropies and confidence by item; k is what a token chose at most."""
+    record = RoutingRecord(probs, probs, chosen, chosen, combine)
+    return layer_use_by_image(record, None, int(chosen.sum(dim=-1).max()))
+
+
+def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
+    """Return the share of the choices that no expert had room for, by item."""
+    lost, every = (
+        mask.flatten(1).sum(dim=1).double().numpy() for mask in (chosen & (combine == 0), chosen)
+    )
+    return {"dropped": torch.from_numpy(linearize_ratio(lost, every))}
+
+
+ANALYSES: tuple[Analysis, ...] = (use_by_item, dropped_by_item)
+
+
+def analyse_trace(
+    trace: Trace,
+    items: int | None = None,
+    against: Trace | None = None,
+    analyses: Sequence[Analysis] = ANALYSES,
+) -> TraceNumbers:
+    """Return the quantities of all layers, with 95 % intervals over items.
+
+    items: so many at most, evenly spread; None: as many as PROBABILITIES allow.  against: a trace
+    of the same items, with which the choice of experts is compared.  Labels, where the trace has
+    any, are compared with each token's first expert.  Raises UserError where the traces differ.
+    """
+    largest = max(layer.tokens * layer.experts for layer in trace.card.layers)
+    places = evenly_spaced_indices(trace.items, items or max(1, PROBABILITIES // largest))
+    if against is not None:
+        check_comparable(trace, against)
+    labels = trace.beside("labels", places)
+    layers: list[LayerNumbers] = []
+    every: list[dict[str, Tensor]] = []
+    for number in range(len(trace.card.layers)):
+        routing = trace.layer(number, places)
+        counts = expert_counts(routing.chosen)
+        normalised_load_entropy(counts)  # refuses a layer in which nothing was chosen
+        by_item: dict[str, Tensor] = {}
+        for analyse in analyses:
+            by_item |= analyse(*routing)
+        if against is not None:
+            theirs = against.layer(number, places)
+            by_item["agreement"] = agreement_by_image(routing.probs, theirs.probs)
+            by_item["same_experts"] = iou_by_image(routing.chosen, theirs.chosen)
+        quantities = {name: item_mean(values) for name, values in by_item.items()}
+        quantities |= compare_with_labels(routing, labels)
+        layers.append(LayerNumbers(quantities, tuple((counts / counts.sum()).tolist())))
+        every.append(by_item)
+    shared = [name for name in every[0] if all(name in by_item for by_item in every)]
+    mean = {name: item_mean(torch.stack([one[name] for one in every]).mean(0)) for name in shared}
+    return TraceNumbers(len(places), mean, layers)
+
+
+def item_mean(values: Tensor) -> Interval:
+    """Return the mean of (N,) values and its interval over items; that of one item has none."""
+    if len(values) == 1:
+        return Interval(float(values[0]))
+    return crossed_difference(values[None].numpy()).interval()
+
+
+def compare_with_labels(routing: LayerRouting, labels: Tensor | None) -> dict[str, Interval]:
+    """Return what a token's first expert says of its label, (N,) or (N, T); {} where none fit."""
+    items, tokens, experts = routing.probs.shape
+    if labels is not None and labels.ndim == 1:
+        labels = labels[:, None].expand(items, tokens)
+    if labels is None or labels.shape != (items, tokens):
+        return {}
+    first = routing.probs.argmax(dim=-1)
+    told = truth_layer(first, labels + 1, experts, int(labels.max()) + 1)
+    return {
+        "purity": Interval(told.purity, told.purity_low, told.purity_high),
+        "purity_chance": Interval(told.purity_chance),
+        "label_information": Interval(told.adjusted),
+    }
+
+
+def check_comparable(trace: Trace, other: Trace) -> None:
+    """Raise UserError unless both traces have the same items, layers, tokens and experts."""
+    ours, theirs = (
+        (one.items, [(layer.tokens, layer.experts) for layer in one.card.layers])
+        for one in (trace, other)
+    )
+    if ours != theirs:
+        problem = f"found {theirs[0]} items, layers of (tokens, experts) {theirs[1]}"
+        allowed = f"{ours[0]} items and {ours[1]}, as {trace.folder}"
+        raise UserError(f"{other.folder}: {problem}; allowed: {allowed}")
