@@ -9,10 +9,10 @@ from moecore.core.files import UserError
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.record_tracing import trace_routing
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.hash import Hash
-from moecore.nn.record_tracing import trace_routing
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from tests.attacks.models import vit
