@@ -125,12 +125,11 @@ def compare_with_labels(routing: LayerRouting, labels: Tensor | None) -> dict[st
 
 
 def check_comparable(trace: Trace, other: Trace) -> None:
-    """Raise UserError unless both traces have the same items, layers, tokens and experts."""
-    ours, theirs = (
-        (one.items, [(layer.tokens, layer.experts) for layer in one.card.layers])
+    """Raise UserError unless both traces have as many items, and layers of one shape."""
+    said = [
+        f"{one.items} items, layers of (tokens, experts) "
+        f"{[(layer.tokens, layer.experts) for layer in one.card.layers]}"
         for one in (trace, other)
-    )
-    if ours != theirs:
-        problem = f"found {theirs[0]} items, layers of (tokens, experts) {theirs[1]}"
-        allowed = f"{ours[0]} items and {ours[1]}, as {trace.folder}"
-        raise UserError(f"{other.folder}: {problem}; allowed: {allowed}")
+    ]
+    if said[0] != said[1]:
+        raise UserError(f"{other.folder}: found {said[1]}; allowed: {said[0]}, as {trace.folder}")

@@ -45,14 +45,10 @@ def write_trace(
         writer.write_chunk()
         if not writer.chunks:
             raise UserError(f"{folder}: nothing was added; allowed: one item and more")
-        layers = [
-            LayerShape(tokens=tokens, experts=experts, k=k)
-            for (tokens, experts), k in zip(writer.sizes, writer.most, strict=True)
-        ]
         card = TraceCard(
             format=FORMAT,
             model=model,
-            layers=layers,
+            layers=writer.layers,
             chunks=writer.chunks,
             vocabulary=vocabulary,
         )
@@ -66,33 +62,34 @@ class TraceWriter:
         """``words``: of the vocabulary; 0: there is none."""
         self.folder = folder
         self.words = words
-        self.sizes: list[tuple[int, int]] = []  # of each layer: tokens of an item, experts
-        self.most: list[int] = []  # of each layer: experts that a token chose
+        self.layers: list[LayerShape] = []
         self.chunks: list[ChunkFile] = []
         self._kept: list[dict[str, Tensor]] = []
+        self._probabilities = 0
 
-    def add(self, records: Sequence[RoutingRecord], **beside: Tensor | None) -> None:
+    def add(self, records: Sequence[RoutingRecord], **beside: Tensor) -> None:
         """Add the records of one forward pass, one of each MoE layer, with fields (B, T, E).
 
         beside: ``tokens`` and ``positions``, integers (B, T), and ``labels``, (B,) or (B, T) from
         0, −1 unknown.  Raises UserError where they do not fit each other or what came before.
         """
-        tensors = {name: value.cpu() for name, value in beside.items() if value is not None}
-        shapes = [tuple(record.probs.shape) for record in records]
-        self.sizes = self.sizes or [(tokens, experts) for _, tokens, experts in shapes]
-        self.most = self.most or [0] * len(shapes)
-        self._check_shapes(shapes, tensors)
-        for layer, record in enumerate(records):
+        tensors = {name: value.cpu() for name, value in beside.items()}
+        self._check_beside(tensors, records)
+        layers = []
+        for number, record in enumerate(records):
             experts, weights = encode_choice(record)
-            self.most[layer] = max(self.most[layer], experts.shape[-1])
-            tensors |= {
-                f"{layer}.experts": experts.cpu(),
-                f"{layer}.weights": weights.cpu(),
-                f"{layer}.probs": record.probs.detach().cpu(),
-            }
+            probs = record.probs.detach()
+            parts = {"experts": experts, "weights": weights, "probs": probs}
+            tensors |= {f"{number}.{name}": part.cpu() for name, part in parts.items()}
+            _, tokens, number_of_experts = probs.shape
+            k = experts.shape[-1]
+            if self.layers:
+                k = max(k, self.layers[number].k)
+            layers.append(LayerShape(tokens=tokens, experts=number_of_experts, k=k))
+            self._probabilities += probs.numel()
+        self.layers = layers
         self._kept.append(tensors)
-        kept = sum(len(one["0.probs"]) for one in self._kept)
-        if kept * sum(tokens * experts for tokens, experts in self.sizes) >= PROBABILITIES:
+        if self._probabilities >= PROBABILITIES:
             self.write_chunk()
 
     def write_chunk(self) -> None:
@@ -104,26 +101,25 @@ class TraceWriter:
         write_tensors(path, tensors)
         items = len(tensors["0.probs"])
         self.chunks.append(ChunkFile(file=path.name, items=items, sha256=file_checksum(path)))
-        self._kept = []
+        self._kept, self._probabilities = [], 0
 
-    def _check_shapes(
-        self, shapes: Sequence[tuple[int, ...]], beside: Mapping[str, Tensor]
-    ) -> None:
-        items = shapes[0][0] if shapes else 0
-        expected = [(items, *size) for size in self.sizes]
-        if list(shapes) != expected or not shapes:
-            allowed = f"(items, tokens, experts) {expected}, as in the first batch"
-            raise UserError(f"trace: found records of {list(shapes)}; allowed: {allowed}")
+    def _check_beside(self, beside: Mapping[str, Tensor], records: Sequence[RoutingRecord]) -> None:
+        """Raise UserError for other layers or names than before, and for shapes of other items."""
+        sizes = [tuple(record.probs.shape[1:]) for record in records]
+        before = [(layer.tokens, layer.experts) for layer in self.layers] or sizes
+        if sizes != before or not sizes:
+            allowed = f"{before}, as before; cut texts to parts of one length"
+            raise UserError(f"trace: found layers of (tokens, experts) {sizes}; allowed: {allowed}")
         if self._kept and {*beside} != {*self._kept[0]} & {*BESIDE}:
-            problem = f"found {', '.join(beside) or 'no tokens or labels'}"
-            raise UserError(f"trace: {problem}; allowed: the same names in all batches")
-        rows = dict.fromkeys((items, tokens) for tokens, _ in self.sizes)
+            raise UserError(f"trace: found {sorted(beside)}; allowed: in all batches the same")
+        items = len(records[0].probs)
+        rows = [(items, tokens) for tokens, _ in sizes]
         for name, value in beside.items():
-            allowed = [*rows, (items,)] if name == "labels" else [*rows]
-            if name not in BESIDE or tuple(value.shape) not in allowed:
+            shapes = [*rows, (items,)] if name == "labels" else rows
+            if name not in BESIDE or tuple(value.shape) not in shapes:
+                allowed = f"{', '.join(BESIDE)}, of the shapes {shapes}"
                 problem = f"found {name} of shape {tuple(value.shape)}"
-                names = f"{', '.join(BESIDE)}, of the shapes {allowed}"
-                raise UserError(f"trace: {problem}; allowed: {names}")
+                raise UserError(f"trace: {problem}; allowed: {allowed}")
         if "tokens" in beside:
             check_tokens(beside["tokens"], self.words, "trace")
 

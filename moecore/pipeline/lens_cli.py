@@ -16,9 +16,7 @@ def lens_record(
         Path, typer.Argument(help="a model's folder, or a Python file that names one")
     ],
     out: Annotated[Path, typer.Option(help="the trace's folder")] = Path("trace"),
-    data: Annotated[
-        Path | None, typer.Option(help="prepared folder, folder of pictures, or file of text")
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="prepared folder, of a model's folder")] = None,
     items: Items = None,
 ) -> None:
     """Write what a model's routers do with texts or images as a trace: docs/tutorials/lens.md."""

@@ -98,22 +98,13 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
             assert layer.quantities[name].value == pytest.approx(getattr(expected, name))
 
 
-def test_a_text_of_the_users(subject, trained, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the tensor of value and matrix " * 3, encoding="utf-8")
-    assert record_trained_model(trained, text, tmp_path / "trace") == 3  # 19 words, blocks of 6
-    tokens = Trace(tmp_path / "trace").beside("tokens")
-    vocabulary = Trace(tmp_path / "trace").card.vocabulary
-    assert " ".join(vocabulary[n] for n in tokens[0]) == "<eos> the tensor of value and"
-
-
 def test_choices_of_any_number_and_dropped_ones_come_back(tmp_path):
     first, second = records_of(2, 1, 3), records_of(2, 3, 2)
     kept = torch.rand(2, 3, 4) > 0.5
     first[1] = first[1]._replace(combine=first[1].combine * kept)
     with write_trace(tmp_path / "trace", "drawn") as trace:
-        trace.add(first, labels=torch.tensor([0, -1]))
-        trace.add(second, labels=torch.tensor([1, 0]))
+        trace.add(first)
+        trace.add(second)
     trace = Trace(tmp_path / "trace")
     assert [layer.k for layer in trace.card.layers] == [3, 3]
     for number, pair in enumerate(zip(first, second, strict=True)):
@@ -165,10 +156,10 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ("batches", r"own.py: found Model model and NoneType batches; allowed: "),
+        ("batches", r"own.py: found Model model, NoneType batches; allowed: "),
         ("vocabulary", r"trace: tokens: found \d; allowed: 0 to 1, .*: is it of another tokenizer"),
-        ("padding", r"own.py: batches: found padding in attention_mask; cut texts to parts"),
-        ("lengths", r"trace: found records of \[\(2, 4, 4\)\]; allowed: .*\[\(2, 5, 4\)\]"),
+        ("padding", r"attention_mask: found 0; allowed: 1; cut texts to parts of one length"),
+        ("lengths", r"trace: found layers of .* \[\(4, 4\)\]; allowed: \[\(5, 4\)\], as before"),
         ("error", r"own.py: ZeroDivisionError: division by zero \(.*own.py:24\)"),
     ],
 )
@@ -236,7 +227,7 @@ def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
     folder = tmp_path / "trace"
     for add, problem in (
         (lambda trace: None, "nothing was added"),
-        (lambda trace: trace.add([]), "found records of \\[\\]"),
+        (lambda trace: trace.add([]), "found layers of .* \\[\\]; allowed"),
         (lambda trace: trace.add(records_of(2, 1), tokens=torch.ones(2, 4)), "found tokens of sh"),
         (lambda trace: trace.add(records_of(2, 1), words=torch.ones(2, 3)), "found words of shape"),
     ):
@@ -246,7 +237,7 @@ def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
     with pytest.raises(UserError, match="holds no trace; allowed: a new folder"):
         with write_trace(trained, "none"):
             pass
-    with pytest.raises(UserError, match="the same names in all batches"):
+    with pytest.raises(UserError, match="allowed: in all batches the same"):
         with write_trace(folder, "none") as trace:
             trace.add(records_of(2, 1), labels=torch.ones(2))
             trace.add(records_of(2, 1))
