@@ -30,7 +30,9 @@ class LayerRouting(NamedTuple):
 
 
 class Trace:
-    """A trace in a folder; ``layer(0)`` is the routing of its first MoE layer."""
+    """A trace in a folder: ``layer(0)`` is the routing of its first MoE layer, ``beside("tokens")``
+    the tokens (positions, labels), ``items`` their number and ``card`` what ``trace.json`` says.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Raise UserError, one line, for what is no trace, of another format, or damaged."""

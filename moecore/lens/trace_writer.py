@@ -56,7 +56,7 @@ def write_trace(
 
 
 class TraceWriter:
-    """Takes the records of batches; ``write_trace`` gives one."""
+    """Takes the records of batches: ``add(records, tokens=…, labels=…)``."""
 
     def __init__(self, folder: Path, words: int = 0) -> None:
         """``words``: of the vocabulary; 0: there is none."""
