@@ -85,9 +85,7 @@ def analyse_trace(
         routing = trace.layer(number, places)
         counts = expert_counts(routing.chosen)
         normalised_load_entropy(counts)  # refuses a layer in which nothing was chosen
-        by_item: dict[str, Tensor] = {}
-        for analyse in analyses:
-            by_item |= analyse(*routing)
+        by_item = {name: one for analyse in analyses for name, one in analyse(*routing).items()}
         if against is not None:
             theirs = against.layer(number, places)
             by_item["agreement"] = agreement_by_image(routing.probs, theirs.probs)

@@ -1,6 +1,5 @@
 """What is said of a trace: a table in the terminal, and one HTML file that needs nothing else."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +14,12 @@ from moecore.report.column import Column
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.measures.routing import COLUMNS, routing_column
+from moecore.report.page.glossary import WORDS
+from moecore.report.page.rows import method_rows_table
 from moecore.report.page.templating import template_environment
-from moecore.report.page.view import (
-    NONE,
-    Block,
-    ColumnHead,
-    PageCell,
-    PageTable,
-    Picture,
-    TableRow,
-)
+from moecore.report.page.view import Block, Picture
+from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.number_format import NumberFormat
-from moecore.statistics.intervals import Interval
 
 SHOWN = 300  # words of a page
 FEW = 16  # experts whose shares are printed into the picture
@@ -50,38 +43,35 @@ def describe_trace(
     write_whole(page, render_lens(trace, numbers))
 
 
-def list_quantities(numbers: TraceNumbers) -> dict[Column, dict[str, Interval]]:
-    """Return for each quantity its rows: all layers together, where all have it, then each."""
+def arrange_cells(numbers: TraceNumbers) -> tuple[list[Column], Cells]:
+    """Return the columns, a quantity each, and the rows: all layers together, then each from 1."""
     known = {one.name: one for one in (*COLUMNS, *LENS_COLUMNS) if isinstance(one, Column)}
     rows = {"all": numbers.mean} | {
         str(number): layer.quantities for number, layer in enumerate(numbers.layers, start=1)
     }
-    return {
-        known.get(name) or routing_column(name, name.replace("_", " ").capitalize()): {
-            row: own[name] for row, own in rows.items() if name in own
-        }
-        for name in dict.fromkeys(name for own in rows.values() for name in own)
+    names = list(dict.fromkeys(name for own in rows.values() for name in own))
+    cells = {
+        row: {name: Cell(own[name], "t", 1) if name in own else None for name in names}
+        for row, own in rows.items()
     }
+    new = {name: routing_column(name, name.replace("_", " ").capitalize()) for name in names}
+    return [known.get(name, new[name]) for name in names], cells
 
 
 def print_numbers(numbers: TraceNumbers) -> None:
-    """Print the mean of each quantity over the layers, and the layers with least and most of it."""
-    from rich.console import Console
-    from rich.table import Table
-
-    heads = ("", "mean over layers", "least, in layer", "most, in layer")
-    table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
-    for column, rows in list_quantities(numbers).items():
-        known = NumberFormat.of(column.form, rows.values())
-        mean = known.value_with_limits(rows.pop("all"), "()") if "all" in rows else "–"
-        ends = [end(rows, key=lambda row: rows[row].value) for end in (min, max)]
-        table.add_row(column.label, mean, *(f"{known.value(rows[n].value)}, {n}" for n in ends))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    """Print the quantities that all layers have, over all of them, with their limits."""
+    columns, cells = arrange_cells(numbers)
+    for column in columns:
+        if cell := cells["all"][column.name]:
+            known = NumberFormat.of(column.form, [cell.interval])
+            print(f"{column.label:<28} {known.value_with_limits(cell.interval)}")
 
 
 def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
     """Return the whole page."""
     words = read_words(trace)
+    table = method_rows_table(*arrange_cells(numbers))
+    layers = trace.card.layers
     return (
         template_environment()
         .get_template("lens.html.jinja")
@@ -90,34 +80,18 @@ def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
             items=f"{numbers.items:,} of {trace.items:,} items",
             block=Block(
                 "",
-                grids=[quantities_table(numbers)],
+                grids=[table._replace(columns=["Layer", *table.columns[1:]])],
                 pictures=[Picture(draw_loads(numbers), "Load of the experts")],
             ),
+            glossary=WORDS,
             words=words,
             layers=[
-                {n: expert_word_counts(words, number, n) for n in range(layer.experts)}
-                for number, layer in enumerate(trace.card.layers)
+                {expert: expert_word_counts(words, n, expert) for expert in range(layer.experts)}
+                for n, layer in enumerate(layers)
             ],
-            colours=expert_colours(max(layer.experts for layer in trace.card.layers)),
+            colours=expert_colours(max(layer.experts for layer in layers)),
         )
     )
-
-
-def quantities_table(numbers: TraceNumbers) -> PageTable:
-    """Return the table of the page: a row a layer, a column a quantity."""
-    columns = list_quantities(numbers)
-    lines = {row: TableRow(PageCell(row), []) for row in next(iter(columns.values()))}
-    for column, rows in columns.items():
-        known = NumberFormat.of(column.form, rows.values())
-        for row, line in lines.items():
-            one = rows.get(row)
-            cell = NONE
-            if one is not None:
-                cell = PageCell(known.value(one.value), known.limits(one), value=one.value)
-            line.items.append(cell)
-    heads = [ColumnHead(), *(ColumnHead(column.note) for column in columns)]
-    names = ["Layer", *(column.label for column in columns)]
-    return PageTable(names, list(lines.values()), heads=heads, sortable=True)
 
 
 def draw_loads(numbers: TraceNumbers) -> Figure:
@@ -138,13 +112,15 @@ def read_words(trace: Trace) -> list[Word]:
     """Return the first words of the trace with their experts; of layers of other tokens, none."""
     first = np.arange(min(trace.items, SHOWN))
     tokens = trace.beside("tokens", first)
-    vocabulary = trace.card.vocabulary
-    if tokens is None or not vocabulary:
+    if tokens is None or not trace.card.vocabulary:
         return []
     layers = []
     for number, known in enumerate(trace.card.layers):
-        combine = trace.layer(number, first).combine.flatten(0, 1)
+        combine = trace.layer(number, first).combine.flatten(0, 1)[:SHOWN]
         fits = known.tokens == tokens.shape[1]
-        layers.append(experts_by_weight(combine[:SHOWN], MOST) if fits else [[]] * SHOWN)
-    read = [vocabulary[token] for token in tokens.flatten()[:SHOWN].tolist()]
-    return [Word(word, True, [layer[place] for layer in layers]) for place, word in enumerate(read)]
+        layers.append(experts_by_weight(combine, MOST) if fits else [[]] * SHOWN)
+    numbers = tokens.flatten()[:SHOWN].tolist()
+    return [
+        Word(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
+        for place, number in enumerate(numbers)
+    ]

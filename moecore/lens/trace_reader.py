@@ -52,17 +52,14 @@ class Trace:
     def layer(self, number: int, items: np.ndarray | None = None) -> LayerRouting:
         """Return the routing of a layer, from 0, of the items at these places (N,), or of all."""
         known = self.card.layers[number]
-        size = (known.tokens, known.experts)
         names = [f"{number}.{field}" for field in ("experts", "weights", "probs")]
         parts = []
         for path, (experts, weights, probs) in self._read_parts(names, items):
-            shapes = [tuple(tensor.shape[1:]) for tensor in (experts, weights, probs)]
-            if shapes[0] != shapes[1] or shapes[0][0] != known.tokens or shapes[2] != size:
-                problem = f"{', '.join(names)}: found {shapes}"
-                raise UserError(f"{path}: {problem}; allowed: as (tokens, experts) {size} say")
-            if ((experts < -1) | (experts >= known.experts)).any():
-                problem = f"{names[0]}: found {int(experts.min())} to {int(experts.max())}"
-                raise UserError(f"{path}: {problem}; allowed: -1 to {known.experts - 1}")
+            size = (known.tokens, known.experts)
+            fits = experts.shape == weights.shape and experts.shape[:2] == probs.shape[:2]
+            if not fits or tuple(probs.shape[1:]) != size or not is_within(experts, known.experts):
+                problem = f"{', '.join(names)}: found other shapes, or other experts"
+                raise UserError(f"{path}: {problem}; allowed: of (tokens, experts) {size}")
             parts.append(decode_choice(experts, weights.float(), probs.float()))
         return LayerRouting(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -125,6 +122,11 @@ def read_trace_card(path: Path) -> TraceCard:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(f"{path}: {key}: {first['msg']}; found {first['input']!r}") from None
+
+
+def is_within(experts: Tensor, number: int) -> bool:
+    """Return whether all are numbers from −1 to ``number`` − 1."""
+    return bool(((experts >= -1) & (experts < number)).all())
 
 
 def decode_choice(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:

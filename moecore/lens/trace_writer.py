@@ -117,9 +117,8 @@ class TraceWriter:
         for name, value in beside.items():
             shapes = [*rows, (items,)] if name == "labels" else rows
             if name not in BESIDE or tuple(value.shape) not in shapes:
-                allowed = f"{', '.join(BESIDE)}, of the shapes {shapes}"
                 problem = f"found {name} of shape {tuple(value.shape)}"
-                raise UserError(f"trace: {problem}; allowed: {allowed}")
+                raise UserError(f"trace: {problem}; allowed: {', '.join(BESIDE)}, of {shapes}")
         if "tokens" in beside:
             check_tokens(beside["tokens"], self.words, "trace")
 

@@ -5,6 +5,7 @@ routers are known by the names of their classes.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from moecore.nn.routers.gates import Score, expert_probs, expert_scores
 # Of a router, its positional arguments and what it returned, the record: fields (B, T, E), or
 # (B · T, E) where the layer around it flattens its tokens.
 RouterAdapter = Callable[[nn.Module, tuple[Any, ...], Any], RoutingRecord]
-CLOSE = 0.02  # weights that sum to 1, of bfloat16
+CLOSE = 0.02  # shares of weights, of bfloat16
 
 
 def build_record(
@@ -36,14 +37,20 @@ def build_record(
     return RoutingRecord(logits, expert_probs(logits, score), chosen.float(), chosen, combine)
 
 
-def read_softmax_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of a softmax router that returns logits, weights and experts chosen."""
-    return _read_top_k(router, output, "softmax")
+def read_top_k_router(
+    router: nn.Module, inputs: tuple[Any, ...], output: Any, score: Score
+) -> RoutingRecord:
+    """Return the record of a router that returns logits, weights and numbers of its experts.
 
-
-def read_sigmoid_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
-    """Return the record of a sigmoid router that returns logits, weights and experts chosen."""
-    return _read_top_k(router, output, "sigmoid")
+    Raises UserError where the weights are not the experts' scores, but for a factor.
+    """
+    logits, weights, experts = output
+    scores = expert_scores(logits.detach().float(), score).gather(-1, experts)
+    expected, given = (each / each.sum(-1, keepdim=True) for each in (scores, weights.detach()))
+    if not torch.allclose(expected, given.float(), atol=CLOSE):
+        problem = f"{type(router).__name__} does not weigh experts by a {score} of its logits"
+        raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
+    return build_record(logits, experts, weights, score)
 
 
 def read_switch_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) -> RoutingRecord:
@@ -57,23 +64,13 @@ def read_switch_router(router: nn.Module, inputs: tuple[Any, ...], output: Any) 
     return RoutingRecord(logits.float(), probs, chosen.float(), chosen, processed * weight.float())
 
 
+SOFTMAX = partial(read_top_k_router, score="softmax")
 FOREIGN_ROUTERS: Mapping[str, RouterAdapter] = {  # of transformers, by the names of their classes
-    "MixtralTopKRouter": read_softmax_router,
-    "OlmoeTopKRouter": read_softmax_router,
-    "Qwen2MoeTopKRouter": read_softmax_router,
-    "Qwen3MoeTopKRouter": read_softmax_router,
-    "DeepseekV2TopkRouter": read_softmax_router,
-    "DeepseekV3TopkRouter": read_sigmoid_router,
+    "MixtralTopKRouter": SOFTMAX,
+    "OlmoeTopKRouter": SOFTMAX,
+    "Qwen2MoeTopKRouter": SOFTMAX,
+    "Qwen3MoeTopKRouter": SOFTMAX,
+    "DeepseekV2TopkRouter": SOFTMAX,
+    "DeepseekV3TopkRouter": partial(read_top_k_router, score="sigmoid"),
     "SwitchTransformersTop1Router": read_switch_router,
 }
-
-
-def _read_top_k(router: nn.Module, output: Any, score: Score) -> RoutingRecord:
-    """Raise UserError where the weights are not the scores of the experts, but for a factor."""
-    logits, weights, experts = output
-    expected = expert_scores(logits.detach().float(), score).gather(-1, experts)
-    shares = [each / each.sum(dim=-1, keepdim=True) for each in (expected, weights.detach())]
-    if not torch.allclose(shares[0], shares[1].float(), atol=CLOSE):
-        problem = f"{type(router).__name__} does not weigh experts by a {score} of its logits"
-        raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
-    return build_record(logits, experts, weights, score)

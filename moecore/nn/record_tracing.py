@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -43,15 +44,19 @@ def trace_routing(
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled: without hooks
         for router, block in routers.items():
             if isinstance(router, MoELayer):
-                stack.enter_context(_lend_list(router, records))
+                stack.callback(setattr, router, "records", router.records)
+                router.records = records
             elif isinstance(router, Model):
-                hook = router.register_forward_hook(
-                    lambda _, __, output: records.extend(output.routing)
-                )
-                stack.enter_context(hook)
+                see_output = lambda model, inputs, output: records.extend(output.routing)
+                stack.enter_context(router.register_forward_hook(see_output))
             else:
-                adapter = known[type(router).__name__]
-                stack.enter_context(_hook_router(router, block, adapter, records))
+                hook = RouterHook(known[type(router).__name__], records)
+                stack.enter_context(router.register_forward_hook(hook.see_router))
+                if block is not None:
+                    see_block = hook.see_block
+                    stack.enter_context(
+                        block.register_forward_pre_hook(see_block, with_kwargs=True)
+                    )
         yield records
 
 
@@ -70,49 +75,31 @@ def _find_routers(
         _find_routers(child, module, known, routers)
 
 
-@contextmanager
-def _lend_list(layer: MoELayer, records: list[RoutingRecord]) -> Iterator[None]:
-    before = layer.records
-    try:
-        layer.records = records
-        yield
-    finally:
-        layer.records = before
+class RouterHook:
+    """Appends a record at each call of a router; the block around it sees tokens (B, T, d)."""
 
+    def __init__(self, adapter: RouterAdapter, records: list[RoutingRecord]) -> None:
+        self.adapter = adapter
+        self.records = records
+        self.shape: tuple[int, ...] = ()
 
-@contextmanager
-def _hook_router(
-    router: nn.Module,
-    block: nn.Module | None,
-    adapter: RouterAdapter,
-    records: list[RoutingRecord],
-) -> Iterator[None]:
-    """Append a record at each call of a router; ``block``, around it, sees tokens (B, T, d)."""
-    shape: tuple[int, ...] = ()
+    def see_block(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Remember the shape of a block's tokens, its first tensor."""
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        self.shape = tuple(tensors[0].shape[:-1]) if tensors else ()
 
-    def see_block(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal shape
-        given = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
-        shape = tuple(given[0].shape[:-1]) if given else ()
-
-    def see_router(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        record = adapter(router, inputs, output)
+    def see_router(self, router: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Add the record of a call. Raises UserError where the adapter gives something else."""
+        record = self.adapter(router, inputs, output)
         if not isinstance(record, RoutingRecord):
             problem = f"adapters.{type(router).__name__}: returned {type(record).__name__}"
             raise UserError(f"{problem}; allowed: a RoutingRecord, as lens.build_record returns")
-        records.append(RoutingRecord(*(_split_batch(field, shape) for field in record)))
+        self.records.append(RoutingRecord(*map(self.split_batch, record)))
 
-    with ExitStack() as stack:
-        if block is not None:
-            stack.enter_context(block.register_forward_pre_hook(see_block, with_kwargs=True))
-        stack.enter_context(router.register_forward_hook(see_router))
-        yield
-
-
-def _split_batch(field: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return (B · T, E) as (B, T, E), where tokens have the shape (B, T); else one batch of it."""
-    if field.ndim > 2:
-        return field.flatten(1, -2)
-    if len(shape) == 2 and shape[0] * shape[1] == len(field):
-        return field.unflatten(0, shape)
-    return field[None]
+    def split_batch(self, field: Tensor) -> Tensor:
+        """Return (B · T, E) as (B, T, E), where the block's tokens say so; else one batch of it."""
+        if field.ndim > 2:
+            return field.flatten(1, -2)
+        if len(self.shape) == 2 and prod(self.shape) == len(field):
+            return field.unflatten(0, self.shape)
+        return field[None]

@@ -10,19 +10,22 @@ from typer.testing import CliRunner
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
+from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import trace_writer
 from moecore.lens.analyses import analyse_trace
-from moecore.lens.page import describe_trace
+from moecore.lens.page import describe_trace, render_lens
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.lens.trace_reader import Trace
 from moecore.lens.trace_writer import write_trace
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics
+from moecore.nn.backbones.vit import Vit
 from moecore.nn.foreign_routers import build_record
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.cli import app
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import opened
-from tests.measure.test_words import subject
+from tests.measure.subjects import built, digits
+from tests.measure.test_words import MOE, subject
 
 __all__ = ["subject"]
 FILE = """\
@@ -96,6 +99,25 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
         assert layer.load == pytest.approx(expected.load)
         for name in ("load_cv2", "entropy", "token_entropy", "tail_of_probs"):
             assert layer.quantities[name].value == pytest.approx(getattr(expected, name))
+
+
+def test_images_come_with_their_classes(tmp_path):
+    data = digits(tmp_path / "digits")
+    model = built(Vit(patch=6, width=8, depth=2, heads=1), MOE, data, 1.5)
+    for name, one in (("model", model), ("dense", built(model.config, None, data, 1.5))):
+        (tmp_path / name).mkdir()
+        save_model(tmp_path / name, one)
+    out = tmp_path / "trace"
+    assert record_trained_model(tmp_path / "model", data.folder, out, items=20) == 20
+    trace, places = Trace(out), evenly_spaced_indices(60, 20)
+    assert torch.equal(trace.beside("labels"), torch.from_numpy(data.test.labels[places]))
+    assert trace.beside("tokens") is None and "Words" not in render_lens(
+        trace, analyse_trace(trace)
+    )
+    _, (record, _) = predict_in_batches(model, data.test.images[places])
+    assert torch.equal(trace.layer(0).probs, record.probs)
+    with pytest.raises(UserError, match="^trace: VisionTransformer has no router that is known"):
+        record_trained_model(tmp_path / "dense", data.folder, out)
 
 
 def test_choices_of_any_number_and_dropped_ones_come_back(tmp_path):
@@ -196,6 +218,7 @@ def rewrite_tensors(folder, **changes):
 
 
 EXPERTS = torch.full((6, 5, 2), 4)
+PROBS = torch.ones(6, 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +234,14 @@ EXPERTS = torch.full((6, 5, 2), 4)
         (cut_file, "00000.safetensors: missing, damaged or cut off"),
         (lambda folder: (folder / "00000.safetensors").unlink(), "safetensors: missing, damaged"),
         (lambda folder: rewrite_tensors(folder, **{"0.probs": None}), "found no 0.probs"),
-        (lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS}), "allowed: -1 to 3"),
-        (lambda folder: rewrite_tensors(folder, **{"0.probs": torch.ones(6, 5, 3)}), "0.probs: fo"),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS}),
+            "or other experts",
+        ),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.probs": torch.ones(6, 5, 3)}),
+            "found other shapes",
+        ),
         (lambda folder: rewrite_tensors(folder, tokens=torch.full((6, 5), 9)), "tokens: found 9"),
     ],
 )
