@@ -4,13 +4,14 @@ N items, T tokens of one, E experts; chosen, probs and combine are (N, T, E).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.trace_reader import LayerRouting, Trace
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -19,7 +20,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     iou_by_image,
     normalised_load_entropy,
 )
-from moecore.measure.routing_metrics.layer_use import layer_use_by_image
+from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
 from moecore.measure.truth import truth_layer
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
@@ -47,8 +48,14 @@ class TraceNumbers(NamedTuple):
 
 def use_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
     """Return load, entropies and confidence by item; k is what a token chose at most."""
-    record = RoutingRecord(probs, probs, chosen, chosen, combine)
-    return layer_use_by_image(record, None, int(chosen.sum(dim=-1).max()))
+    record = record_of_layer(LayerRouting(chosen, probs, combine))
+    return use_metrics_by_image(record, None, int(chosen.sum(dim=-1).max()))
+
+
+def record_of_layer(routing: LayerRouting) -> RoutingRecord:
+    """Return a record for what reads no logits: probabilities stand in their place."""
+    chosen, probs, combine = routing
+    return RoutingRecord(probs, probs, chosen.float(), chosen, combine)
 
 
 def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
@@ -88,14 +95,19 @@ def analyse_trace(
         by_item = {name: one for analyse in analyses for name, one in analyse(*routing).items()}
         if against is not None:
             theirs = against.layer(number, places)
-            by_item["agreement"] = agreement_by_image(routing.probs, theirs.probs)
+            first = (first_choices(record_of_layer(one)) for one in (routing, theirs))
+            by_item["agreement"] = agreement_by_image(*first)
             by_item["same_experts"] = iou_by_image(routing.chosen, theirs.chosen)
         quantities = {name: item_mean(values) for name, values in by_item.items()}
         quantities |= compare_with_labels(routing, labels)
         layers.append(LayerNumbers(quantities, tuple((counts / counts.sum()).tolist())))
         every.append(by_item)
-    shared = [name for name in every[0] if all(name in by_item for by_item in every)]
-    mean = {name: item_mean(torch.stack([one[name] for one in every]).mean(0)) for name in shared}
+    mean = {}
+    for name in set.intersection(*(set(layer.quantities) for layer in layers)):
+        if name in every[0]:
+            mean[name] = item_mean(torch.stack([one[name] for one in every]).mean(dim=0))
+        else:
+            mean[name] = Interval(fmean(layer.quantities[name].value for layer in layers))
     return TraceNumbers(len(places), mean, layers)
 
 
@@ -113,7 +125,7 @@ def compare_with_labels(routing: LayerRouting, labels: Tensor | None) -> dict[st
         labels = labels[:, None].expand(items, tokens)
     if labels is None or labels.shape != (items, tokens):
         return {}
-    first = routing.probs.argmax(dim=-1)
+    first = first_choices(record_of_layer(routing))
     told = truth_layer(first, labels + 1, experts, int(labels.max()) + 1)
     return {
         "purity": Interval(told.purity, told.purity_low, told.purity_high),

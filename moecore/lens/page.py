@@ -49,7 +49,7 @@ def arrange_cells(numbers: TraceNumbers) -> tuple[list[Column], Cells]:
     rows = {"all": numbers.mean} | {
         str(number): layer.quantities for number, layer in enumerate(numbers.layers, start=1)
     }
-    names = list(dict.fromkeys(name for own in rows.values() for name in own))
+    names = list(dict.fromkeys(name for layer in numbers.layers for name in layer.quantities))
     cells = {
         row: {name: Cell(own[name], "t", 1) if name in own else None for name in names}
         for row, own in rows.items()

@@ -152,6 +152,7 @@ def test_labels_and_another_trace_are_compared_with(tmp_path):
     assert found["purity"].value == found["label_information"].value == 1.0
     assert found["agreement"].value == found["same_experts"].value == 0.5
     assert found["entropy"].value == pytest.approx(1.0) and numbers.mean["agreement"].value == 0.5
+    assert numbers.mean["purity"].value == 1.0
     assert analyse_trace(Trace(tmp_path / "ours"), items=2).items == 2
     with write_trace(tmp_path / "short", "short") as trace:
         trace.add(records_of(2, 1))
