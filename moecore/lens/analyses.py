@@ -16,9 +16,9 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.trace_reader import LayerRouting, Trace
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
+    dead_expert_share,
     expert_counts,
     iou_by_image,
-    normalised_load_entropy,
 )
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
 from moecore.measure.truth import truth_layer
@@ -91,7 +91,7 @@ def analyse_trace(
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, places)
         counts = expert_counts(routing.chosen)
-        normalised_load_entropy(counts)  # refuses a layer in which nothing was chosen
+        dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
         by_item = {name: one for analyse in analyses for name, one in analyse(*routing).items()}
         if against is not None:
             theirs = against.layer(number, places)
@@ -99,7 +99,7 @@ def analyse_trace(
             by_item["agreement"] = agreement_by_image(*first)
             by_item["same_experts"] = iou_by_image(routing.chosen, theirs.chosen)
         quantities = {name: item_mean(values) for name, values in by_item.items()}
-        quantities |= compare_with_labels(routing, labels)
+        quantities |= {"dead": dead, **compare_with_labels(routing, labels)}
         layers.append(LayerNumbers(quantities, tuple((counts / counts.sum()).tolist())))
         every.append(by_item)
     mean = {}
@@ -123,10 +123,10 @@ def compare_with_labels(routing: LayerRouting, labels: Tensor | None) -> dict[st
     items, tokens, experts = routing.probs.shape
     if labels is not None and labels.ndim == 1:
         labels = labels[:, None].expand(items, tokens)
-    if labels is None or labels.shape != (items, tokens):
+    if labels is None or labels.shape != (items, tokens) or labels.max() < 0:
         return {}
     first = first_choices(record_of_layer(routing))
-    told = truth_layer(first, labels + 1, experts, int(labels.max()) + 1)
+    told = truth_layer(first, labels.clamp_min(-1) + 1, experts, int(labels.max()) + 1)
     return {
         "purity": Interval(told.purity, told.purity_low, told.purity_high),
         "purity_chance": Interval(told.purity_chance),

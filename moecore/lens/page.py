@@ -1,5 +1,6 @@
 """What is said of a trace: a table in the terminal, and one HTML file that needs nothing else."""
 
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,7 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
 
 def read_words(trace: Trace) -> list[Word]:
     """Return the first words of the trace with their experts; of layers of other tokens, none."""
-    first = np.arange(min(trace.items, SHOWN))
+    first = np.arange(min(trace.items, ceil(SHOWN / trace.card.layers[0].tokens)))
     tokens = trace.beside("tokens", first)
     if tokens is None or not trace.card.vocabulary:
         return []

@@ -9,8 +9,8 @@ for each MoE layer, by its number from 0:
 ``0.probs``    (B, T, E): the router's probabilities, without noise
 
 and, where they are known, ``tokens`` and ``positions``, integers (B, T), and ``labels``, integers
-(B,) or (B, T) from 0, −1 where one is not known. Layers may differ in E and T, items may not: a
-text is cut into parts of one length, without padding. ``trace.json`` is a ``TraceCard``.
+(B,) or (B, T) from 0, below 0 where one is not known. Layers may differ in E and T, items may not:
+a text is cut into parts of one length, without padding. ``trace.json`` is a ``TraceCard``.
 """
 
 from typing import Literal

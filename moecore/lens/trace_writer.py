@@ -71,7 +71,7 @@ class TraceWriter:
         """Add the records of one forward pass, one of each MoE layer, with fields (B, T, E).
 
         beside: ``tokens`` and ``positions``, integers (B, T), and ``labels``, (B,) or (B, T) from
-        0, −1 unknown.  Raises UserError where they do not fit each other or what came before.
+        0, below it unknown.  Raises UserError where they do not fit each other or what came before.
         """
         tensors = {name: value.cpu() for name, value in beside.items()}
         self._check_beside(tensors, records)
