@@ -94,7 +94,7 @@ class RouterHook:
         if not isinstance(record, RoutingRecord):
             problem = f"adapters.{type(router).__name__}: returned {type(record).__name__}"
             raise UserError(f"{problem}; allowed: a RoutingRecord, as lens.build_record returns")
-        self.records.append(RoutingRecord(*map(self.split_batch, record)))
+        self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:
         """Return (B · T, E) as (B, T, E), where the block's tokens say so; else one batch of it."""

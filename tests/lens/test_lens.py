@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import trace_writer
 from moecore.lens.analyses import analyse_trace
@@ -20,7 +19,7 @@ from moecore.lens.trace_writer import write_trace
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.foreign_routers import build_record
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import concat_records, predict_in_batches
 from moecore.pipeline.cli import app
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import opened
@@ -130,7 +129,7 @@ def test_choices_of_any_number_and_dropped_ones_come_back(tmp_path):
     trace = Trace(tmp_path / "trace")
     assert [layer.k for layer in trace.card.layers] == [3, 3]
     for number, pair in enumerate(zip(first, second, strict=True)):
-        both = RoutingRecord(*map(torch.cat, zip(*pair, strict=True)))
+        (both,) = concat_records([(record,) for record in pair])
         for name, value in trace.layer(number)._asdict().items():
             assert torch.equal(value, getattr(both, name))
     dropped = analyse_trace(trace).layers[1].quantities["dropped"].value
