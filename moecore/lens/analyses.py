@@ -83,8 +83,9 @@ def analyse_trace(
     """
     largest = max(layer.tokens * layer.experts for layer in trace.card.layers)
     places = evenly_spaced_indices(trace.items, items or max(1, PROBABILITIES // largest))
-    if against is not None:
-        check_comparable(trace, against)
+    if against is not None and against.shape != trace.shape:
+        problem = f"found items, and (tokens, experts) of layers, {against.shape}"
+        raise UserError(f"{against.folder}: {problem}; allowed: {trace.shape}")
     labels = trace.beside("labels", places)
     layers: list[LayerNumbers] = []
     every: list[dict[str, Tensor]] = []
@@ -132,14 +133,3 @@ def compare_with_labels(routing: LayerRouting, labels: Tensor | None) -> dict[st
         "purity_chance": Interval(told.purity_chance),
         "label_information": Interval(told.adjusted),
     }
-
-
-def check_comparable(trace: Trace, other: Trace) -> None:
-    """Raise UserError unless both traces have as many items, and layers of one shape."""
-    said = [
-        f"{one.items} items, layers of (tokens, experts) "
-        f"{[(layer.tokens, layer.experts) for layer in one.card.layers]}"
-        for one in (trace, other)
-    ]
-    if said[0] != said[1]:
-        raise UserError(f"{other.folder}: found {said[1]}; allowed: {said[0]}, as {trace.folder}")

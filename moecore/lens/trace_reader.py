@@ -3,7 +3,6 @@
 N items asked for, T tokens of one, S the most experts that a token chose, E experts.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.core.files import UserError, file_checksum
-from moecore.lens.trace_format import CARD, FORMAT, TraceCard, check_tokens
+from moecore.lens.trace_format import CARD, TraceCard, check_tokens
 
 AGAIN = "record the trace again"
 
@@ -49,6 +48,11 @@ class Trace:
         """Number of items."""
         return sum(chunk.items for chunk in self.card.chunks)
 
+    @property
+    def shape(self) -> tuple[int, list[tuple[int, int]]]:
+        """Number of items, and of each layer tokens and experts."""
+        return self.items, [(layer.tokens, layer.experts) for layer in self.card.layers]
+
     def layer(self, number: int, items: np.ndarray | None = None) -> LayerRouting:
         """Return the routing of a layer, from 0, of the items at these places (N,), or of all."""
         known = self.card.layers[number]
@@ -57,7 +61,8 @@ class Trace:
         for path, (experts, weights, probs) in self._read_parts(names, items):
             size = (known.tokens, known.experts)
             fits = experts.shape == weights.shape and experts.shape[:2] == probs.shape[:2]
-            if not fits or tuple(probs.shape[1:]) != size or not is_within(experts, known.experts):
+            other = tuple(probs.shape[1:]) != size or (experts >= known.experts).any()
+            if other or not fits:
                 problem = f"{', '.join(names)}: found other shapes, or other experts"
                 raise UserError(f"{path}: {problem}; allowed: of (tokens, experts) {size}")
             parts.append(decode_choice(experts, weights.float(), probs.float()))
@@ -108,25 +113,15 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def read_trace_card(path: Path) -> TraceCard:
     """Return what ``trace.json`` says. Raises UserError where it is none, or of another format."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return TraceCard.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; a trace is a folder with {CARD}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); {AGAIN}") from None
-    number = value.get("format") if isinstance(value, dict) else None
-    if number != FORMAT:
-        raise UserError(f"{path}: format: found {number}; allowed: {FORMAT}")
-    try:
-        return TraceCard.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {key}: {first['msg']}; found {first['input']!r}") from None
-
-
-def is_within(experts: Tensor, number: int) -> bool:
-    """Return whether all are numbers from −1 to ``number`` − 1."""
-    return bool(((experts >= -1) & (experts < number)).all())
+        key = ".".join(map(str, first["loc"])) or "JSON"
+        allowed = first["msg"].replace("Input should be", "allowed:")
+        problem = f"{key}: found {str(first['input'])[:40]}; {allowed}"
+        raise UserError(f"{path}: {' '.join(problem.split())}") from None
 
 
 def decode_choice(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:

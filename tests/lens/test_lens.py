@@ -156,7 +156,7 @@ def test_labels_and_another_trace_are_compared_with(tmp_path):
     assert analyse_trace(Trace(tmp_path / "ours"), items=2).items == 2
     with write_trace(tmp_path / "short", "short") as trace:
         trace.add(records_of(2, 1))
-    with pytest.raises(UserError, match="short: found 2 items, layers .*; allowed: 8 items"):
+    with pytest.raises(UserError, match=r"short: found items, .*\(2, .*; allowed: \(8, "):
         analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "short"))
 
 
@@ -225,12 +225,15 @@ PROBS = torch.ones(6, 5, 3)
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda folder: write_card(folder, format=2), "trace.json: format: found 2; allowed: 1"),
-        (lambda folder: write_card(folder, layers=[]), "trace.json: layers: Tuple should have"),
         (
-            lambda folder: (folder / "trace.json").write_text('{"format'),
-            "trace.json: not valid JSON",
+            lambda folder: write_card(folder, format=2),
+            "json: format: found 2; allowed: 1",
         ),
+        (
+            lambda folder: write_card(folder, layers=[]),
+            r"layers: found \[\]; Tuple should",
+        ),
+        (lambda folder: (folder / "trace.json").write_text("{"), "JSON: found .*; Invalid JSON"),
         (lambda folder: (folder / "trace.json").unlink(), "trace.json: No such file"),
         (cut_file, "00000.safetensors: missing, damaged or cut off"),
         (lambda folder: (folder / "00000.safetensors").unlink(), "safetensors: missing, damaged"),
