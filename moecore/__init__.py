@@ -19,6 +19,7 @@ __all__ = [
     "expert_agreement",
     "expert_counts",
     "experts",
+    "lens",
     "load_cv2",
     "load_model",
     "measure",

@@ -1,6 +1,7 @@
 """What `import moecore` offers: each public name from where it lives, imported at its first use."""
 
 from moecore import attacks as attacks
+from moecore import lens as lens
 from moecore import measure as measure
 from moecore import pages as pages
 from moecore import parts as parts
@@ -19,8 +20,8 @@ from moecore.measure.routing_metrics.layer_metrics import expert_counts as exper
 from moecore.measure.routing_metrics.layer_metrics import load_cv2 as load_cv2
 from moecore.nn.layers.moe import update_routers as update_routers
 from moecore.nn.layers.standalone_moe import MoELayer as MoELayer
-from moecore.nn.layers.standalone_moe import trace_routing as trace
 from moecore.nn.predict import predict_in_batches as predict_in_batches
+from moecore.nn.record_tracing import trace_routing as trace
 from moecore.tracking.model import model_folder as model_folder
 from moecore.training.artifacts import load_model as load_model
 from moecore.training.objective import routing_loss as routing_loss

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from moecore.core.files import UserError, explain_full_disk, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
+from moecore.pipeline.lens_cli import lens_read, lens_record
 
 ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
 JobCount = Annotated[
@@ -337,6 +338,10 @@ def _build_app() -> typer.Typer:
     for command in (claims_write, claims_check, claims_plan):
         claims.command(command.__name__.removeprefix("claims_"))(command)
     program.add_typer(claims, name="claims")
+    lens = typer.Typer(help="Routing of any model: record it, and look at it.", **options)
+    for command in (lens_record, lens_read):
+        lens.command(command.__name__.removeprefix("lens_"))(command)
+    program.add_typer(lens, name="lens")
     return program
 
 

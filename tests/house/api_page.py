@@ -38,8 +38,12 @@ def public_members(value: Any) -> dict[str, Any]:
     """Return what a public module or family offers, by name: parts, checks, base classes."""
     if not isinstance(value, (ModuleType, FamilyParts)):
         return {}
-    members = {name: one for name, one in inspect.getmembers(value) if not name.startswith("_")}
-    if value in (moecore.parts, moecore.pages):
+    members = {
+        name: one
+        for name, one in inspect.getmembers(value)
+        if not name.startswith("_") and not isinstance(one, ModuleType)
+    }
+    if value in (moecore.lens, moecore.parts, moecore.pages):
         return members
     is_offered = inspect.isfunction if value is moecore.testing else is_part
     return {name: one for name, one in members.items() if is_offered(one)}

@@ -6,7 +6,8 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.standalone_moe import MoELayer, trace_routing
+from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.record_tracing import trace_routing
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.training.objective import routing_loss

@@ -1,7 +1,4 @@
-"""A mixture-of-experts layer in anybody's torch module, and the records of a foreign model."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""A mixture-of-experts layer in anybody's torch module."""
 
 from torch import Tensor, nn
 
@@ -49,25 +46,3 @@ def check_reads_tokens_alone(router: Router, experts: Experts) -> None:
     if lacking:
         problem = f"found {router.kind}, which reads {', '.join(lacking)}"
         raise UserError(f"router: {problem}; a layer by itself has none; allowed: {TOKENS_ALONE}")
-
-
-@contextmanager
-def trace_routing(model: nn.Module) -> Iterator[list[RoutingRecord]]:
-    """Collect the routing of a model's MoELayers inside the ``with``: a record a layer and call.
-
-    Records come in the order of the calls and carry gradients; torch.compile keeps them. Raises
-    UserError for a model without such layers (moecore's own models return their records).
-    """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    if not layers:
-        mend = "call moecore.upcycle first, or read model(images).routing of a model of moecore"
-        raise UserError(f"trace: the model has no MoELayer; {mend}")
-    records: list[RoutingRecord] = []
-    outer = [layer.records for layer in layers]
-    try:
-        for layer in layers:
-            layer.records = records
-        yield records
-    finally:
-        for layer, before in zip(layers, outer, strict=True):
-            layer.records = before

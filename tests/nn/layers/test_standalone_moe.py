@@ -8,7 +8,8 @@ import torch
 from moecore.core.files import UserError
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.standalone_moe import MoELayer, trace_routing
+from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.record_tracing import trace_routing
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.hash import Hash
@@ -99,9 +100,15 @@ def test_a_compiled_model_leaves_records_too():
         assert len(records) == 1 and records[0].probs.requires_grad
 
 
-def test_a_model_without_such_layers_is_not_traced():
-    for model in (torch.nn.Linear(8, 8), vit({"kind": "noisy_top_k"})):
-        with pytest.raises(UserError, match="^trace: the model has no MoELayer; "):
+def test_a_model_of_ours_is_traced_and_a_dense_one_is_not():
+    images = torch.rand(2, 1, 8, 8)
+    model = vit({"kind": "noisy_top_k"}).eval()
+    with trace_routing(model) as records:
+        output = model(images)
+    assert len(records) == len(output.routing) > 0
+    assert all(ours is theirs for ours, theirs in zip(records, output.routing, strict=True))
+    for model in (torch.nn.Linear(8, 8), vit(None)):
+        with pytest.raises(UserError, match="^trace: .* has no router that is known; allowed: "):
             with trace_routing(model):
                 pass
 

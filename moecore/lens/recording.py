@@ -1,0 +1,116 @@
+"""The routing of a model becomes a trace: of ours in its folder, or of what a Python file names."""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.core.files import UserError
+from moecore.core.outside_packages import last_line
+from moecore.data.prepared import Prepared, evenly_spaced_indices
+from moecore.data.text.words import read_vocabulary
+from moecore.lens.trace_writer import write_trace
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
+from moecore.nn.record_tracing import trace_routing
+from moecore.training.artifacts import load_model
+
+BATCH = 64  # items a forward pass
+Batch = tuple[Any, Mapping[str, Tensor]]  # what a model is called with, and what is known of it
+
+
+def record_trained_model(folder: Path, data: Path, out: Path, items: int | None = None) -> int:
+    """Write the trace ``out`` of our model in ``folder`` and the test items of the prepared folder
+    ``data``, so many at most, evenly spread; return their number.
+    """
+    model = load_model(folder)
+    words = read_vocabulary(folder, model.image.outputs) if model.image.task.long else []
+    batches = prepared_batches(model, Prepared.open(data), items)
+    return record_batches(out, str(folder), model, batches, vocabulary=words)
+
+
+def prepared_batches(model: Model, data: Prepared, items: int | None) -> Iterator[Batch]:
+    """Yield images, or blocks of words, with their labels and tokens; words' labels are kinds."""
+    task, truth = model.image.task, model.image.truth
+    where = evenly_spaced_indices(len(data.test.labels), items)
+    labels = torch.as_tensor(data.test.labels[where])
+    first = 0
+    for inputs in image_batches(data.test.images[where], round_batch_to_groups(model, BATCH)):
+        beside: dict[str, Tensor] = {}
+        if task.long:
+            beside["tokens"] = inputs[:, model.image.channels - 1]
+        if task.long and truth:
+            beside["labels"] = inputs[:, -1] - 1
+        if task.needs_classes("one_class") is None:
+            beside["labels"] = labels[first : first + len(inputs)]
+        yield inputs, beside
+        first += len(inputs)
+
+
+def record_python_file(path: Path, out: Path) -> int:
+    """Write the trace ``out`` of what a Python file names; return the number of items.
+
+    ``model``: a module, as for ``trace``, and its ``adapters`` if it needs any.  ``batches``: an
+    iterable of what it is called with, a tensor or a mapping of arguments, or of pairs of that and
+    a mapping of tokens, positions and labels; input_ids are tokens.  ``vocabulary``: the word of
+    each token's number.  ``name``: of the model.
+    """
+    given = run_python_file(path)
+    model, batches = given.get("model"), given.get("batches")
+    if not isinstance(model, nn.Module) or not isinstance(batches, Iterable):
+        problem = f"found {type(model).__name__} model, {type(batches).__name__} batches"
+        raise UserError(f"{path}: {problem}; allowed: a torch module, an iterable")
+    pairs = (batch if isinstance(batch, tuple) else (batch, {}) for batch in batches)
+    name = given.get("name", type(model).__name__)
+    more = {key: given[key] for key in ("adapters", "vocabulary") if key in given}
+    return record_batches(out, name, model, pairs, **more)
+
+
+def record_batches(
+    out: Path,
+    name: str,
+    model: nn.Module,
+    batches: Iterable[Batch],
+    adapters: Any = None,
+    vocabulary: Any = (),
+) -> int:
+    """Write the trace ``out`` of a model in evaluation mode; return the number of items."""
+    items = 0
+    with write_trace(out, name, vocabulary) as trace, eval_mode(model), torch.no_grad():
+        for inputs, beside in batches:
+            with trace_routing(model, adapters) as records:
+                if isinstance(inputs, Mapping):
+                    beside = {**tokens_of_arguments(inputs), **beside}
+                    model(**inputs)
+                else:
+                    model(inputs)
+            trace.add(records, **beside)
+            items += len(records[0].probs)
+    return items
+
+
+def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tokens among the arguments of a model of transformers; UserError for padding."""
+    mask = inputs.get("attention_mask")
+    if mask is not None and not mask.all():
+        mend = "cut texts to parts of one length, without padding"
+        raise UserError(f"attention_mask: found 0; allowed: 1; {mend}")
+    if "input_ids" not in inputs or "decoder_input_ids" in inputs:  # whose layers are mixed
+        return {}
+    return {"tokens": inputs["input_ids"]}
+
+
+def run_python_file(path: Path) -> dict[str, Any]:
+    """Return the names that a Python file defines; what lies beside it may be imported there."""
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        sys.path.append(str(path.parent.resolve()))
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; allowed: a model's folder, a Python file") from None
+    except Exception as error:
+        raise UserError(f"{path}: {last_line(error)}") from error
+    return names

@@ -1,0 +1,60 @@
+"""What a trace is: a folder with ``trace.json`` and files of safetensors, in which any program can
+leave what the routers of any model did with a stream of items: texts or images.
+
+B items of a file, T tokens of each, E experts, S the most experts that a token chose. A file has
+for each MoE layer, by its number from 0:
+
+``0.experts``  integers (B, T, S): those chosen before capacity; −1 where a token chose fewer
+``0.weights``  (B, T, S): of their outputs; 0 where an expert had no room
+``0.probs``    (B, T, E): the router's probabilities, without noise
+
+and, where they are known, ``tokens`` and ``positions``, integers (B, T), and ``labels``, integers
+(B,) or (B, T) from 0, below 0 where one is not known. Layers may differ in E and T, items may not:
+a text is cut into parts of one length, without padding. ``trace.json`` is a ``TraceCard``.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+
+FORMAT = 1
+CARD = "trace.json"
+BESIDE = ("tokens", "positions", "labels")
+
+
+class LayerShape(Config):
+    """One MoE layer."""
+
+    experts: int = Field(ge=1)
+    tokens: int = Field(ge=1)  # of an item
+    k: int = Field(ge=0)  # experts that a token chose, at most
+
+
+class ChunkFile(Config):
+    """One file, with some of the items."""
+
+    file: str = Field(pattern=r"^[\w.-]+$")
+    items: int = Field(ge=1)
+    sha256: str | None = None  # None: its bytes are not verified
+
+
+class TraceCard(Config):
+    """``trace.json``."""
+
+    format: Literal[1]
+    model: str
+    layers: tuple[LayerShape, ...] = Field(min_length=1)
+    chunks: tuple[ChunkFile, ...] = Field(min_length=1)
+    vocabulary: tuple[str, ...] = ()  # the word of each token's number
+
+
+def check_tokens(tokens: Tensor, words: int, where: str) -> None:
+    """Raise UserError where a token has no word in a vocabulary of so many; 0: there is none."""
+    wrong = tokens[(tokens < 0) | (tokens >= words)]
+    if words and wrong.numel():
+        allowed = f"0 to {words - 1}, the words of the vocabulary: is it of another tokenizer?"
+        raise UserError(f"{where}: tokens: found {int(wrong[0])}; allowed: {allowed}")

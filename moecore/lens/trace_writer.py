@@ -1,0 +1,146 @@
+"""A trace is written file by file, as its items come: no more of them is in memory than one has.
+
+B items, T tokens of one, E experts, S the most experts that a token chose.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moecore.core.files import UserError, file_checksum, whole_folder, write_json
+from moecore.core.routing_records import RoutingRecord
+from moecore.core.safetensors_files import write_tensors
+from moecore.lens.trace_format import (
+    BESIDE,
+    CARD,
+    FORMAT,
+    ChunkFile,
+    LayerShape,
+    TraceCard,
+    check_tokens,
+)
+
+PROBABILITIES = 2**24  # of a file: 64 MiB; one batch more than they allow
+
+
+@contextmanager
+def write_trace(
+    folder: str | Path, model: str, vocabulary: Sequence[str] = ()
+) -> Iterator["TraceWriter"]:
+    """Write a trace into ``folder`` inside the ``with``, which appears whole at its end.
+
+    model: its name.  vocabulary: the word of each token's number.  An older trace is replaced;
+    raises UserError for a folder that holds anything else.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (folder / CARD).is_file():
+        raise UserError(f"{folder}: holds no trace; allowed: a new folder, or an older trace")
+    with whole_folder(folder) as temporary:
+        writer = TraceWriter(temporary, len(vocabulary))
+        yield writer
+        writer.write_chunk()
+        if not writer.chunks:
+            raise UserError(f"{folder}: nothing was added; allowed: one item and more")
+        card = TraceCard(
+            format=FORMAT,
+            model=model,
+            layers=writer.layers,
+            chunks=writer.chunks,
+            vocabulary=vocabulary,
+        )
+        write_json(temporary / CARD, card.model_dump(mode="json"))
+
+
+class TraceWriter:
+    """Takes the records of batches: ``add(records, tokens=…, labels=…)``."""
+
+    def __init__(self, folder: Path, words: int = 0) -> None:
+        """``words``: of the vocabulary; 0: there is none."""
+        self.folder = folder
+        self.words = words
+        self.layers: list[LayerShape] = []
+        self.chunks: list[ChunkFile] = []
+        self._kept: list[dict[str, Tensor]] = []
+        self._probabilities = 0
+
+    def add(self, records: Sequence[RoutingRecord], **beside: Tensor) -> None:
+        """Add the records of one forward pass, one of each MoE layer, with fields (B, T, E).
+
+        beside: ``tokens`` and ``positions``, integers (B, T), and ``labels``, (B,) or (B, T) from
+        0, below it unknown.  Raises UserError where they do not fit each other or what came before.
+        """
+        tensors = {name: value.cpu() for name, value in beside.items()}
+        self._check_beside(tensors, records)
+        layers = []
+        for number, record in enumerate(records):
+            experts, weights = encode_choice(record)
+            probs = record.probs.detach()
+            parts = {"experts": experts, "weights": weights, "probs": probs}
+            tensors |= {f"{number}.{name}": part.cpu() for name, part in parts.items()}
+            _, tokens, number_of_experts = probs.shape
+            k = experts.shape[-1]
+            if self.layers:
+                k = max(k, self.layers[number].k)
+            layers.append(LayerShape(tokens=tokens, experts=number_of_experts, k=k))
+            self._probabilities += probs.numel()
+        self.layers = layers
+        self._kept.append(tensors)
+        if self._probabilities >= PROBABILITIES:
+            self.write_chunk()
+
+    def write_chunk(self) -> None:
+        """Write what is kept in memory, if anything is, as one file."""
+        if not self._kept:
+            return
+        tensors = {name: join_batches(name, self._kept) for name in self._kept[0]}
+        path = self.folder / f"{len(self.chunks):05d}.safetensors"
+        write_tensors(path, tensors)
+        items = len(tensors["0.probs"])
+        self.chunks.append(ChunkFile(file=path.name, items=items, sha256=file_checksum(path)))
+        self._kept, self._probabilities = [], 0
+
+    def _check_beside(self, beside: Mapping[str, Tensor], records: Sequence[RoutingRecord]) -> None:
+        """Raise UserError for other layers or names than before, and for shapes of other items."""
+        sizes = [tuple(record.probs.shape[1:]) for record in records]
+        before = [(layer.tokens, layer.experts) for layer in self.layers] or sizes
+        if sizes != before or not sizes:
+            allowed = f"{before}, as before; cut texts to parts of one length"
+            raise UserError(f"trace: found layers of (tokens, experts) {sizes}; allowed: {allowed}")
+        if self._kept and {*beside} != {*self._kept[0]} & {*BESIDE}:
+            raise UserError(f"trace: found {sorted(beside)}; allowed: in all batches the same")
+        items = len(records[0].probs)
+        rows = [(items, tokens) for tokens, _ in sizes]
+        for name, value in beside.items():
+            shapes = [*rows, (items,)] if name == "labels" else rows
+            if name not in BESIDE or tuple(value.shape) not in shapes:
+                problem = f"found {name} of shape {tuple(value.shape)}"
+                raise UserError(f"trace: {problem}; allowed: {', '.join(BESIDE)}, of {shapes}")
+        if "tokens" in beside:
+            check_tokens(beside["tokens"], self.words, "trace")
+
+
+def join_batches(name: str, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Return the tensors of this name as one, those of choices padded to the widest."""
+    tensors = [batch[name] for batch in batches]
+    if not name.endswith((".experts", ".weights")):
+        return torch.cat(tensors)
+    widest = max(tensor.shape[-1] for tensor in tensors)
+    none = -1 if name.endswith(".experts") else 0
+    return torch.cat([pad(each, (0, widest - each.shape[-1]), value=none) for each in tensors])
+
+
+def encode_choice(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+    """Return the experts chosen, int16 (B, T, S), most weight first, then −1, and their weights.
+
+    Raises UserError where an expert has a weight that was not chosen.
+    """
+    chosen, combine = record.chosen, record.combine.detach()
+    if ((combine != 0) & ~chosen).any():
+        raise UserError("trace: found a weight of an expert that was not chosen; allowed: 0")
+    ranked, experts = combine.where(chosen, -torch.inf).topk(int(chosen.sum(dim=-1).max()))
+    none = ranked == -torch.inf
+    return experts.masked_fill(none, -1).short(), ranked.masked_fill(none, 0)

@@ -1,0 +1,105 @@
+"""The routing records of a model while it runs: ours, one with our layers, or others' mixtures."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingRecord
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.foreign_routers import FOREIGN_ROUTERS, RouterAdapter
+from moecore.nn.layers.standalone_moe import MoELayer
+
+
+@contextmanager
+def trace_routing(
+    model: nn.Module, adapters: Mapping[str, RouterAdapter] | None = None
+) -> Iterator[list[RoutingRecord]]:
+    """Collect the routing of a model inside the ``with``: a record a MoE layer and call.
+
+    model: one of ours, one with MoELayers (``upcycle``), or one of transformers with routers of
+    Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 or Switch, whose forward pass is
+    left as it is. adapters: for other routers, the name of a router's class → a function of the
+    router, its positional arguments and what it returned that gives the record, such as
+    ``lens.build_record`` does.
+
+    Records come in the order of the calls, with fields (B, T, E), and carry gradients. A compiled
+    model runs as if it were not, unless its routers are those of MoELayers. Raises UserError for a
+    model without such routers.
+    """
+    known = {**FOREIGN_ROUTERS, **(adapters or {})}
+    records: list[RoutingRecord] = []
+    routers: dict[nn.Module, nn.Module | None] = {}
+    _find_routers(model, None, known, routers)
+    if not routers:
+        allowed = f"a mixture of moecore, MoELayers (upcycle), {', '.join(FOREIGN_ROUTERS)}"
+        problem = f"{type(model).__name__} has no router that is known"
+        raise UserError(f"trace: {problem}; allowed: {allowed}, or others with adapters")
+    with ExitStack() as stack:
+        if not all(isinstance(router, MoELayer) for router in routers):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled: without hooks
+        for router, block in routers.items():
+            if isinstance(router, MoELayer):
+                stack.callback(setattr, router, "records", router.records)
+                router.records = records
+            elif isinstance(router, Model):
+                see_output = lambda model, inputs, output: records.extend(output.routing)
+                stack.enter_context(router.register_forward_hook(see_output))
+            else:
+                hook = RouterHook(known[type(router).__name__], records)
+                stack.enter_context(router.register_forward_hook(hook.see_router))
+                if block is not None:
+                    see_block = hook.see_block
+                    stack.enter_context(
+                        block.register_forward_pre_hook(see_block, with_kwargs=True)
+                    )
+        yield records
+
+
+def _find_routers(
+    module: nn.Module,
+    block: nn.Module | None,
+    known: Mapping[str, RouterAdapter],
+    routers: dict[nn.Module, nn.Module | None],
+) -> None:
+    """Add each outermost module that tells its routing to ``routers``, with the one around it."""
+    own = isinstance(module, Model) and module.moe is not None
+    if own or isinstance(module, MoELayer) or type(module).__name__ in known:
+        routers.setdefault(module, block)
+        return
+    for child in module.children():
+        _find_routers(child, module, known, routers)
+
+
+class RouterHook:
+    """Appends a record at each call of a router; the block around it sees tokens (B, T, d)."""
+
+    def __init__(self, adapter: RouterAdapter, records: list[RoutingRecord]) -> None:
+        self.adapter = adapter
+        self.records = records
+        self.shape: tuple[int, ...] = ()
+
+    def see_block(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Remember the shape of a block's tokens, its first tensor."""
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        self.shape = tuple(tensors[0].shape[:-1]) if tensors else ()
+
+    def see_router(self, router: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Add the record of a call. Raises UserError where the adapter gives something else."""
+        record = self.adapter(router, inputs, output)
+        if not isinstance(record, RoutingRecord):
+            problem = f"adapters.{type(router).__name__}: returned {type(record).__name__}"
+            raise UserError(f"{problem}; allowed: a RoutingRecord, as lens.build_record returns")
+        self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
+
+    def split_batch(self, field: Tensor) -> Tensor:
+        """Return (B · T, E) as (B, T, E), where the block's tokens say so; else one batch of it."""
+        if field.ndim > 2:
+            return field.flatten(1, -2)
+        if len(self.shape) == 2 and prod(self.shape) == len(field):
+            return field.unflatten(0, self.shape)
+        return field[None]

@@ -1,0 +1,278 @@
+"""Traces: of our own models equal to their records, of others by a file; damaged ones; the page."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from moecore.core.files import UserError
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.lens import trace_writer
+from moecore.lens.analyses import analyse_trace
+from moecore.lens.page import describe_trace, render_lens
+from moecore.lens.recording import record_python_file, record_trained_model
+from moecore.lens.trace_reader import Trace
+from moecore.lens.trace_writer import write_trace
+from moecore.measure.routing_metrics.layer_use import layer_use_metrics
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.foreign_routers import build_record
+from moecore.nn.predict import concat_records, predict_in_batches
+from moecore.pipeline.cli import app
+from moecore.training.artifacts import save_model, save_words
+from tests.browser import opened
+from tests.measure.subjects import built, digits
+from tests.measure.test_words import MOE, subject
+
+__all__ = ["subject"]
+FILE = """\
+import torch
+from torch import nn
+import moecore
+
+class Gate(nn.Linear):
+    def forward(self, tokens):
+        return super().forward(tokens).softmax(-1).topk(2)
+
+def read(gate, inputs, output):
+    logits = nn.functional.linear(inputs[0], gate.weight, gate.bias)
+    return moecore.lens.build_record(logits, output.indices, output.values)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.gate = nn.Embedding(9, 8), Gate(8, 4)
+    def forward(self, input_ids, attention_mask=None):
+        return self.gate(self.words(input_ids))
+
+torch.manual_seed(0)
+model, adapters = Model(), {"Gate": read}
+batches = [{"input_ids": torch.randint(9, (2, 5))} for _ in range(3)]
+vocabulary = "the of and tensor matrix vector value 12 returns".split()
+"""
+
+
+@pytest.fixture
+def trained(subject, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_model(folder, subject.model)
+    save_words(folder, subject.data)
+    return folder
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    (tmp_path / "own.py").write_text(FILE, encoding="utf-8")
+    record_python_file(tmp_path / "own.py", tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+def records_of(items, *chosen, experts=4):
+    """A layer for each: so many experts of every token, drawn."""
+    logits = torch.randn(len(chosen), items, 3, experts)
+    return [
+        build_record(one, one.topk(k).indices, one.softmax(-1).topk(k).values)
+        for one, k in zip(logits, chosen, strict=True)
+    ]
+
+
+def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_writer, "PROBABILITIES", 1)  # a file a batch
+    images = subject.data.test.images
+    assert record_trained_model(trained, subject.data.folder, tmp_path / "trace") == len(images)
+    trace = Trace(tmp_path / "trace")
+    _, records = predict_in_batches(subject.model, images)
+    assert len(trace.card.chunks) > 1 and len(trace.card.layers) == len(records) == 2
+    some = np.array([1, 64, len(images) - 1])
+    for number, record in enumerate(records):
+        for name, value in trace.layer(number)._asdict().items():
+            assert torch.equal(value, getattr(record, name))
+        assert torch.equal(trace.layer(number, some).combine, record.combine[some])
+    assert torch.equal(trace.beside("tokens"), torch.from_numpy(images[:, -1].astype(np.int64)))
+    numbers = analyse_trace(trace)
+    for layer, record in zip(numbers.layers, records, strict=True):
+        expected = layer_use_metrics(record, None, 2)
+        assert layer.load == pytest.approx(expected.load)
+        for name in ("load_cv2", "entropy", "token_entropy", "tail_of_probs"):
+            assert layer.quantities[name].value == pytest.approx(getattr(expected, name))
+
+
+def test_images_come_with_their_classes(tmp_path):
+    data = digits(tmp_path / "digits")
+    model = built(Vit(patch=6, width=8, depth=2, heads=1), MOE, data, 1.5)
+    for name, one in (("model", model), ("dense", built(model.config, None, data, 1.5))):
+        (tmp_path / name).mkdir()
+        save_model(tmp_path / name, one)
+    out = tmp_path / "trace"
+    assert record_trained_model(tmp_path / "model", data.folder, out, items=20) == 20
+    trace, places = Trace(out), evenly_spaced_indices(60, 20)
+    assert torch.equal(trace.beside("labels"), torch.from_numpy(data.test.labels[places]))
+    assert trace.beside("tokens") is None and "Words" not in render_lens(
+        trace, analyse_trace(trace)
+    )
+    _, (record, _) = predict_in_batches(model, data.test.images[places])
+    assert torch.equal(trace.layer(0).probs, record.probs)
+    with pytest.raises(UserError, match="^trace: VisionTransformer has no router that is known"):
+        record_trained_model(tmp_path / "dense", data.folder, out)
+
+
+def test_choices_of_any_number_and_dropped_ones_come_back(tmp_path):
+    first, second = records_of(2, 1, 3), records_of(2, 3, 2)
+    kept = torch.rand(2, 3, 4) > 0.5
+    first[1] = first[1]._replace(combine=first[1].combine * kept)
+    with write_trace(tmp_path / "trace", "drawn") as trace:
+        trace.add(first)
+        trace.add(second)
+    trace = Trace(tmp_path / "trace")
+    assert [layer.k for layer in trace.card.layers] == [3, 3]
+    for number, pair in enumerate(zip(first, second, strict=True)):
+        (both,) = concat_records([(record,) for record in pair])
+        for name, value in trace.layer(number)._asdict().items():
+            assert torch.equal(value, getattr(both, name))
+    dropped = analyse_trace(trace).layers[1].quantities["dropped"].value
+    assert dropped == pytest.approx(int((first[1].chosen & ~kept).sum()) / (6 * 3 + 6 * 2))
+
+
+def test_labels_and_another_trace_are_compared_with(tmp_path):
+    """Every token's first expert is its item's label, in the other trace of half of the items."""
+    labels = torch.arange(8) % 4
+    unsure = torch.where(torch.arange(8) != 3, labels, -100)
+    told = torch.nn.functional.one_hot(labels, 4).float()[:, None].expand(8, 3, 4)
+    moved = torch.cat([told[:4], told[4:].roll(1, -1)])
+    for name, logits in (("ours", told), ("theirs", moved)):
+        with write_trace(tmp_path / name, name) as trace:
+            trace.add(
+                [build_record(logits, logits.topk(1).indices, logits.topk(1).values)], labels=unsure
+            )
+    numbers = analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "theirs"))
+    found = numbers.layers[0].quantities
+    assert found["purity"].value == found["label_information"].value == 1.0
+    assert found["agreement"].value == found["same_experts"].value == 0.5
+    assert found["entropy"].value == pytest.approx(1.0) and numbers.mean["agreement"].value == 0.5
+    assert numbers.mean["purity"].value == 1.0
+    assert analyse_trace(Trace(tmp_path / "ours"), items=2).items == 2
+    with write_trace(tmp_path / "short", "short") as trace:
+        trace.add(records_of(2, 1))
+    with pytest.raises(UserError, match=r"short: found items, .*\(2, .*; allowed: \(8, "):
+        analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "short"))
+
+
+def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(FILE, encoding="utf-8")
+    for words, told in (
+        ("record own.py", "trace: 6 items; next: moecore lens read trace"),
+        ("read trace --against trace", "Same experts"),
+    ):
+        done = CliRunner().invoke(app, ["lens", *words.split()])
+        assert done.exit_code == 0 and told in done.output, done.output
+    with opened(browser, tmp_path / "lens.html", 390, "dark") as shown:
+        assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert shown.locator("h1").inner_text() == "What the routers of Model do"
+        assert shown.locator("#words .text span").count() == 30
+        assert shown.locator("#layers tbody tr").count() == 2  # all layers, and the only one
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ("batches", r"own.py: found Model model, NoneType batches; allowed: "),
+        ("vocabulary", r"trace: tokens: found \d; allowed: 0 to 1, .*: is it of another tokenizer"),
+        ("padding", r"attention_mask: found 0; allowed: 1; cut texts to parts of one length"),
+        ("lengths", r"trace: found layers of .* \[\(4, 4\)\]; allowed: \[\(5, 4\)\], as before"),
+        ("error", r"own.py: ZeroDivisionError: division by zero \(.*own.py:24\)"),
+    ],
+)
+def test_a_file_that_gives_something_else_is_refused(tmp_path, changed, problem):
+    mask = "{'input_ids': torch.ones(2, 5).long(), 'attention_mask': torch.tensor([[1, 0]])}"
+    ends = {
+        "batches": "batches = None",
+        "vocabulary": "vocabulary = ['the', 'of']",
+        "padding": f"batches = [{mask}]",
+        "lengths": "batches.append({'input_ids': torch.ones(2, 4).long()})",
+        "error": "1 / 0",
+    }
+    (tmp_path / "own.py").write_text(FILE + ends[changed], encoding="utf-8")
+    with pytest.raises(UserError, match=problem):
+        record_python_file(tmp_path / "own.py", tmp_path / "trace")
+    assert not (tmp_path / "trace").exists()
+
+
+def write_card(folder, **changes):
+    path = folder / "trace.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut_file(folder):
+    path = folder / "00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def rewrite_tensors(folder, **changes):
+    """As another program would have written them: without checksums."""
+    tensors = load_file(folder / "00000.safetensors") | changes
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / "00000.safetensors")
+    write_card(folder, chunks=[{"file": "00000.safetensors", "items": 6}])
+
+
+EXPERTS = torch.full((6, 5, 2), 4)
+PROBS = torch.ones(6, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (
+            lambda folder: write_card(folder, format=2),
+            "json: format: found 2; allowed: 1",
+        ),
+        (
+            lambda folder: write_card(folder, layers=[]),
+            r"layers: found \[\]; Tuple should",
+        ),
+        (lambda folder: (folder / "trace.json").write_text("{"), "JSON: found .*; Invalid JSON"),
+        (lambda folder: (folder / "trace.json").unlink(), "trace.json: No such file"),
+        (cut_file, "00000.safetensors: missing, damaged or cut off"),
+        (lambda folder: (folder / "00000.safetensors").unlink(), "safetensors: missing, damaged"),
+        (lambda folder: rewrite_tensors(folder, **{"0.probs": None}), "found no 0.probs"),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS}),
+            "or other experts",
+        ),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.probs": torch.ones(6, 5, 3)}),
+            "found other shapes",
+        ),
+        (lambda folder: rewrite_tensors(folder, tokens=torch.full((6, 5), 9)), "tokens: found 9"),
+    ],
+)
+def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
+    damage(recorded)
+    with pytest.raises(UserError, match=problem) as error:
+        describe_trace(recorded, tmp_path / "lens.html")
+    assert "\n" not in str(error.value)
+
+
+def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
+    folder = tmp_path / "trace"
+    for add, problem in (
+        (lambda trace: None, "nothing was added"),
+        (lambda trace: trace.add([]), "found layers of .* \\[\\]; allowed"),
+        (lambda trace: trace.add(records_of(2, 1), tokens=torch.ones(2, 4)), "found tokens of sh"),
+        (lambda trace: trace.add(records_of(2, 1), words=torch.ones(2, 3)), "found words of shape"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            with write_trace(folder, "none") as trace:
+                add(trace)
+    with pytest.raises(UserError, match="holds no trace; allowed: a new folder"):
+        with write_trace(trained, "none"):
+            pass
+    with pytest.raises(UserError, match="allowed: in all batches the same"):
+        with write_trace(folder, "none") as trace:
+            trace.add(records_of(2, 1), labels=torch.ones(2))
+            trace.add(records_of(2, 1))
+    done = CliRunner().invoke(app, ["lens", "record", str(trained)])
+    assert done.exit_code == 1 and "takes --data" in done.output

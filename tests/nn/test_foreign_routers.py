@@ -1,0 +1,199 @@
+"""Routers of transformers, small and drawn at random: records against what the models return."""
+
+import pytest
+import torch
+from torch import nn
+
+from moecore.core.files import UserError
+from moecore.nn.foreign_routers import FOREIGN_ROUTERS, build_record
+from moecore.nn.record_tracing import trace_routing
+from moecore.training.teachers.torchvision_operators import define_missing_operators
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "eos_token_id": None,
+}
+LATENT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 1,
+}
+MODELS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Olmoe": {"num_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
+    "Qwen3Moe": {"num_experts": 4, "head_dim": 8, "norm_topk_prob": True},
+    "DeepseekV2": LATENT | {"topk_method": "group_limited_greedy"},
+    "DeepseekV3": LATENT,
+}
+SWITCH = {
+    "vocab_size": 50,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 8,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "num_heads": 2,
+    "num_experts": 4,
+    "expert_capacity": 2,
+}
+
+
+def foreign_model(name: str, settings: dict[str, object]) -> nn.Module:
+    """A small model of transformers with random weights, its routers sure of themselves."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    define_missing_operators()
+    torch.manual_seed(0)
+    family, _, task = name.partition("For")
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, f"{family}For{task}")(config).eval()
+    for key, parameter in model.named_parameters():
+        if "gate.weight" in key or "router" in key:
+            parameter.data = torch.randn(parameter.shape)
+        if "shared_expert" in key:  # what is not routed adds nothing
+            parameter.data.zero_()
+    return model
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Hooks of the model, which transformers itself leaves some of."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_records_are_what_the_model_returns_and_does(name):
+    model = foreign_model(f"{name}ForCausalLM", SMALL | MODELS[name])
+    words = torch.randint(50, (3, 7))
+    output = model(input_ids=words, output_router_logits=True)
+    hooks = count_hooks(model)
+    with trace_routing(model) as records:
+        traced = model(input_ids=words)
+    assert torch.equal(traced.logits, output.logits) and count_hooks(model) == hooks
+    assert len(records) == len(output.router_logits)
+    blocks = [module for module in model.modules() if hasattr(module, "gate")]
+    for record, logits, block in zip(records, output.router_logits, blocks, strict=True):
+        assert record.probs.shape == (3, 7, 4) and (record.chosen.sum(-1) == 2).all()
+        assert torch.equal(record.logits.flatten(0, 1), logits.float())
+        torch.testing.assert_close(record.probs.sum(-1), torch.ones(3, 7))
+        assert torch.equal(record.combine > 0, record.chosen)
+        tokens = torch.randn(3, 7, 16)
+        with trace_routing(block) as alone:
+            expected = block(tokens)
+        every = torch.arange(4).expand(21, 4)  # all experts, with the weights of the record
+        given = block.experts(tokens.flatten(0, 1), every, alone[0].combine.flatten(0, 1))
+        torch.testing.assert_close(given.view(3, 7, 16), expected)
+
+
+@torch.no_grad()
+def test_switch_drops_what_is_beyond_an_experts_capacity():
+    model = foreign_model("SwitchTransformersForConditionalGeneration", SWITCH)
+    words = torch.randint(50, (3, 7))
+    with trace_routing(model) as records:
+        model(input_ids=words, decoder_input_ids=words[:, :5])
+    assert [record.probs.shape for record in records] == [(3, 7, 4), (3, 5, 4)]
+    record, dropped = records[0], 0
+    for text in range(3):
+        full = [0] * 4
+        for place in range(7):
+            probs = record.logits[text, place].softmax(0)
+            best = int(probs.argmax())
+            assert record.chosen[text, place].nonzero().tolist() == [[best]]
+            weights = torch.zeros(4)
+            if full[best] < 2:
+                weights[best] = probs[best]
+            dropped += full[best] >= 2
+            full[best] += 1
+            torch.testing.assert_close(record.combine[text, place], weights)
+    assert dropped
+
+
+def test_records_carry_gradients():
+    model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
+    with trace_routing(model) as records:
+        model(input_ids=torch.randint(50, (2, 4)))
+    records[0].probs.square().sum().backward()
+    assert model.model.layers[0].mlp.gate.weight.grad.any()
+
+
+def test_a_router_that_weighs_otherwise_is_refused():
+    model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
+    other = {"OlmoeTopKRouter": FOREIGN_ROUTERS["DeepseekV3TopkRouter"]}
+    with pytest.raises(UserError, match="^trace: OlmoeTopKRouter does not weigh .* by a sigmoid"):
+        with trace_routing(model, other):
+            model(input_ids=torch.randint(50, (2, 4)))
+
+
+class OwnGate(nn.Module):
+    """Somebody's router: returns the experts chosen and their weights, and keeps its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        self.logits = self.linear(tokens)
+        return self.logits.sigmoid().topk(2)
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = OwnGate()
+
+    def forward(self, *, tokens):
+        weights, _ = self.gate(tokens.flatten(0, 1))
+        return tokens * weights.sum(-1).view(*tokens.shape[:2], 1)
+
+
+def read_own_gate(gate, inputs, output):
+    weights, experts = output
+    return build_record(gate.logits, experts, weights, score="sigmoid")
+
+
+def test_an_adapter_reads_anybodys_router():
+    block, tokens = OwnBlock(), torch.randn(2, 3, 8)
+    with trace_routing(block, {"OwnGate": read_own_gate}) as records:
+        block(tokens=tokens)
+    (record,) = records
+    scores = block.gate.linear(tokens).sigmoid()
+    torch.testing.assert_close(record.probs, scores / scores.sum(-1, keepdim=True))
+    weights, experts = scores.topk(2)
+    combine = torch.zeros_like(scores).scatter(-1, experts, weights)
+    assert torch.equal(record.combine, combine) and torch.equal(record.chosen, combine > 0)
+    assert torch.equal(record.load, record.chosen.float())
+
+
+def test_a_compiled_model_is_traced_as_it_was():
+    block = OwnBlock()
+    compiled = torch.compile(block, backend="eager")
+    compiled(tokens=torch.randn(2, 3, 8))
+    with trace_routing(compiled, {"OwnGate": read_own_gate}) as records:
+        compiled(tokens=torch.randn(2, 3, 8))
+    assert len(records) == 1
+
+
+def test_other_routers_and_adapters_are_refused():
+    with pytest.raises(UserError, match="^trace: OwnBlock has no router that is known; allowed: "):
+        with trace_routing(OwnBlock()):
+            pass
+    block = OwnBlock()
+    with pytest.raises(UserError, match="^adapters.OwnGate: returned Tensor; allowed: a Routing"):
+        with trace_routing(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
+            block(tokens=torch.randn(2, 3, 8))
