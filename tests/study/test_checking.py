@@ -349,6 +349,12 @@ RUN = [
     (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
     (
         IMAGES,
+        {"methods.vmoe.experts.fine": 7},
+        "methods.vmoe.experts.fine",
+        "found 7; allowed: a divisor of",
+    ),
+    (
+        IMAGES,
         {
             "methods.vmoe.router.groups": {"number": 3, "kept": 1},
             "methods.vmoe.regularizers": [],

@@ -71,6 +71,7 @@ BALANCES = [part() for part in list_classes(Balance).values()]
 EXPERTS = [
     *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "linear", "swiglu")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
+    experts.Mlp(fine=2, shared=1),
     *(experts.Eigen(factored_output=factored) for factored in (False, True)),
 ]
 REGULARIZERS = [
@@ -132,9 +133,11 @@ def test_routers(router):
     check_router(router)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_a_router_beside_shared_experts(activation):
-    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, activation=activation)
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation": "swiglu"}, {"fine": 2}], ids=["gelu", "swiglu", "fine"]
+)
+def test_a_router_beside_shared_experts(settings):
+    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, **settings)
     check_router(routers.NoisyTopK(), beside)
 
 

@@ -22,6 +22,15 @@ class Experts(Part, ABC):
     provides: ClassVar[frozenset[str]] = frozenset()
     number: int
 
+    @property
+    def choices(self) -> int:
+        """Return how many experts a router chooses among: E of a record."""
+        return self.number
+
+    def scale_k(self, k: int) -> int:
+        """Return how many of these a token uses where ``k`` experts are written."""
+        return k
+
     @abstractmethod
     def build(self, width: int) -> "ExpertsModule":
         """Return the experts of ``width``-wide tokens."""

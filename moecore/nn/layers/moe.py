@@ -35,7 +35,12 @@ class MoESettings(Config):
     @property
     def active_share(self) -> float:
         """Share of the experts that one token uses."""
-        return self.router.active(self.experts.number) / self.experts.number
+        return self.scaled_router.active(self.experts.choices) / self.experts.choices
+
+    @property
+    def scaled_router(self) -> Router:
+        """Return ``scale_router`` of its router and experts."""
+        return scale_router(self.router, self.experts)
 
     def build(self, width: int) -> "MoEFeedForward":
         """Return ``build_moe_feed_forward`` of its router and experts."""
@@ -172,6 +177,24 @@ def update_routers(
             after_step(records, place, progress)
 
 
+def scale_router(router: Router, experts: Experts) -> Router:
+    """Return the router with k in pieces where experts are split (``fine``), else as it is.
+
+    Raises UserError where it has no k, or where shared pieces leave a token none to choose.
+    """
+    fine = getattr(experts, "fine", None)
+    if fine is None:
+        return router
+    k = getattr(router, "k", None)
+    if k is None:
+        problem = f"found {fine}, but the router {router.kind} has no k, which is to grow alike"
+        raise UserError(f"experts.fine: {problem}; allowed: null")
+    if (chosen := experts.scale_k(k)) < 1:
+        problem = f"found {k}, so {k * fine} pieces, of which {k * fine - chosen} are shared"
+        raise UserError(f"router.k: {problem}; allowed: more, or fewer experts.shared")
+    return router.with_k(chosen)
+
+
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:
     """One layer over ``width``-wide tokens; UserError where router and experts do not fit."""
     dropout = getattr(experts, "dropout", 0)
@@ -179,7 +202,8 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
         whole = f"the router {router.kind} gives experts no single choices of tokens"
         raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
     module = experts.build(width)
-    routing = router.build(width, experts.number, module.lent_basis())
+    scaled = scale_router(router, experts)
+    routing = scaled.build(width, experts.choices, module.lent_basis())
     shared = experts.build_shared(width)
     return MoEFeedForward(routing, module, router.wants, experts.provides, shared)
 
