@@ -11,6 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
+from moecore.nn.experts.zero_computation import ZeroComputation, ZeroComputationExperts
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.nn.layers.block import ACTIVATIONS
 
@@ -48,6 +49,9 @@ class Mlp(Experts):
         "chooses k times as many, of which the `shared` are no longer chosen but used by all; "
         "null: experts stay whole, shared ones come beside",
     )
+    zero_computation: ZeroComputation | None = Field(
+        None, description="experts without a network, chosen among these (MoE++); null: none"
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
     )
@@ -60,9 +64,19 @@ class Mlp(Experts):
         return self
 
     @property
-    def choices(self) -> int:
-        """Return how many experts a router chooses among: of all pieces those that none shares."""
+    def provides(self) -> frozenset[str]:  # pyrefly: ignore[bad-override]
+        """Return what a loss may ask for: experts without a network."""
+        return frozenset({"zero_computation"} if self.zero_computation else ())
+
+    @property
+    def networks(self) -> int:
+        """Return how many networks a router chooses among: of all pieces those that none shares."""
         return self.number if self.fine is None else self.number * self.fine - self.shared
+
+    @property
+    def choices(self) -> int:
+        """Return how many experts a router chooses among: E of a record."""
+        return self.networks + (self.zero_computation.number if self.zero_computation else 0)
 
     def scale_k(self, k: int) -> int:
         """Return how many pieces a token chooses in the place of ``k`` experts."""
@@ -79,6 +93,10 @@ class Mlp(Experts):
         ratio = self.shared * self.count_hidden(width) / width
         one = {"number": 1, "hidden_ratio": ratio, "fine": None}
         return MlpExperts(self.model_copy(update=one), width)
+
+    def build_zero_computation(self, width: int) -> ZeroComputationExperts | None:
+        """Return the experts without a network."""
+        return self.zero_computation.build(width) if self.zero_computation else None
 
     def count_hidden(self, width: int) -> int:
         """Return the hidden numbers of an expert; UserError where ``fine`` does not divide them."""
@@ -136,7 +154,7 @@ def _linears(
     """Weights (E, inputs, maps · outputs), truncated normal or uniform (``init``), and zero biases,
     which SwiGLU has not.
     """
-    number = config.choices
+    number = config.networks
     bias = None
     if config.activation != "swiglu":
         bias = nn.Parameter(torch.zeros(number, outputs))

@@ -15,6 +15,7 @@ NEEDED_WORDS = {
     "orthonormal": "a router with start: orthonormal",
     "sparsity": "the router relu",
     "embeddings": "the router dynamic",
+    "zero_computation": "experts with zero_computation",
     "basis": "experts or a router that have bases (eigen, eigenbasis)",
 }
 
