@@ -17,11 +17,11 @@ from moecore.testing.small_models import EXPERTS, IMAGE, small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 
 OWN = {  # routers and experts that alone provide what a regularizer needs
-    need: MoESettings(router=router, experts=Mlp(number=EXPERTS, **settings), blocks="all")
-    for need, router, settings in (
-        ("sparsity", Relu(), {}),
-        ("embeddings", Dynamic(), {}),
-        ("zero_computation", NoisyTopK(), {"zero_computation": ZeroComputation()}),
+    need: MoESettings(router=router, experts=experts, blocks="all")
+    for need, router, experts in (
+        ("sparsity", Relu(), Mlp(number=EXPERTS)),
+        ("embeddings", Dynamic(), Mlp(number=EXPERTS)),
+        ("zero_computation", NoisyTopK(), Mlp(number=EXPERTS, zero_computation=ZeroComputation())),
     )
 }
 SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth

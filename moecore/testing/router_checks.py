@@ -45,7 +45,8 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
     The record has its shapes, dtypes and sums, also under autocast. The layer is the sum of the
     experts weighted by ``combine``, in outputs and gradients, with all experts too. A gradient
     reaches the router. Evaluation draws nothing and does not depend on the batch. A training that
-    is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead.
+    is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead (in
+    evaluation, where ``looks_ahead_in_training``).
     """
     settings = settings_of(router)
     layer = build_drawn_layer(settings, experts)
@@ -303,7 +304,7 @@ def _check_causality(router: Any, layer: MoEFeedForward) -> None:
     tokens = tokens.double()
     context = map_fields(context, Tensor.double)
     promise = "it says that it is causal: a later token, or another text, never moves a token"
-    for training in (True, False):
+    for training in (True, False)[router.looks_ahead_in_training :]:
         layer.train(training)
         expected = _seeded_call(layer, tokens, context)
         for place in (1, TOKENS // 2, TOKENS - 1):

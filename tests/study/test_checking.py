@@ -563,6 +563,7 @@ LOOKAHEADS = [
     ("router.k", LIMITED | {"k": 2}),
     ("router.batch_priority", LIMITED | {"batch_priority": True}),
     ("router.router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),
+    ("router.sampling", {"kind": "depth", "router": {"kind": "noisy_top_k"}}),
 ]
 
 

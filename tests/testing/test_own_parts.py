@@ -52,6 +52,9 @@ ROUTERS = [
     routers.Dynamic(),
     routers.Competition(router_weight=0.01, chosen_weight=0.1, diversity_weight=0.1),
     *(routers.Merged(normalise=normalise) for normalise in (True, False)),
+    *(routers.Depth(share=0.3, sampling=how) for how in (None, "bce", "predictor")),
+    routers.Depth(share=0.5, router=routers.NoisyTopK(**CAPACITY, group_size=2)),
+    routers.Depth(share=0.5, router=routers.NoisyTopK(score="sigmoid", balance=BIAS)),
     routers.ExpertChoice(),
     routers.ExpertChoice(k=1, capacity_factor=0.5, group_size=2),
     routers.SoftSlots(slots=3),
@@ -156,6 +159,7 @@ def test_a_router_beside_shared_experts(settings):
         routers.Relu(),
         routers.Hash(by="position"),
         routers.Eigenbasis(),
+        routers.Depth(share=0.5),
     ],
     ids=repr,
 )

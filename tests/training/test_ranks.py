@@ -98,6 +98,15 @@ ENTRIES = {
         "experts": {"kind": "mlp", "number": 2, "fine": 2, "zero_computation": {}},
         "regularizers": [{"kind": "zero_computation_balance", "weight": 0.1}],
     },
+    "depth": {
+        "router": {
+            "kind": "depth",
+            "share": 0.5,
+            "sampling": "predictor",
+            "router": {"kind": "noisy_top_k", "balance": {"kind": "loss_free", "rate": 0.1}},
+        },
+        "experts": {"kind": "mlp", "number": 4},
+    },
     "whole_batch": {
         "router": {"kind": "noisy_top_k"},
         "experts": {"kind": "mlp", "number": 4},
