@@ -90,7 +90,7 @@ class Mlp(Experts):
         """Return the shared experts of ``width``-wide tokens as one that is as wide as all."""
         if not self.shared:
             return None
-        ratio = self.shared * self.count_hidden(width) / width
+        ratio = self.hidden_ratio * self.shared / (self.fine or 1)
         one = {"number": 1, "hidden_ratio": ratio, "fine": None}
         return MlpExperts(self.model_copy(update=one), width)
 
