@@ -3,7 +3,7 @@
 B images, T tokens per image, E experts, K classes. Every type is a NamedTuple, so a pytree.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,6 +63,8 @@ class RoutingContext(NamedTuple):
     truth: Tensor | None = None  # (B, T) int64: each token's kind, 1 and up; 0: unknown
     # (B, T, E, d) what every expert says of every token, where the router's ``phase`` is 0
     outputs: Tensor | None = None
+    # (B, T', E) logits of the MoE layer before, where there is one; of a Swin T' may be another T
+    previous: Tensor | None = None
 
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor
@@ -71,6 +73,14 @@ class RoutingContext(NamedTuple):
         if "attended" not in wants:
             return self._replace(attention=weights)
         return self._replace(attention=weights, attended=attended)
+
+    def with_previous(
+        self, wants: Collection[str], records: Sequence[RoutingRecord]
+    ) -> "RoutingContext":
+        """Return the context with the logits of the last of ``records``, where they are wanted."""
+        if "previous" not in wants or not records:
+            return self
+        return self._replace(previous=records[-1].logits)
 
 
 class TokenLayout(NamedTuple):

@@ -110,7 +110,8 @@ def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KT
         model = copy_with_k(subject.model, k)
         if model is not None:
             times = quartiles_ms(unwatched_times(model, many, settings.rounds))
-            rows.append(KTime(k=k, batch_ms=times))
+            pieces = model.experts_and_router.experts.scale_k(k)
+            rows.append(KTime(k=pieces, batch_ms=times))
     return tuple(rows)
 
 

@@ -133,8 +133,8 @@ def record_spans(model: nn.Module, mark: Callable[[], Any]) -> Iterator[list[For
                 seen: dict[str, float] = {}
                 stack.callback(
                     module.router.register_forward_hook(
-                        lambda _, __, output, seen=seen: seen.update(
-                            padding=padding_share(output[0])
+                        lambda _, __, output, seen=seen, layer=module: seen.update(
+                            padding=padding_share(layer.plan_networks(output[0]))
                         )
                     ).remove
                 )
@@ -166,11 +166,12 @@ def _record_module(
 
 
 def padding_share(plan: Any) -> float:
-    """Share of a plan's rows that only pad (see ``moecore.nn.dispatch.round_row_counts``).
+    """Share of a plan's rows that nobody reads (see ``SparsePlan``): those that only pad.
 
     Other plans than a SparsePlan have none.
     """
     inner = getattr(plan, "plan", plan)
     if isinstance(inner, SparsePlan):
-        return 1 - len(inner.rows) / len(inner.order)
+        computed = len(inner.rows) if inner.computed is None else int(inner.computed)
+        return 1 - computed / len(inner.order)
     return 0.0

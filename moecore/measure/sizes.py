@@ -96,7 +96,7 @@ def count_sized_model(one: PaperModel) -> SizeRow:
     layers = 0
     if model.moe is not None:
         layers = len(model.moe.indices(one.model.depth))
-        counts["parameters"] += one.teacher_width * model.moe.experts.number * layers
+        counts["parameters"] += one.teacher_width * model.moe.experts.choices * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
     flops = flops_per_image(model, pixels)
     memory = None

@@ -59,6 +59,7 @@ class SparsePlan(NamedTuple):
     rows: Tensor  # (N·k,) the row of each pair
     offsets: Tensor  # (E,) int32, where each expert's rows end
     weights: Tensor  # (B, T, k) combine weights; 0 = not processed
+    computed: Tensor | int | None = None  # how many pairs experts compute; None: all
 
     @classmethod
     def build(
@@ -93,6 +94,29 @@ class SparsePlan(NamedTuple):
         """The plan that sends every token to all experts, with these weights (B, T, E)."""
         experts = torch.arange(weights.shape[-1], device=weights.device).expand(weights.shape)
         return cls.build(experts, weights, None, weights.shape[-1])
+
+    def keep_experts(self, number: int) -> "SparsePlan":
+        """Return the plan of the first ``number`` experts alone: what others say is taken as 0.
+
+        On a CPU the others have no rows, but for one that stands for them all and that nobody
+        reads. Where the number of rows must not depend on the data the last expert computes all of
+        theirs, in vain. Without data (meta) each expert counts as chosen alike.
+        """
+        last = self.offsets[number - 1]
+        own = self.rows < last
+        rows, computed = len(self.order), own.sum()
+        if self.order.is_meta:
+            rows = computed = -(-rows * number // len(self.offsets))
+        elif self.order.is_cpu and not torch.compiler.is_compiling():
+            rows = min(rows, int(last) + 1)
+        return SparsePlan(
+            self.order[:rows],
+            self.tokens[:rows],
+            self.rows.clamp(max=rows - 1),
+            torch.cat([self.offsets[: number - 1], torch.full_like(self.offsets[:1], rows)]),
+            self.weights.where(own.view_as(self.weights), 0),
+            computed,
+        )
 
     def dispatch(self, tokens: Tensor) -> Rows:
         """Tokens (B, T, d) to rows (R, d) sorted by expert, in the tokens' order within each.

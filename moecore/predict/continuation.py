@@ -79,7 +79,7 @@ def continue_file(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> 
     vocabulary = read_vocabulary(folder, model.image.outputs)
     words = read_prompt_words(prompt, folder)
     continuation = continue_words(model.to(tune_runtime().device), vocabulary, words, sampling)
-    experts = 0 if model.moe is None else model.moe.experts.number
+    experts = 0 if model.moe is None else model.moe.experts.choices
     write_whole(out, render_continuation(str(folder), continuation, experts))
     return continuation
 

@@ -76,7 +76,7 @@ def predict_folder(given: PredictionRequest) -> int:
     check_writable(out)
     check_writable(beside)
     content = _volumes(given, card) if len(card.image.shape) == 3 else _pictures(given, files)
-    experts = 0 if card.moe is None else card.moe.experts.number
+    experts = 0 if card.moe is None else card.moe.experts.choices
     write_whole(beside, render_predictions(content._replace(experts=experts)))
     for remark in content.remarks:
         print(remark)
@@ -114,7 +114,7 @@ def _pictures(given: PredictionRequest, files: Sequence[Path]) -> PredictedPage:
     moe = towers.config.text.moe
     return content._replace(
         texts=texts_with_experts(towers, texts, matches),
-        text_experts=0 if moe is None else moe.experts.number,
+        text_experts=0 if moe is None else moe.experts.choices,
     )
 
 

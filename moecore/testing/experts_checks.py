@@ -34,7 +34,7 @@ def check_experts(experts: Experts | type[Experts]) -> None:
     settings = settings_of(experts)
     module = settings.build(WIDTH)
     draw_weights(module)
-    number = settings.number
+    number = settings.networks
     values = seeded_randn((number - 1) * ROWS, WIDTH)
     ends = ROWS * torch.arange(1, number + 1, dtype=torch.int32).clamp(max=number - 1)
     _check_rows(settings, module.eval(), values, ends)
@@ -73,7 +73,7 @@ def _check_gradients(experts: Any, module: ExpertsModule, rows: Rows) -> None:
     for name, gradient in zip(parameters, gradients[1:], strict=True):
         assert_that(experts, gradient is not None, f"{name} has a gradient")
         assert_that(experts, gradient.isfinite().all(), f"the gradient of {name} is finite")
-        if len(gradient) == experts.number:
+        if len(gradient) == experts.networks:
             assert_that(experts, gradient[0].any(), f"{name} of an expert with rows has a gradient")
             idle = gradient[-1].any()
             assert_that(
@@ -86,5 +86,5 @@ def _check_lent_basis(experts: Any, module: ExpertsModule) -> None:
     provides = "basis" in experts.provides
     assert_that(experts, provides == (basis is not None), "a basis is lent where provides says so")
     if basis is not None:
-        fits = basis.ndim == 3 and basis.shape[:2] == (experts.number, WIDTH)
+        fits = basis.ndim == 3 and basis.shape[:2] == (experts.networks, WIDTH)
         assert_that(experts, fits, "a lent basis is (E, d, r)")

@@ -7,16 +7,22 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.experts.mlp import Mlp
+from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.dynamic import Dynamic
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.testing.check_helpers import assert_that, settings_of
 from moecore.testing.small_models import EXPERTS, IMAGE, small_step, small_vit
 from moecore.training.regularizers.base import Regularizer
 
-OWN = {  # routers that alone provide what a regularizer needs
-    need: MoESettings(router=router, experts=Mlp(number=EXPERTS), blocks="all")
-    for need, router in (("sparsity", Relu()), ("embeddings", Dynamic()))
+OWN = {  # routers and experts that alone provide what a regularizer needs
+    need: MoESettings(router=router, experts=experts, blocks="all")
+    for need, router, experts in (
+        ("sparsity", Relu(), Mlp(number=EXPERTS)),
+        ("embeddings", Dynamic(), Mlp(number=EXPERTS)),
+        ("zero_computation", NoisyTopK(), Mlp(number=EXPERTS, zero_computation=ZeroComputation())),
+    )
 }
 SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth
 NEEDS = frozenset(

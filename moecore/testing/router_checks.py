@@ -45,14 +45,15 @@ def check_router(router: Router | type[Router], experts: Experts = EXPERTS) -> N
     The record has its shapes, dtypes and sums, also under autocast. The layer is the sum of the
     experts weighted by ``combine``, in outputs and gradients, with all experts too. A gradient
     reaches the router. Evaluation draws nothing and does not depend on the batch. A training that
-    is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead.
+    is killed and resumed goes on alike. A router that passes ``check_causal`` never looks ahead (in
+    evaluation, where ``looks_ahead_in_training``).
     """
     settings = settings_of(router)
     layer = build_drawn_layer(settings, experts)
     _check_record(settings, layer)
     _check_weighted_sum(settings, layer)
     if hasattr(settings, "k"):
-        full = settings.with_k(experts.number)
+        full = settings.with_k(experts.number)  # of whole networks
         _check_weighted_sum(full, build_drawn_layer(full, experts))
     _check_gradient(settings, layer)
     _check_evaluation(settings, layer)
@@ -94,17 +95,24 @@ def make_inputs(router: Any, layer: MoEFeedForward, seed: int = 1) -> tuple[Tens
     tokens = seeded_randn(batch, TOKENS, WIDTH, seed=seed)
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     scores = seeded_randn(batch, TOKENS, TOKENS, seed=seed + 1).masked_fill(later, -torch.inf)
-    experts = len(next(layer.experts.parameters()))
+    experts = count_choices(layer)
     fields = {
         "attention": scores.softmax(dim=-1),
         "attended": seeded_randn(batch, TOKENS, WIDTH, seed=seed + 2),
         "patches": seeded_randn(batch, TOKENS, 12, seed=seed + 3).sigmoid(),
         "words": torch.arange(batch * TOKENS).view(batch, TOKENS),
         "teacher": (2 * seeded_randn(batch, TOKENS, experts, seed=seed + 4)).softmax(dim=-1),
+        "previous": seeded_randn(batch, TOKENS, experts, seed=seed + 5),
         "truth": torch.arange(batch * TOKENS).view(batch, TOKENS) % (experts + 1),
     }
     wanted = {name: value for name, value in fields.items() if name in router.wants}
     return tokens, RoutingContext(**wanted, progress=0.0)
+
+
+def count_choices(layer: MoEFeedForward) -> int:
+    """Return how many experts the layer's router chooses among."""
+    others = layer.zero_computation
+    return layer.number + (0 if others is None else sum(others.sizes))
 
 
 def map_fields(context: RoutingContext, change: Callable[[Tensor], Tensor]) -> RoutingContext:
@@ -130,7 +138,7 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
     tokens, context = make_inputs(router, layer)
     for training in (True, False):
         output, (record,) = layer.train(training)(tokens, context)
-        shape = (*tokens.shape[:2], len(next(layer.experts.parameters())))
+        shape = (*tokens.shape[:2], count_choices(layer))
         assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
         if record.penalty is not None:
             is_right = training and record.penalty.shape == tokens.shape[:2]
@@ -160,6 +168,9 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
     def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
         combine = twin(values, context)[1][0].combine
         routed = sum_all_experts(twin.experts, values, combine)
+        if twin.zero_computation is not None:
+            others = combine[..., twin.number :]
+            routed = routed + twin.zero_computation(values, others)
         if twin.shared is None:
             return routed
         return routed + twin.shared(dense_rows(values)).view_as(values)
@@ -188,7 +199,7 @@ def sees_whole_tokens(layer: MoEFeedForward, tokens: Tensor, context: RoutingCon
 def sum_all_experts(experts: ExpertsModule, tokens: Tensor, combine: Tensor) -> Tensor:
     """Every expert on every token (B, T, d), times ``combine`` (B, T, E), summed."""
     values = tokens.flatten(0, 1)
-    number = combine.shape[-1]
+    number = len(next(experts.parameters()))
     total = torch.zeros_like(values)
     for expert in range(number):
         ends = torch.zeros(number, dtype=torch.int32)
@@ -293,7 +304,7 @@ def _check_causality(router: Any, layer: MoEFeedForward) -> None:
     tokens = tokens.double()
     context = map_fields(context, Tensor.double)
     promise = "it says that it is causal: a later token, or another text, never moves a token"
-    for training in (True, False):
+    for training in (True, False)[router.looks_ahead_in_training :]:
         layer.train(training)
         expected = _seeded_call(layer, tokens, context)
         for place in (1, TOKENS // 2, TOKENS - 1):

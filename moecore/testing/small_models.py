@@ -36,7 +36,7 @@ def small_step(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInput
     images = seeded_randn(6, model.image.stored_channels, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)
     tokens = 1 + (SIDE // 4) ** 2
-    experts = model.experts_and_router.experts.number
+    experts = model.experts_and_router.experts.choices
     batch = Batch(
         images,
         labels,

@@ -131,7 +131,7 @@ def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...])
     if moe is None:
         return Guide(teacher, (), 0, method.teacher_router.features)
     blocks = aligned_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
-    return Guide(teacher, blocks, moe.experts.number, method.teacher_router.features, method.joint)
+    return Guide(teacher, blocks, moe.experts.choices, method.teacher_router.features, method.joint)
 
 
 def teacher_probs(guide: Guide | None, images: np.ndarray, batch: int, device: str) -> list[Tensor]:

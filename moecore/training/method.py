@@ -74,7 +74,7 @@ class Method(Config):
         if self.experts is None:
             mend = "give the method a router and experts, or leave out regions"
             raise ValueError(f"regions: a dense model has no experts to assign; {mend}")
-        named, number = len(self.regions.experts), self.experts.number
+        named, number = len(self.regions.experts), self.experts.choices
         if named > number:
             raise ValueError(f"regions.experts: found {named}; allowed: at most {number} experts")
         return self
@@ -89,7 +89,7 @@ class Method(Config):
     @property
     def expert_names(self) -> tuple[str, ...]:
         """The experts' names: tissues, then free_<index>; else expert_<index>."""
-        number = 0 if self.experts is None else self.experts.number
+        number = 0 if self.experts is None else self.experts.choices
         if self.regions is None:
             return tuple(f"expert_{index}" for index in range(number))
         free = range(len(self.regions.experts), number)

@@ -121,7 +121,8 @@ def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefi
             held = f"an MLP of hidden width {up.shape[0]} and width {up.shape[1]}"
         there = f"the teacher has {held} at {prefix[:-1]}"
         here = f"the experts are {hidden} and {width} wide"
-        raise UserError(f"upcycle: {there}, {here}; set experts.hidden_ratio to its mlp_ratio")
+        mend = "set experts.hidden_ratio to its mlp_ratio, and fine: null"
+        raise UserError(f"upcycle: {there}, {here}; {mend}")
     up_bias = weights.pop(f"{prefix}fc1.bias")
     down = weights.pop(f"{prefix}fc2.weight")
     down_bias = weights.pop(f"{prefix}fc2.bias")

@@ -45,6 +45,11 @@ BALANCED = {  # routers and experts that no method of params.yaml has, balanced 
     },
     "competition": {"router": COMPETITION},
     "merged": {"router": {"kind": "merged"}},
+    "depth": {"router": {"kind": "depth", "share": 0.5}},
+    "zero_computation": {
+        "router": NOISY | {"residual": True},
+        "experts": MLP | {"zero_computation": {}},
+    },
     "shared_swiglu": {"router": NOISY, "experts": MLP | {"shared": 1, "activation": "swiglu"}},
 }
 NAMES = (*REPRESENTATIVE, *BALANCED)

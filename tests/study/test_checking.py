@@ -349,6 +349,12 @@ RUN = [
     (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
     (
         IMAGES,
+        {"methods.vmoe.experts.fine": 7},
+        "methods.vmoe.experts.fine",
+        "found 7; allowed: a divisor of",
+    ),
+    (
+        IMAGES,
         {
             "methods.vmoe.router.groups": {"number": 3, "kept": 1},
             "methods.vmoe.regularizers": [],
@@ -557,6 +563,7 @@ LOOKAHEADS = [
     ("router.k", LIMITED | {"k": 2}),
     ("router.batch_priority", LIMITED | {"batch_priority": True}),
     ("router.router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),
+    ("router.sampling", {"kind": "depth", "router": {"kind": "noisy_top_k"}}),
 ]
 
 

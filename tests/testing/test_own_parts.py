@@ -46,11 +46,15 @@ ROUTERS = [
     routers.NoisyTopK(k=1, eval_capacity_factor=0.5, group_size=1),
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
     routers.Cosine(balance=BIAS, noise_std=1.0),
+    routers.NoisyTopK(residual=True, input_jitter=0.1),
     *(routers.TopP(k=k) for k in (3, None)),
     routers.Relu(),
     routers.Dynamic(),
     routers.Competition(router_weight=0.01, chosen_weight=0.1, diversity_weight=0.1),
     *(routers.Merged(normalise=normalise) for normalise in (True, False)),
+    *(routers.Depth(share=0.3, sampling=how) for how in (None, "bce", "predictor")),
+    routers.Depth(share=0.5, router=routers.NoisyTopK(**CAPACITY, group_size=2)),
+    routers.Depth(share=0.5, router=routers.NoisyTopK(score="sigmoid", balance=BIAS)),
     routers.ExpertChoice(),
     routers.ExpertChoice(k=1, capacity_factor=0.5, group_size=2),
     routers.SoftSlots(slots=3),
@@ -71,11 +75,14 @@ BALANCES = [part() for part in list_classes(Balance).values()]
 EXPERTS = [
     *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "linear", "swiglu")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
+    experts.Mlp(fine=2, shared=1, zero_computation={}),
     *(experts.Eigen(factored_output=factored) for factored in (False, True)),
 ]
 REGULARIZERS = [
-    *(part() for name, part in list_classes(regularizers.Regularizer).items() if name != "simbal"),
-    regularizers.Simbal(weight=0.1),
+    *(
+        part(weight=0.1) if part.model_fields["weight"].is_required() else part()
+        for part in list_classes(regularizers.Regularizer).values()
+    ),
     regularizers.SwitchBalance(level="sequence", count_from="probs"),
     regularizers.SwitchBalance(level="group", group_size=3),
     regularizers.GroupSparsity(reduction="authors", padding="circular"),
@@ -132,10 +139,32 @@ def test_routers(router):
     check_router(router)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_a_router_beside_shared_experts(activation):
-    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, activation=activation)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"activation": "swiglu"}, {"fine": 2}, {"zero_computation": {"copies": 2}}],
+    ids=["gelu", "swiglu", "fine", "zero_computation"],
+)
+def test_a_router_beside_shared_experts(settings):
+    beside = experts.Mlp(number=4, hidden_ratio=1.5, shared=1, **settings)
     check_router(routers.NoisyTopK(), beside)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        routers.NoisyTopK(score="sigmoid", renormalise=True, balance=BIAS),
+        routers.NoisyTopK(**CAPACITY, group_size=2),
+        routers.TopKSoftmax(),
+        routers.TopP(),
+        routers.Relu(),
+        routers.Hash(by="position"),
+        routers.Eigenbasis(),
+        routers.Depth(share=0.5),
+    ],
+    ids=repr,
+)
+def test_a_router_among_experts_without_a_network(router):
+    check_router(router, experts.Mlp(number=3, zero_computation={}))
 
 
 @pytest.mark.parametrize("context", ["tokens", "attention_output", "learned"])

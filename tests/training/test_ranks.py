@@ -93,6 +93,20 @@ ENTRIES = {
     },
     "competition": {"router": COMPETITION, "experts": {"kind": "mlp", "number": 4}},
     "merged": {"router": {"kind": "merged"}, "experts": {"kind": "mlp", "number": 4}},
+    "zero_computation": {
+        "router": {"kind": "noisy_top_k", "k": 1, "residual": True},
+        "experts": {"kind": "mlp", "number": 2, "fine": 2, "zero_computation": {}},
+        "regularizers": [{"kind": "zero_computation_balance", "weight": 0.1}],
+    },
+    "depth": {
+        "router": {
+            "kind": "depth",
+            "share": 0.5,
+            "sampling": "predictor",
+            "router": {"kind": "noisy_top_k", "balance": {"kind": "loss_free", "rate": 0.1}},
+        },
+        "experts": {"kind": "mlp", "number": 4},
+    },
     "whole_batch": {
         "router": {"kind": "noisy_top_k"},
         "experts": {"kind": "mlp", "number": 4},

@@ -95,7 +95,7 @@ class EpochWatch(NamedTuple):
     def _purity(self, first: Sequence[np.ndarray]) -> list[float]:
         images = torch.from_numpy(np.array(self.data.validation.images[:IMAGES]))
         kinds = token_kinds(images, finest_layout(self.model.layouts)).numpy()
-        number = self.model.experts_and_router.experts.number
+        number = self.model.experts_and_router.experts.choices
         return purity_by_epoch(first, kinds, number, self.model.image.truth)
 
 

@@ -168,23 +168,27 @@ def _replace_routers(model: Model, router: Router) -> BackboneModel:
 
 
 def copy_with_k(model: Model, k: int) -> Model | None:
-    """``copy_with_router`` with another k; None without a k or with too few experts.
+    """``copy_with_router`` with another k; None without a k or with too few experts (or too many
+    shared ones for it).
 
     model: with MoE layers.
     """
     moe = model.experts_and_router
-    if not hasattr(moe.router, "k") or k > moe.experts.number:
+    if not hasattr(moe.router, "k") or not 1 <= moe.experts.scale_k(k) <= moe.experts.choices:
         return None
     return copy_with_router(model, moe.router.with_k(k))
 
 
 def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> list[KRow]:
-    """One row for each k ≤ E of ``numbers``; [] for a router without k."""
+    """One row for each k ≤ E of ``numbers``; [] for a router without k. Of split experts the rows
+    tell how many pieces a token chooses.
+    """
     rows = []
     for k in numbers:
         other = copy_with_k(model, k)
         if other is not None:
-            rows.append(KRow(k=k, **_values(other, k, sample, batch)))
+            pieces = other.experts_and_router.experts.scale_k(k)
+            rows.append(KRow(k=pieces, **_values(other, pieces, sample, batch)))
     return rows
 
 
@@ -195,10 +199,11 @@ def sweep_threshold(
     router = model.experts_and_router.router
     if not isinstance(router, Eigenbasis):
         return []
+    chosen = model.experts_and_router.experts.scale_k(router.k)
     rows = []
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
-        values = _values(copy_with_router(model, changed), router.k, sample, batch)
+        values = _values(copy_with_router(model, changed), chosen, sample, batch)
         rows.append(RouterThresholdRow(threshold=threshold, **values))
     return rows
 

@@ -63,6 +63,10 @@ def why_lemma_undefined(model: Model) -> str | None:
     score = getattr(model.moe.router, "score", "softmax")
     if score != "softmax":
         return f"router {model.moe.router.kind}: its score is {score}, no softmax"
+    if model.moe.experts.networks != model.moe.experts.choices:
+        return "experts.zero_computation: some experts are no networks"
+    if "previous" in model.moe.router.wants:
+        return f"router {model.moe.router.kind}: its logits are also of the layer before"
     return why_lemma_fails(model.moe.router.kind)
 
 

@@ -142,6 +142,11 @@ class Model(nn.Module, ABC):
         return self.moe.active_share
 
     @property
+    def router_wants(self) -> frozenset[str]:
+        """Return the fields of RoutingContext that its routers read."""
+        return frozenset() if self.moe is None else self.moe.router.wants
+
+    @property
     def experts_and_router(self) -> MoESettings:
         """The settings of its MoE layers. Raises ValueError for a dense model."""
         if self.moe is None:
@@ -328,6 +333,6 @@ def parameter_counts(model: Model) -> dict[str, int]:
     idle = sum(
         parameter.numel() * (1 - model.share_of(name))
         for name, parameter in model.named_parameters()
-        if ".experts." in name
+        if ".experts." in name or ".zero_computation." in name
     )
     return {"parameters": total, "active_parameters": total - round(idle)}

@@ -179,6 +179,7 @@ class LanguageTransformer(BackboneModel):
             if index == seen:
                 continue
             context = contexts.get(index, RoutingContext())
+            context = context.with_previous(self.router_wants, records)
             state, entering, record = block(state, own, self.positions, context)
             records += record
             if index in options.blocks:

@@ -123,7 +123,9 @@ class PatchTransformer(BackboneModel):
         records: tuple[RoutingRecord, ...] = ()
         block_features: dict[int, Tensor] = {}
         for index, block in enumerate(self.blocks):
-            tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
+            context = contexts.get(index, RoutingContext())
+            context = context.with_previous(self.router_wants, records)
+            tokens, entering, record = block(tokens, context)
             records += record
             if index in options.blocks:
                 block_features[index] = options.select_tokens(entering, tokens)

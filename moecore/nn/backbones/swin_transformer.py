@@ -120,7 +120,9 @@ class SwinTransformer(BackboneModel):
         for stage in cast(Iterable[SwinStage], self.layers):
             tokens = stage.downsample(tokens)
             for block in stage.blocks:
-                tokens, entering, record = block(tokens, contexts.get(index, RoutingContext()))
+                context = contexts.get(index, RoutingContext())
+                context = context.with_previous(self.router_wants, records)
+                tokens, entering, record = block(tokens, context)
                 records += record
                 if index in options.blocks:
                     block_features[index] = options.select_tokens(entering, tokens)

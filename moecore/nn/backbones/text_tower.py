@@ -102,16 +102,18 @@ class TextTransformer(nn.Module):
         hidden = self.embedding(tokens) + self.positions
         if self.last is not None:
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
-        context = RoutingContext()
+        context, wants = RoutingContext(), frozenset()
         moe = self.config.moe
-        if moe is not None and "words" in moe.router.wants:
+        if moe is not None:
+            wants = moe.router.wants
+        if "words" in wants:
             words = pad(tokens, (0, hidden.shape[1] - tokens.shape[1]))
             context = RoutingContext(words=words)
         records: tuple[RoutingRecord, ...] = ()
         for block in self.blocks:
             if moe is not None:
                 context = context._replace(progress=moe.router.phase(progress))
-            hidden, _, record = block(hidden, context)
+            hidden, _, record = block(hidden, context.with_previous(wants, records))
             records += record
         hidden = self.norm(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)

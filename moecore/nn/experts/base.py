@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.part_families import Part
+from moecore.nn.experts.zero_computation import ZeroComputationExperts
 
 
 class Experts(Part, ABC):
@@ -22,12 +23,30 @@ class Experts(Part, ABC):
     provides: ClassVar[frozenset[str]] = frozenset()
     number: int
 
+    @property
+    def networks(self) -> int:
+        """Return how many of the experts that a router chooses among are networks."""
+        return self.number
+
+    @property
+    def choices(self) -> int:
+        """Return how many experts a router chooses among, E of a record: networks come first."""
+        return self.networks
+
+    def scale_k(self, k: int) -> int:
+        """Return how many of these a token uses where ``k`` experts are written."""
+        return k
+
     @abstractmethod
     def build(self, width: int) -> "ExpertsModule":
         """Return the experts of ``width``-wide tokens."""
 
     def build_shared(self, width: int) -> "ExpertsModule | None":
         """Return experts that see every token beside these, as one; None where there are none."""
+        return None
+
+    def build_zero_computation(self, width: int) -> "ZeroComputationExperts | None":
+        """Return those without a network, of which there are ``choices`` − ``networks``."""
         return None
 
 

@@ -7,9 +7,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 
+from moecore.core.files import UserError
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule
+from moecore.nn.experts.zero_computation import ZeroComputation, ZeroComputationExperts
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.nn.layers.block import ACTIVATIONS
 
@@ -17,7 +19,8 @@ from moecore.nn.layers.block import ACTIVATIONS
 class Mlp(Experts):
     """Each expert is Linear(d, h), an activation, Linear(h, d), with biases; or SwiGLU without.
 
-    ``shared`` further ones see every token with weight 1, beside the routed (DeepSeekMoE).
+    ``shared`` ones see every token with weight 1 (DeepSeekMoE): beside the ``number`` of experts,
+    or, where ``fine`` splits these, in the place of some, so that parameters and FLOPs stay equal.
     """
 
     kind: Literal["mlp"] = "mlp"
@@ -39,26 +42,70 @@ class Mlp(Experts):
     shared: int = Field(
         0, ge=0, description="experts that every token uses, beside the routed; fewer than these"
     )
+    fine: int | None = Field(
+        None,
+        ge=1,
+        description="pieces of every expert, each with that part of its hidden numbers: the router "
+        "chooses k times as many, of which the `shared` are no longer chosen but used by all; "
+        "null: experts stay whole, shared ones come beside",
+    )
+    zero_computation: ZeroComputation | None = Field(
+        None, description="experts without a network, chosen among these (MoE++); null: none"
+    )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="in training: share of hidden numbers that are 0"
     )
 
     @model_validator(mode="after")
     def _more_routed_than_shared(self) -> "Mlp":
-        if self.shared >= self.number:
-            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {self.number - 1}")
+        whole = self.number * (self.fine or 1)
+        if self.shared >= whole:
+            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {whole - 1}")
         return self
 
+    @property
+    def provides(self) -> frozenset[str]:  # pyrefly: ignore[bad-override]
+        """Return what a loss may ask for: experts without a network."""
+        return frozenset({"zero_computation"} if self.zero_computation else ())
+
+    @property
+    def networks(self) -> int:
+        """Return how many networks a router chooses among: of all pieces those that none shares."""
+        return self.number if self.fine is None else self.number * self.fine - self.shared
+
+    @property
+    def choices(self) -> int:
+        """Return how many experts a router chooses among: E of a record."""
+        return self.networks + (self.zero_computation.number if self.zero_computation else 0)
+
+    def scale_k(self, k: int) -> int:
+        """Return how many pieces a token chooses in the place of ``k`` experts."""
+        return k if self.fine is None else k * self.fine - self.shared
+
     def build(self, width: int) -> "MlpExperts":
-        """The experts of ``width``-wide tokens."""
+        """The experts of ``width``-wide tokens; UserError where they cannot be split evenly."""
         return MlpExperts(self, width)
 
     def build_shared(self, width: int) -> "MlpExperts | None":
         """Return the shared experts of ``width``-wide tokens as one that is as wide as all."""
         if not self.shared:
             return None
-        size = {"number": 1, "hidden_ratio": self.hidden_ratio * self.shared}
-        return MlpExperts(self.model_copy(update=size), width)
+        ratio = self.hidden_ratio * self.shared / (self.fine or 1)
+        one = {"number": 1, "hidden_ratio": ratio, "fine": None}
+        return MlpExperts(self.model_copy(update=one), width)
+
+    def build_zero_computation(self, width: int) -> ZeroComputationExperts | None:
+        """Return the experts without a network."""
+        return self.zero_computation.build(width) if self.zero_computation else None
+
+    def count_hidden(self, width: int) -> int:
+        """Return the hidden numbers of an expert; UserError where ``fine`` does not divide them."""
+        whole = max(1, round(self.hidden_ratio * width))
+        pieces = self.fine or 1
+        if whole % pieces:
+            allowed = f"a divisor of {whole}, an expert's hidden numbers"
+            raise UserError(f"experts.fine: found {pieces}; allowed: {allowed}")
+        return whole // pieces
 
 
 class MlpExperts(ExpertsModule):
@@ -66,7 +113,7 @@ class MlpExperts(ExpertsModule):
 
     def __init__(self, config: Mlp, width: int) -> None:
         super().__init__()
-        hidden = max(1, round(config.hidden_ratio * width))
+        hidden = config.count_hidden(width)
         self.activation = config.activation
         self.dropout = config.dropout
         self.up, self.up_bias = _linears(config, width, hidden, 1 + (config.activation == "swiglu"))
@@ -107,13 +154,14 @@ def _linears(
     """Weights (E, inputs, maps · outputs), truncated normal or uniform (``init``), and zero biases,
     which SwiGLU has not.
     """
+    number = config.networks
     bias = None
     if config.activation != "swiglu":
-        bias = nn.Parameter(torch.zeros(config.number, outputs))
+        bias = nn.Parameter(torch.zeros(number, outputs))
     if config.init == "flat":
         bound = (inputs * outputs) ** -0.5
-        weights = torch.empty(config.number, inputs, maps * outputs)
+        weights = torch.empty(number, inputs, maps * outputs)
         return nn.Parameter(nn.init.uniform_(weights, -bound, bound)), bias
-    drawn = config.number if config.init == "independent" else 1
+    drawn = number if config.init == "independent" else 1
     weight = nn.init.trunc_normal_(torch.empty(drawn, inputs, maps * outputs), std=0.02)
-    return nn.Parameter(weight.expand(config.number, -1, -1).contiguous()), bias
+    return nn.Parameter(weight.expand(number, -1, -1).contiguous()), bias

@@ -1,7 +1,7 @@
 """The mixture-of-experts layer that takes the place of a block's feed-forward."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
+from moecore.nn.experts.zero_computation import ZeroComputationExperts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
 
@@ -35,7 +36,12 @@ class MoESettings(Config):
     @property
     def active_share(self) -> float:
         """Share of the experts that one token uses."""
-        return self.router.active(self.experts.number) / self.experts.number
+        return self.scaled_router.active(self.experts.choices) / self.experts.choices
+
+    @property
+    def scaled_router(self) -> Router:
+        """Return ``scale_router`` of its router and experts."""
+        return scale_router(self.router, self.experts)
 
     def build(self, width: int) -> "MoEFeedForward":
         """Return ``build_moe_feed_forward`` of its router and experts."""
@@ -98,14 +104,17 @@ class MoEFeedForward(FeedForward):
         wants: frozenset[str] = frozenset(),
         lends: frozenset[str] = frozenset(),
         shared: ExpertsModule | None = None,
+        zero_computation: ZeroComputationExperts | None = None,
     ) -> None:
         """``wants``: what of the context the router reads; ``lends``: what experts provide;
-        ``shared``: an expert that every token uses with weight 1.
+        ``shared``: an expert that every token uses with weight 1; ``zero_computation``: experts
+        without a network, the last that the router chooses among.
         """
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.zero_computation = zero_computation
         self.wants = wants
         self.shares_basis = "basis" in wants & lends
         # in place of ``experts``, which other ranks share
@@ -126,14 +135,24 @@ class MoEFeedForward(FeedForward):
             output = every._replace(weights=record.combine).combine(rows)
         else:
             plan, record = self.router(tokens, context)
+            plan = self.plan_networks(plan)
             output = plan.combine(apply_experts(experts, plan.dispatch(tokens)))
+        if self.zero_computation is not None:
+            weights = record.combine[..., self.number :]
+            output = output + self.zero_computation(tokens, weights).to(output.dtype)
         if self.shared is not None:
             output = output + self.shared(dense_rows(tokens)).view_as(output)
         return output, (record,)
 
+    def plan_networks(self, plan: Any) -> Any:
+        """Return the part of a router's plan that networks compute."""
+        if self.zero_computation is None:
+            return plan
+        return plan.keep_experts(self.number)
+
     @property
     def number(self) -> int:
-        """Return how many routed experts there are."""
+        """Return how many networks the router chooses among."""
         return len(next(self.experts.parameters()))
 
 
@@ -172,16 +191,38 @@ def update_routers(
             after_step(records, place, progress)
 
 
+def scale_router(router: Router, experts: Experts) -> Router:
+    """Return the router with k in pieces where experts are split (``fine``), else as it is.
+
+    Raises UserError where it has no k, or where shared pieces leave a token none to choose.
+    """
+    fine = getattr(experts, "fine", None)
+    if fine is None:
+        return router
+    k = getattr(router, "k", None)
+    if k is None:
+        problem = f"found {fine}, but the router {router.kind} has no k, which is to grow alike"
+        raise UserError(f"experts.fine: {problem}; allowed: null")
+    if (chosen := experts.scale_k(k)) < 1:
+        problem = f"found {k}, so {k * fine} pieces, of which {k * fine - chosen} are shared"
+        raise UserError(f"router.k: {problem}; allowed: more, or fewer experts.shared")
+    return router.with_k(chosen)
+
+
 def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEFeedForward:
     """One layer over ``width``-wide tokens; UserError where router and experts do not fit."""
-    dropout = getattr(experts, "dropout", 0)
-    if dropout and not router.chooses_per_token:
-        whole = f"the router {router.kind} gives experts no single choices of tokens"
-        raise UserError(f"experts.dropout: found {dropout}, but {whole}; allowed: 0")
+    for name, none in (("dropout", "0"), ("zero_computation", "null")):
+        if (asked := getattr(experts, name, None)) and not router.chooses_per_token:
+            whole = f"the router {router.kind} gives experts no single choices of tokens"
+            raise UserError(f"experts.{name}: found {asked}, but {whole}; allowed: {none}")
+    if experts.choices > experts.networks and "outputs" in router.wants:
+        problem = f"found some beside the router {router.kind}, which compares what networks say"
+        raise UserError(f"experts.zero_computation: {problem}; allowed: null")
     module = experts.build(width)
-    routing = router.build(width, experts.number, module.lent_basis())
-    shared = experts.build_shared(width)
-    return MoEFeedForward(routing, module, router.wants, experts.provides, shared)
+    scaled = scale_router(router, experts)
+    routing = scaled.build(width, experts.choices, module.lent_basis())
+    further = experts.build_shared(width), experts.build_zero_computation(width)
+    return MoEFeedForward(routing, module, router.wants, experts.provides, *further)
 
 
 def build_feed_forwards(

@@ -73,6 +73,11 @@ class Router(Part, ABC):
         training or in evaluation. A router that decides per token never raises.
         """
 
+    @property
+    def looks_ahead_in_training(self) -> bool:
+        """Return whether one that ``check_causal`` lets pass is causal in evaluation alone."""
+        return False
+
     def for_finetuning(self) -> Self:
         """The router as it goes on when its model is fine-tuned."""
         return self

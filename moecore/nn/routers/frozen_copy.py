@@ -5,7 +5,7 @@ B images, T tokens per image, E experts, d width.
 
 from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
@@ -28,6 +28,13 @@ class FrozenCopy(Router):
     until: float = Field(
         0.5, ge=0, le=1, description="share of the training during which the router learns"
     )
+
+    @model_validator(mode="after")
+    def _learns_alone(self) -> "FrozenCopy":
+        if self.router.residual:
+            problem = "the layer before goes on learning, or is frozen at another time"
+            raise ValueError(f"router.residual: found true, but {problem}; allowed: false")
+        return self
 
     @property
     def provides(self) -> frozenset[str]:

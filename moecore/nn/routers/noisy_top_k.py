@@ -85,6 +85,12 @@ class NoisyTopK(Router):
         description="orthonormal: the router's rows start so, and have no weight decay (simbal)",
     )
 
+    residual: bool = Field(
+        False,
+        description="a learned map, 0 at first, of the logits of the MoE layer before is added to "
+        "the logits (MoE++)",
+    )
+
     @model_validator(mode="after")
     def _priority_needs_capacity(self) -> "NoisyTopK":
         if self.batch_priority and not self.has_capacity:
@@ -134,6 +140,11 @@ class NoisyTopK(Router):
         given = {"load": self.chooses_by_logits, "orthonormal": self.start == "orthonormal"}
         return frozenset(name for name, is_given in given.items() if is_given)
 
+    @property
+    def wants(self) -> frozenset[str]:
+        """Return what of the context it reads: the logits of the layer before, if so set."""
+        return frozenset({"previous"} if self.residual else ())
+
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "NoisyTopKRouter":
         """The router of ``width``-wide tokens; UserError where it cannot be of ``experts``."""
         self.check_experts(width, experts)
@@ -175,6 +186,9 @@ class NoisyTopKRouter(nn.Module):
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(experts, width), std=0.02))
         if config.start == "orthonormal":
             nn.init.orthogonal_(self.weight)
+        self.residual: nn.Parameter | None = None
+        if config.residual:
+            self.residual = nn.Parameter(torch.zeros(experts, experts))
 
     @property
     def coupled(self) -> int:
@@ -200,7 +214,12 @@ class NoisyTopKRouter(nn.Module):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            return self.decide(self.logits(tokens), self._jittered_logits(tokens))
+            logits, jittered = self.logits(tokens), self._jittered_logits(tokens)
+            previous = context.previous
+            if self.residual is None or previous is None or previous.shape[1] != tokens.shape[1]:
+                return self.decide(logits, jittered)
+            added = router_logits(previous, self.residual)
+            return self.decide(logits + added, None if jittered is None else jittered + added)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The clean logits (B, T, E) of tokens (B, T, d)."""

@@ -2,6 +2,7 @@
 
 from moecore.core.files import UserError
 from moecore.core.part_families import list_own_names
+from moecore.nn.layers.moe import scale_router
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
@@ -14,6 +15,7 @@ NEEDED_WORDS = {
     "orthonormal": "a router with start: orthonormal",
     "sparsity": "the router relu",
     "embeddings": "the router dynamic",
+    "zero_computation": "experts with zero_computation",
     "basis": "experts or a router that have bases (eigen, eigenbasis)",
 }
 
@@ -57,9 +59,9 @@ def _balance(name: str, method: Method) -> Misfits:
     balance = getattr(method.router, "balance", None)
     if balance is None or method.router is None or method.experts is None:
         return
-    number = method.experts.number
+    number = method.experts.choices
     try:
-        balance.check_k(int(method.router.active(number)), number)
+        balance.check_k(int(scale_router(method.router, method.experts).active(number)), number)
     except UserError as error:
         yield ("methods", name, "router", "k"), str(error).removeprefix("router.k: ")
     for index, regularizer in enumerate(method.regularizers):

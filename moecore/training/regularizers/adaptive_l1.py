@@ -28,7 +28,7 @@ class AdaptiveL1(Regularizer):
         weights = [one for name, one in named if name.endswith("router.l1_weight")]
         if not weights:
             raise UserError("adaptive_l1: no router learns its weight; allowed: the router relu")
-        k = step.model.moe.router.k
+        k = step.model.moe.scaled_router.k
         terms = [weighted_use(record, k) for record in step.output.routing]
         return weights[0] * cast(Tensor, sum(terms))
 

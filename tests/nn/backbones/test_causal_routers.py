@@ -38,13 +38,13 @@ def read_logits(model: LanguageTransformer, words: Tensor) -> Tensor:
     return model(words).prediction
 
 
-def assert_causal(moe: MoESettings, truth: int = 0) -> None:
-    """A word is changed and, where there is a truth, its kind."""
+def assert_causal(moe: MoESettings, truth: int = 0, modes: tuple = (True, False)) -> None:
+    """A word is changed and, where there is a truth, its kind; modes: training, evaluation."""
     torch.manual_seed(0)
     words = torch.randint(WORDS, (2, 1 + bool(truth), BLOCK))
     spec = text(BLOCK, 0).model_copy(update={"truth": truth})
     model = LanguageModel(width=8, depth=2, heads=2, span=4).build(spec, moe).double()
-    for training in (True, False):
+    for training in modes:
         model.train(training)
         logits = read_logits(model, words)
         for stream, place in product(range(2), range(1, BLOCK)):
@@ -72,6 +72,14 @@ def test_nor_does_a_hash_of_words():
     assert_causal(moe_of({"kind": "hash", "by": "word"}))
 
 
+@pytest.mark.parametrize("sampling", ["bce", "predictor"])
+def test_nor_does_depth_in_evaluation(sampling):
+    moe = moe_of({"kind": "depth", "share": 0.5, "sampling": sampling})
+    assert_causal(moe, modes=(False,))
+    with pytest.raises(AssertionError):
+        assert_causal(moe, modes=(True,))
+
+
 def test_nor_does_the_truth_of_later_words():
     moe = moe_of({"kind": "told"})
     assert_causal(moe, truth=WORDS)
@@ -88,6 +96,7 @@ LOOKAHEADS = [
     ("group_size", LIMITED | {"group_size": 2}),
     ("k", {"kind": "noisy_top_k", "k": 2, "eval_capacity_factor": 0.5, "group_size": 1}),
     ("router.k", {"kind": "frozen_copy", "router": LIMITED | {"k": 2}}),
+    ("sampling", {"kind": "depth", "share": 0.5}),
 ]
 
 

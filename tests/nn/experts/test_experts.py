@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from torch.nn.functional import gelu, linear, relu
 
 from moecore.core.files import UserError
+from moecore.measure.forward_cost import flops_per_image
+from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
 from moecore.nn.experts.base import default_rank
 from moecore.nn.experts.eigen import Eigen
@@ -17,7 +19,9 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.frozen_copy import FrozenCopy
+from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
+from moecore.testing.small_models import IMAGE
 
 # expert 0 has rows 0 and 1, expert 1 none, expert 2 the others
 OFFSETS = torch.tensor([2, 2, 6], dtype=torch.int32)
@@ -288,17 +292,35 @@ def test_shared_and_routed_swiglu_experts_by_hand():
 def test_fine_grained_experts_have_the_same_weights():
     # 4 experts of 32 hidden numbers, 2 a token; or 15 and a shared one of 8 numbers, 7 a token.
     counts = []
-    for number, ratio, shared, active in ((4, 4.0, 0, 2), (15, 1.0, 1, 7)):
-        layer = MoESettings(
-            router={"kind": "noisy_top_k", "k": active},
-            experts=Mlp(number=number, hidden_ratio=ratio, shared=shared),
-        ).build(8)
-        of_one = layer.experts.up[0].numel() + layer.experts.down[0].numel()
-        beside = 0 if layer.shared is None else layer.shared.up.numel() + layer.shared.down.numel()
-        counts.append(
-            (number * of_one + beside, active * of_one + beside, layer.router.weight.numel())
-        )
-    assert counts == [(2048, 1024, 32), (2048, 1024, 120)]
+    for split in ({}, {"fine": 4, "shared": 1}):
+        experts = Mlp(number=4, hidden_ratio=4.0, **split)
+        moe = MoESettings(router={"kind": "noisy_top_k", "k": 2}, experts=experts, blocks="all")
+        layer = moe.build(8)
+        number, of_one = len(layer.experts.up), layer.experts.up[0].numel() * 2
+        beside = 0 if layer.shared is None else layer.shared.up.numel() * 2
+        active = moe.active_share * number * of_one + beside
+        counts.append((number * of_one + beside, active, layer.router.weight.numel()))
+        _, (record,) = layer(torch.randn(1, 5, 8))
+        assert record.chosen.sum(dim=-1).eq(layer.router.config.k).all()
+        model = Vit(patch=4, width=8, depth=1, heads=2).build(IMAGE, moe)
+        whole, routing = flops_per_image(model, torch.rand(2, 1, 8, 8))
+        counts[-1] += (whole - routing,)
+    assert counts[0][:3] == (2048, 1024, 32) and counts[1][:3] == (2048, 1024, 120)
+    assert counts[0][3] == counts[1][3]
+
+
+def test_experts_that_cannot_be_split_are_refused():
+    router = NoisyTopK(k=1)
+    for split, message in (
+        ({"fine": 3}, r"^experts.fine: found 3; allowed: a divisor of 32,"),
+        ({"fine": 2, "shared": 2}, "^router.k: found 1, so 2 pieces, of which 2 are shared; all"),
+    ):
+        with pytest.raises(UserError, match=message):
+            MoESettings(router=router, experts=Mlp(hidden_ratio=4.0, **split)).build(8)
+    with pytest.raises(UserError, match="^experts.fine: found 2, but the router told has no k"):
+        MoESettings(router={"kind": "told"}, experts=Mlp(fine=2)).build(8)
+    with pytest.raises(ValidationError, match="shared: found 8; allowed: 0 to 7"):
+        Mlp(number=4, fine=2, shared=8)
 
 
 def test_a_token_that_a_capacity_drops_keeps_its_shared_expert():

@@ -1,0 +1,155 @@
+"""Mixture-of-Depths (Raposo et al. 2024): a few tokens of an image use the experts, others skip.
+
+B images, T tokens per image, C of them that take part, E experts, d width.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, gelu
+
+from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers.base import CAUSAL, Router
+from moecore.nn.routers.capacity import exact_fraction
+from moecore.nn.routers.depth_plan import DepthPlan, spread_tokens
+from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
+from moecore.nn.routers.token_choice import router_logits
+
+
+class Depth(Router):
+    """The ``share`` of an image's tokens with the largest scores r take part, weighted by r.
+
+    A router of its own gives them their experts; the output of all other tokens is 0. Who takes
+    part depends on all tokens of the image, so for text each must learn to say it alone
+    (``sampling``); evaluation then asks that.
+    """
+
+    kind: Literal["depth"] = "depth"
+    share: float = Field(0.125, gt=0, le=1, description="share of an image's tokens that take part")
+    sampling: Literal["bce", "predictor"] | None = Field(
+        None,
+        description="how a token is decided on by itself in evaluation: bce: r is above 0; "
+        "predictor: so is what a small network says of the token; null: as in training",
+    )
+    sampling_weight: float = Field(
+        0.01, ge=0, allow_inf_nan=False, description="weight of the penalty that teaches it"
+    )
+    router: NoisyTopK = Field(NoisyTopK(), description="who routes the tokens that take part")
+
+    @model_validator(mode="after")
+    def _fitting_router(self) -> Self:
+        inner = self.router
+        for key, refused in (
+            ("balance", inner.balance is not None and inner.balance.is_alone),
+            ("residual", inner.residual),
+            ("eval_capacity_factor", self.sampling and inner.eval_capacity_factor),
+        ):
+            if refused:
+                raise ValueError(f"router.{key}: found one, beside tokens that skip; allowed: none")
+        return self
+
+    @property
+    def k(self) -> int:
+        """Experts of a token that takes part."""
+        return self.router.k
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """Return what the inner router provides."""
+        return self.router.provides
+
+    @property
+    def looks_ahead_in_training(self) -> bool:
+        """Return whether later tokens decide in training who takes part: always."""
+        return True
+
+    def active(self, experts: int) -> float:
+        """Return how many experts a token uses on average."""
+        return self.share * self.k
+
+    def with_k(self, k: int) -> Self:
+        """Return the router with ``k`` experts of a token that takes part."""
+        return self.model_copy(update={"router": self.router.with_k(k)})
+
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError where evaluation ranks tokens, or the inner router looks ahead."""
+        if self.sampling is None:
+            problem = "found null, so later words decide which take part, in evaluation too"
+            allowed = f"bce or predictor; or {CAUSAL}"
+            raise UserError(f"{key}.sampling: {problem}; allowed: {allowed}")
+        self.router.check_causal(f"{key}.router")
+
+    def build(self, width: int, experts: int, basis: Tensor | None = None) -> "DepthRouter":
+        """The router of ``width``-wide tokens; UserError where the inner one cannot be."""
+        self.router.check_experts(width, experts, key="router.router")
+        return DepthRouter(self, width, experts)
+
+
+class DepthRouter(nn.Module):
+    """``router(tokens)`` with tokens (B, T, d) returns (DepthPlan, RoutingRecord).
+
+    ``weight`` (1, d) gives r; with a predictor ``inner`` (d, d) and ``outer`` (1, d), GELU between,
+    give its score. Tokens that skip have logits of 0, even probs, and no expert.
+    """
+
+    def __init__(self, config: Depth, width: int, experts: int) -> None:
+        super().__init__()
+        self.config = config
+        self.share = exact_fraction(config.share)
+        self.router = NoisyTopKRouter(config.router, width, experts)
+        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, width), std=0.02))
+        self.inner: nn.Parameter | None = None
+        if config.sampling == "predictor":
+            drawn = nn.init.trunc_normal_(torch.empty(width, width), std=width**-0.5)
+            self.inner = nn.Parameter(drawn)
+            self.outer = nn.Parameter(torch.zeros(1, width))
+
+    def forward(
+        self, tokens: Tensor, context: RoutingContext = RoutingContext()
+    ) -> tuple[DepthPlan, RoutingRecord]:
+        with full_precision(tokens):
+            scores = router_logits(tokens, self.weight)
+            signs = scores
+            if self.inner is not None:
+                signs = router_logits(gelu(router_logits(tokens.detach(), self.inner)), self.outer)
+            places = self._places(scores.detach().squeeze(-1), signs.detach().squeeze(-1))
+            shape = (tokens.shape[0], tokens.shape[1])
+            plan, record = self.router(tokens.flatten(0, 1)[places], context)
+            factors = scores.flatten(0, 1)[places]
+            plan = plan._replace(weights=plan.weights * factors)
+            record = record._replace(combine=record.combine * factors)
+            blanks = iter((0, 1 / record.probs.shape[-1], 0, False, 0))
+            record = record.map_tensors(
+                lambda field: spread_tokens(field, places, shape, next(blanks))
+            )
+            if self.training and self.config.sampling is not None:
+                record = record._replace(penalty=self._penalty(signs, record.chosen))
+            return DepthPlan(plan, places, shape), record
+
+    def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
+        """End a training step: the inner router's bias follows the load, where there is one."""
+        self.router.after_step(records, place, progress)
+
+    def _penalty(self, signs: Tensor, chosen: Tensor) -> Tensor:
+        """(B, T) of scores (B, T, 1) whose sign is to say who took part: chosen (B, T, E)."""
+        took_part = chosen.any(dim=-1).to(signs.dtype)
+        missed = binary_cross_entropy_with_logits(signs.squeeze(-1), took_part, reduction="none")
+        return self.config.sampling_weight * missed
+
+    def _places(self, scores: Tensor, signs: Tensor) -> Tensor:
+        """Return which of the B·T tokens take part, (B, C), or (1, n) where each decides alone.
+
+        scores, signs: (B, T).
+        """
+        if self.config.sampling and not self.training and not scores.is_meta:
+            return (signs.flatten() > 0).nonzero().T
+        images, tokens = scores.shape
+        number = max(1, tokens * self.share.numerator // self.share.denominator)
+        ranked = scores.argsort(dim=1, descending=True, stable=True)
+        starts = torch.arange(images, device=scores.device).unsqueeze(1) * tokens
+        return ranked[:, :number].sort(dim=1).values + starts

@@ -1,0 +1,52 @@
+"""MoE++'s load balancing loss, in which experts without a network count less (2410.07348)."""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.core.ranks import total_over_ranks
+from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
+from moecore.training.regularizers.base import Regularizer
+from moecore.training.regularizers.layer_terms import check_has_experts, sum_over_layers
+
+
+class ZeroComputationBalance(Regularizer):
+    """The loss of experts with ``zero_computation``, summed over MoE layers; its weight is β."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"routing", "zero_computation"})
+    balances_load: ClassVar[bool] = True
+
+    kind: Literal["zero_computation_balance"] = "zero_computation_balance"
+    weight: float = Field(ge=0, description="factor in the objective, which the paper does not say")
+    share: float = Field(
+        0.75,
+        gt=0,
+        allow_inf_nan=False,
+        description="what a choice of an expert without a network counts (τ): the less, the more "
+        "often they are chosen",
+    )
+
+    def __call__(self, step: ObjectiveInputs) -> Tensor:
+        check_has_experts(step)
+        experts = step.model.moe.experts
+        if experts.networks == experts.choices:
+            problem = "all experts are networks"
+            raise UserError(f"{self.kind}: {problem}; allowed: experts with zero_computation")
+        return sum_over_layers(
+            step, lambda record: uneven_use(record, experts.networks, self.share)
+        )
+
+
+def uneven_use(record: RoutingRecord, networks: int, share: float) -> Tensor:
+    """Σ_e η_e f_e P_e over the tokens of all ranks (MoE++, §3.3): f the share of tokens that chose
+    e, without gradient, P its mean prob, η 1 for the first ``networks`` experts and else ``share``.
+    """
+    counts = total_over_ranks(record.chosen.sum(dim=(0, 1)))
+    probs = total_over_ranks(record.probs.sum(dim=(0, 1)))
+    tokens = total_over_ranks(torch.full_like(counts[0], record.chosen[..., 0].numel()))
+    factors = torch.full_like(probs, share)
+    factors[:networks] = 1
+    return (factors * (counts / tokens) * (probs / tokens)).sum()
