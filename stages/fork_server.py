@@ -15,9 +15,11 @@ from moecore.stages.compare import compare
 from moecore.stages.finetune import finetune
 from moecore.stages.linear_experts import linear_experts
 from moecore.stages.measure import measure
+from moecore.stages.merge_experts import merge_experts
 from moecore.stages.out_of_fold import out_of_fold
 from moecore.stages.prepare import prepare
 from moecore.stages.pretrain import pretrain
+from moecore.stages.prune_experts import prune_experts
 from moecore.stages.robustness import robustness
 from moecore.stages.sizes import sizes
 from moecore.stages.teacher import teacher
@@ -31,9 +33,11 @@ STAGES = (
     finetune,
     linear_experts,
     measure,
+    merge_experts,
     out_of_fold,
     prepare,
     pretrain,
+    prune_experts,
     robustness,
     sizes,
     teacher,

@@ -25,6 +25,7 @@ PERMUTED = 4  # the places of a null control's labels
 
 Who = Literal[
     "teacher",  # its first weights, order, views and noise
+    "upcycling",  # which hidden units of experts are drawn anew, and their weights
     "teacher_router",  # the first weights and the batches of the teacher's routers
     "measured_views",  # of routing and explorer
     "measured_tokens",  # of lipschitz: where Lemma 1 is looked at

@@ -36,7 +36,7 @@ from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime
 
 NEEDED = ("model.json", "model.safetensors")
-TRAINED = "artifacts/{pretrain,finetune,adversarial}/<method>/<seed>"
+TRAINED = "artifacts/{pretrain,finetune,adversarial,prune,merge}/<method>/<seed>"
 
 
 class PredictionRequest(NamedTuple):

@@ -64,7 +64,7 @@ def column_context(phase: Phase, kind: type) -> ColumnContext:
 
 def overhead_columns(seen: ColumnContext) -> list[Column]:
     """Training time over the baseline's."""
-    seconds = mean_or_none([result.seconds for result in seen.of_baseline])
+    seconds = mean_or_none([result.seconds for result in seen.of_baseline if result.epochs])
     if not seconds:
         return []
     return [

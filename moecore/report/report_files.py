@@ -52,7 +52,7 @@ def plot_files(results: Results) -> dict[str, str]:
     pictures = {}
     for phase in results.phases.values():
         trained = {method: outcomes for method, outcomes in phase.of(Outcome).items() if outcomes}
-        if trained:
+        if any(outcome.curve for outcome in phase.results(Outcome)):
             picture = Picture(training_curves(trained), f"{phase.name}: training")
             pictures[f"{phase.name}_training"] = picture
         if attack := shown_attack(phase):

@@ -12,7 +12,7 @@ from typing import Any
 from moecore.run.history_file import logged_points
 
 PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
-TRAININGS = ("teacher", *PHASES)
+TRAININGS = ("teacher", *PHASES, "prune", "merge")
 PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # beside a training's scores
 GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # of stages, where not their name
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step

@@ -14,6 +14,7 @@ from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.region_routing import RegionRouting, Regions
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
 from moecore.training.text_tower_method import TextTowerMethod, add_text_tower_experts
+from moecore.training.upcycling_kinds import Upcycling
 
 
 class TeacherRouter(Config):
@@ -48,8 +49,10 @@ class Method(Config):
     guided_finetuning: bool | None = Field(
         None, description="fine-tune with the teacher; null: as `guided` of that phase says"
     )
-    upcycle: bool = Field(
-        False, description="start from the teacher's weights, MLPs copied into experts"
+    upcycle: Upcycling = Field(
+        False,
+        description="start from the teacher's weights, MLPs copied into experts; granular: cut "
+        "into several experts each; drop: copies of which some hidden units are drawn anew",
     )
     regions: Regions | None = Field(
         None, description="region experts and their warm start (data with tissue maps)"

@@ -1,4 +1,4 @@
-"""What a training came to: the result of the stages teacher, pretrain and finetune."""
+"""What a training came to: the result of the stages that train, and of prune and merge."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -64,7 +64,10 @@ class Settling(Config):
 
 
 class Outcome(ExtraTestMetrics, Settling):
-    """A trained model on the data that it was trained on; the test split is looked at once."""
+    """A trained model on the data that it was trained on; the test split is looked at once.
+
+    One that was pruned or merged has 0 epochs, no curve, and the seconds that it took.
+    """
 
     task: Task
     test_score: Estimate
@@ -73,7 +76,7 @@ class Outcome(ExtraTestMetrics, Settling):
     test_loss: float  # of a real target in deviations of the training labels, as in training
     test_count: int  # images
     epochs: int
-    images_per_second: float  # median of the logged points
+    images_per_second: float | None = None  # median of the logged points
     seconds: float
     training_step_ms: float | None = None  # batch / that rate: views, losses and update
     training_memory_mb: float | None = None  # 10⁶ bytes that the run's second step held at most
@@ -105,12 +108,28 @@ def evaluate_trained_model(
     model: Model, data: Prepared, settings: Training, log: TrainingLog
 ) -> Outcome:
     """Return what is reported of a trained model; UserError for predictions that are NaN."""
-    task = model.image.task
-    test = evaluate_text(model, data, settings) if task.long else evaluate_images(model, data)
-    score = test.scores
-    parameters = parameter_counts(model)
     rate = float(np.median([values["images_per_second"] for _, values in log.points]))
     memory = [values[MEMORY] for _, values in log.points if MEMORY in values]
+    learned = {
+        "epochs": settings.epochs,
+        "images_per_second": rate,
+        "training_step_ms": 1000 * settings.batch / rate,
+        "training_memory_mb": max(memory, default=None),
+        "curve": tuple(
+            {"step": step, "train_loss": values["task"], **values} for step, values in log.points
+        ),
+    }
+    return summarize_model(model, data, log.seconds, settings.batch).model_copy(update=learned)
+
+
+def summarize_model(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
+    """Return what is reported of a model that ``seconds`` made; UserError for predictions that are
+    NaN. streams: in which a text is read.
+    """
+    task = model.image.task
+    test = evaluate_text(model, data, streams) if task.long else evaluate_images(model, data)
+    score = test.scores
+    parameters = parameter_counts(model)
     return Outcome(
         **test.details.model_dump(),
         parameters=parameters["parameters"],
@@ -121,14 +140,9 @@ def evaluate_trained_model(
         validation_score=Estimate.of(task.interval(test.validation, data.validation.people)),
         test_loss=test.loss,
         test_count=len(score),
-        epochs=settings.epochs,
-        images_per_second=rate,
-        seconds=log.seconds,
-        training_step_ms=1000 * settings.batch / rate,
-        training_memory_mb=max(memory, default=None),
-        curve=[
-            {"step": step, "train_loss": values["task"], **values} for step, values in log.points
-        ],
+        epochs=0,
+        seconds=seconds,
+        curve=(),
     )
 
 
@@ -156,13 +170,13 @@ def evaluate_images(model: Model, data: Prepared) -> SplitScores:
     )
 
 
-def evaluate_text(model: Model, data: Prepared, settings: Training) -> SplitScores:
+def evaluate_text(model: Model, data: Prepared, streams: int) -> SplitScores:
     """Evaluate text: blocks are scored one by one, and perplexity is that of whole streams."""
     scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
     validation = text_block_scores(model, data.validation.images, _label_tensor(data.validation))
     text = torch.from_numpy(np.array(data.text_rows("test")))
     assert isinstance(model, LanguageTransformer)
-    printed = text_perplexity(model, text, settings.batch)
+    printed = text_perplexity(model, text, streams)
     every = text_perplexity(model, text, 1, whole=False)
     return SplitScores(
         scores, validation, float(scores.mean()), ExtraTestMetrics(ppl=printed, ppl_all=every)

@@ -23,6 +23,7 @@ from moecore.training.objective import Objective
 from moecore.training.settings import Finetuning, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
+from moecore.training.upcycling_kinds import Drop
 
 
 class JobAndModel(NamedTuple):
@@ -76,7 +77,9 @@ def build_pretraining(
     model = sized.build(image, method.moe)
     model.remember(settings.batch, words_per_stream(data, settings.batch))
     if method.upcycle and teacher is not None:
-        upcycle_model(model, teacher.teacher)
+        upcycle_model(model, teacher.teacher, method.upcycle)
+    if isinstance(method.upcycle, Drop):
+        method.upcycle.redraw_experts(model, seed)
     job = build_training_job(
         model,
         data,

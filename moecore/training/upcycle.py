@@ -1,6 +1,6 @@
 """Sparse upcycling: a dense checkpoint's MLP becomes every expert of an MoE block.
 
-Komatsuzaki et al. 2023; MoGE, §3.1.
+Komatsuzaki et al. 2023; MoGE, §3.1. Or a piece of it: see upcycling_kinds.py.
 """
 
 from typing import TypeVar
@@ -16,6 +16,13 @@ from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.experts.eigen import EigenExperts
 from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.training.upcycling_kinds import (
+    WHOLE_MLP,
+    Granular,
+    MlpPieces,
+    Upcycling,
+    repeat_router_rows,
+)
 
 Settings = TypeVar("Settings")
 
@@ -40,12 +47,15 @@ def inherit_pretrained_windows(
 
 
 @torch.no_grad()
-def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
+def upcycle_model(
+    model: BackboneModel, dense: BackboneModel, kind: Upcycling = True
+) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
     MLP into all experts of its block, positions interpolated to the model's grid.
 
-    Routers keep their fresh weights, the head too where the classes differ. With ``renormalise`` on
-    the router the model then computes what ``dense`` does. Raises UserError for what does not fit.
+    kind: granular cuts the MLPs. Routers keep their fresh weights, the head too where the classes
+    differ. With ``renormalise`` on the router the model then computes what ``dense`` does. Raises
+    UserError for what does not fit.
     """
     if dense.config.kind != model.config.kind:
         problem = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
@@ -62,7 +72,7 @@ def upcycle_model(model: BackboneModel, dense: BackboneModel) -> BackboneModel:
         if isinstance(layer, MoEFeedForward):
             check_no_shared_experts(layer)
             _check_activation(layer.experts, replaced.get(name), name)
-            fill_experts(layer.experts, weights, f"{name}.")
+            fill_experts(layer.experts, weights, f"{name}.", _cut_mlp(model, layer, kind))
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"
@@ -101,8 +111,25 @@ def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) 
         raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
 
 
-def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefix: str) -> None:
-    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert.
+def _cut_mlp(model: BackboneModel, layer: MoEFeedForward, kind: Upcycling) -> MlpPieces:
+    """Return how the MLPs are cut; of several pieces the router begins with equal rows."""
+    if not isinstance(kind, Granular):
+        return WHOLE_MLP
+    moe = model.experts_and_router
+    for key, problem in kind.misfits(moe.router, moe.experts):
+        raise UserError(f"{'.'.join(key)}: {problem}")
+    repeat_router_rows(layer.router, kind.pieces)
+    return kind.cut_mlp(moe.router, moe.experts.number)
+
+
+def fill_experts(
+    experts: ExpertsModule,
+    weights: dict[str, torch.Tensor],
+    prefix: str,
+    pieces: MlpPieces = WHOLE_MLP,
+) -> None:
+    """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its ``pieces``
+    one after the other.
 
     An eigen expert gets what of the MLP its own basis sees: x B Bᵀ W1ᵀ in the place of x W1ᵀ.
     Raises UserError for experts of another kind or size.
@@ -115,22 +142,24 @@ def fill_experts(experts: ExpertsModule, weights: dict[str, torch.Tensor], prefi
     hidden, width = experts.down.shape[1:]
     if experts.up_bias is None or experts.down_bias is None:
         raise UserError("experts.activation: found swiglu, and a dense MLP has none; allowed: gelu")
-    if up is None or up.shape != (hidden, width):
+    if up is None or up.shape != (pieces.number * hidden, width):
         held = "no dense MLP"
         if up is not None:
             held = f"an MLP of hidden width {up.shape[0]} and width {up.shape[1]}"
         there = f"the teacher has {held} at {prefix[:-1]}"
         here = f"the experts are {hidden} and {width} wide"
-        mend = "set experts.hidden_ratio to its mlp_ratio, and fine: null"
-        raise UserError(f"upcycle: {there}, {here}; {mend}")
+        mend = "its mlp_ratio, over upcycle.pieces where it is cut, and fine: null"
+        raise UserError(f"upcycle: {there}, {here}; set experts.hidden_ratio to {mend}")
     up_bias = weights.pop(f"{prefix}fc1.bias")
     down = weights.pop(f"{prefix}fc2.weight")
     down_bias = weights.pop(f"{prefix}fc2.bias")
-    # A linear layer holds (out, in), experts (expert, in, out).
-    seen = up.t()
+    # A linear layer holds (out, in), experts (expert, in, out); expert c · pieces + s has piece s.
+    cut = (pieces.number, hidden)
+    copies = len(experts.up) // pieces.number
     if isinstance(experts, EigenExperts):
-        seen = experts.basis.transpose(1, 2) @ seen  # (E, r, h)
-    experts.up.copy_(seen.expand_as(experts.up))
-    experts.up_bias.copy_(up_bias.expand_as(experts.up_bias))
-    experts.down.copy_(down.t().expand_as(experts.down))
-    experts.down_bias.copy_(down_bias.expand_as(experts.down_bias))
+        experts.up.copy_(experts.basis.transpose(1, 2) @ up.t())  # (E, r, h)
+    else:
+        experts.up.copy_(up.t().unflatten(1, cut).transpose(0, 1).repeat(copies, 1, 1))
+    experts.up_bias.copy_(up_bias.unflatten(0, cut).repeat(copies, 1))
+    experts.down.copy_(pieces.output_scale * down.t().unflatten(0, cut).repeat(copies, 1, 1))
+    experts.down_bias.copy_((pieces.bias_scale * down_bias).expand_as(experts.down_bias))

@@ -120,7 +120,7 @@ FILE = [
     (IMAGES, {"calibrate": None}, "calibrate", "found null; allowed: the keys calibrator, "),
     (IMAGES, {"linear_experts": {}}, "linear_experts", "no stage of dvc.yaml reads it; allowed: r"),
     (IMAGES, {"invariance": GONE}, "invariance", "missing; the stage measure reads it; allowed: t"),
-    (IMAGES, {"data.finetune": GONE}, "data.finetune", "missing; the stage finetune trains on it"),
+    (IMAGES, {"data.finetune": GONE}, "data.finetune", "missing; the stage finetune works on it"),
     (IMAGES, {"teacher_router.seed": 1}, "teacher_router.seed", "unknown key; allowed: "),
     (
         IMAGES,

@@ -62,6 +62,7 @@ ROUTERS = [
     routers.Hash(k=2, by="position"),
     routers.Hash(k=2, by="word"),
     routers.FrozenCopy(),
+    *(routers.Folded(router=one) for one in (routers.NoisyTopK(), routers.TopP(), routers.Hash())),
     routers.FrozenCopy(router=routers.NoisyTopK(**ORDERED)),
     routers.Told(),
     *(routers.TeacherRouted(inference=who) for who in ("teacher", "student")),

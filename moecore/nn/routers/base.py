@@ -23,6 +23,7 @@ class Router(Part, ABC):
     """The settings of a router, a family of parts; its ``build`` gives the module that routes."""
 
     chooses_per_token: ClassVar[bool] = True  # each token its experts, so that rows are pairs
+    has_expert_rows: ClassVar[bool] = True  # it has parameters for each expert, which may be cut
 
     @abstractmethod
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> nn.Module:
@@ -80,6 +81,12 @@ class Router(Part, ABC):
 
     def for_finetuning(self) -> Self:
         """The router as it goes on when its model is fine-tuned."""
+        return self
+
+    def fix_sizes(self, experts: int) -> Self:
+        """Return the router with all sizes written out that follow from the number of experts, so
+        that they stay when there are fewer.
+        """
         return self
 
     def active(self, experts: int) -> float:

@@ -37,6 +37,14 @@ class Cosine(NoisyTopK):
             raise ValueError("start: found orthonormal, but lengths play no part; allowed: normal")
         return self
 
+    def narrow_width(self, experts: int) -> int:
+        """Return the width of the space of the cosines."""
+        return self.embedding or max(2, experts // 2)
+
+    def fix_sizes(self, experts: int) -> "Cosine":
+        """Return the router with the width of its space written out."""
+        return self.model_copy(update={"embedding": self.narrow_width(experts)})
+
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "CosineRouter":
         """The router of ``width``-wide tokens; UserError where k or groups do not fit."""
         self.check_experts(width, experts)
@@ -51,7 +59,7 @@ class CosineRouter(NoisyTopKRouter):
     """
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:
-        narrow = config.embedding or max(2, experts // 2)
+        narrow = config.narrow_width(experts)
         super().__init__(config, narrow, experts)
         # lengths near 1 let the optimizer turn them as fast as it changes other weights
         nn.init.normal_(self.weight, std=narrow**-0.5)

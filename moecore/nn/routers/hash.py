@@ -4,7 +4,7 @@ B images, T tokens per image, E experts, k chosen per token.
 """
 
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -30,6 +30,8 @@ class Hash(Router):
     choice*). Experts are then as unequally busy as patches are unequally common (on scikit-learn's
     digits, 8 experts got 2 to 28 %), and so they are with `word`; `position` is balanced.
     """
+
+    has_expert_rows: ClassVar[bool] = False
 
     kind: Literal["hash"] = "hash"
     k: int = Field(1, ge=1, description="experts per token")

@@ -3,7 +3,7 @@
 B images, T tokens per image, E experts.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -20,6 +20,8 @@ class Told(Router):
 
     Nothing learns: it is the ceiling of what a router can find (*our own*).
     """
+
+    has_expert_rows: ClassVar[bool] = False
 
     kind: Literal["told"] = "told"
     together: int = Field(1, ge=1, description="Adjacent kinds that share an expert: a family")

@@ -4,7 +4,7 @@ seeds would train (docs/methods.md, Statistics).
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from moecore.report.claims.claims_page import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
@@ -12,11 +12,12 @@ from moecore.report.claims.evaluation import turning_point
 from moecore.report.claims.stored_verdicts import rebuild_difference
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
 from moecore.study.reading.claims_section import Comparison
+from moecore.study.reading.run_section import Phase
 
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
 MORE_ITEMS = 10
-PHASES = ("pretrain", "finetune", "adversarial")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RequiredSampleSizes(NamedTuple):

@@ -230,7 +230,8 @@ COLUMNS = (
 
 def figures(result: Outcome) -> Figures:
     """Curves, confusion, and how each class is routed."""
-    yield "training_curves", training_curves({"": [result]})
+    if result.curve:
+        yield "training_curves", training_curves({"": [result]})
     if result.confusion is not None:
         yield "confusion_matrix", confusion_matrix(result.confusion, result.task.classes)
     yield from class_map_figures(result)
@@ -243,11 +244,12 @@ def class_map_figures(result: Outcome) -> Figures:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Loss and score over the epochs, how the routing settles, and each method's classes."""
-    chart = training_curves(phase.of(Outcome))
-    caption = "One line per seed." if phase.seeds > 1 else ""
-    drawn = Picture(chart, f"{phase.name}: training", caption)
-    score = f"test_{score_key(phase.task.score)}"
-    yield Block("Training", pictures=[drawn], about=score)
+    if any(outcome.curve for outcome in phase.results(Outcome)):
+        chart = training_curves(phase.of(Outcome))
+        caption = "One line per seed." if phase.seeds > 1 else ""
+        drawn = Picture(chart, f"{phase.name}: training", caption)
+        score = f"test_{score_key(phase.task.score)}"
+        yield Block("Training", pictures=[drawn], about=score)
     yield agreement_block(phase)
     yield from regions.phase_blocks(phase)
     maps = first_seed_pictures(phase, Outcome, class_map_figures)

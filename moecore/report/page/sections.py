@@ -21,6 +21,8 @@ TITLES = {
     "pretrain": "Pretrained",
     "finetune": "Fine-tuned",
     "adversarial": "Adversarially fine-tuned",
+    "prune": "Pruned",
+    "merge": "Merged",
 }
 KINDS = {
     "t": "Student's t over seeds",

@@ -28,7 +28,7 @@ DIGITS = 5  # significant ones
 PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
 ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}
-TRAININGS = ("teacher", "pretrain", "finetune", "adversarial")
+TRAININGS = ("teacher", *PHASES)
 
 
 def render_metrics_json(results: Results) -> dict[str, str]:

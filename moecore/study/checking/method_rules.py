@@ -6,6 +6,7 @@ from moecore.nn.layers.moe import scale_router
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
+from moecore.training.upcycling_kinds import Granular
 
 NO_TEACHER = "no_teacher"
 NEEDED_WORDS = {
@@ -26,6 +27,9 @@ def method_misfits(study: Study) -> Misfits:
         yield from _regularizers(study, name, method)
         yield from _balance(name, method)
         yield from _size(study, name, method)
+        if isinstance(method.upcycle, Granular):
+            for keys, text in method.upcycle.misfits(method.router, method.experts):
+                yield ("methods", name, *keys), text
         if method.guided_finetuning and not method.guided:
             text = "nothing of the method needs a teacher; allowed: false, null, or with router_kl"
             place = ("methods", name, "guided_finetuning")

@@ -34,7 +34,8 @@ REFUSED = (
     ArithmeticError,
 )
 KEY_PREFIX = re.compile(
-    r"((?:model|teacher|router|text|experts|blocks|finetune|regions)(?:\.\w+)*)(: | is )"
+    r"((?:model|teacher|router|text|experts|blocks|finetune|regions|prune|merge)"
+    r"(?:\.\w+)*)(: | is )"
 )
 ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
 
@@ -116,7 +117,7 @@ def _locate_refusal(
     error: Exception, name: str, method: Method, phase: TrainingPhase
 ) -> tuple[tuple, str]:
     """Return where to mend what building ``methods.<name>`` refused, and its words."""
-    key, text = _split_key_and_message(error)
+    key, text = split_key_and_message(error)
     if key[:1] == ("model",):
         own = key[1:] and key[1] in method.model
         where = ("methods", name, *key) if own else key
@@ -126,7 +127,7 @@ def _locate_refusal(
     return ("methods", name, *key), text
 
 
-def _split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
+def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
     """Return the keys with which a refusal begins, and the rest of it: ``found …; allowed: …``."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
@@ -156,7 +157,7 @@ def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
         try:
             teacher.check_name(image)
         except REFUSED as error:
-            key, text = _split_key_and_message(error)
+            key, text = split_key_and_message(error)
             yield key or ("teacher",), text
 
 
@@ -173,7 +174,7 @@ def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None
 
 def _refusal_problems(refused: Exception | None, phase: str) -> Misfits:
     if refused is not None:
-        key, text = _split_key_and_message(refused)
+        key, text = split_key_and_message(refused)
         yield (*TEACHER_SECTIONS, *key[1:]), f"{text} (data.{phase})"
 
 
@@ -183,7 +184,7 @@ def _upcycling_problems(study: Study, name: str, method: Method, model: Backbone
     if teacher is None:
         return
     try:
-        upcycle_model(model, teacher)
+        upcycle_model(model, teacher, method.upcycle)
     except UserError as error:
         yield ("methods", name, "upcycle"), str(error).removeprefix("upcycle: ")
 

@@ -18,6 +18,7 @@ from moecore.study.checking.outside_part_rules import (
     outside_part_misfits,
     outside_source_misfits,
 )
+from moecore.study.checking.reduction_rules import reduction_misfits
 from moecore.study.checking.step_rules import step_misfits
 from moecore.study.checking.training_rules import (
     training_image_misfits,
@@ -67,6 +68,7 @@ def check_study(
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
+        others += reduction_misfits(study, previews)
         if not others:
             others += outside_part_misfits(study, previews, untried)
             others += step_misfits(study, [keys for keys, _ in others])

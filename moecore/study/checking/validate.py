@@ -21,6 +21,7 @@ from moecore.study.reading.message_format import cap_line_count
 from moecore.study.reading.setting_errors import describe_field, format_error_line
 from moecore.study.reading.study import (
     OPTIONAL_SECTIONS,
+    REDUCING_PHASES,
     SECTIONS,
     TRAINING_PHASES,
     Misfits,
@@ -110,10 +111,10 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     sources = data.get("data")
     if not isinstance(sources, dict):
         return
-    for phase in TRAINING_PHASES:
+    for phase in (*TRAINING_PHASES, *REDUCING_PHASES):
         if phase in stages and phase not in sources:
             there = ", ".join(sources)
-            text = f"missing; the stage {phase} trains on it; data has: {there}"
+            text = f"missing; the stage {phase} works on it; data has: {there}"
             yield ("data", phase), text
 
 

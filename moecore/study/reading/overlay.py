@@ -23,7 +23,13 @@ from moecore.measure.base import own_measurements
 from moecore.study.reading.document import Document, load_yaml
 from moecore.study.reading.message_format import did_you_mean, show_value
 from moecore.study.reading.setting_errors import format_error_line
-from moecore.study.reading.study import SECTIONS, TRAINING_PHASES, Study, stages_by_section
+from moecore.study.reading.study import (
+    REDUCING_PHASES,
+    SECTIONS,
+    TRAINING_PHASES,
+    Study,
+    stages_by_section,
+)
 
 OVERLAY = "overlay.yaml"
 PRESETS_FILE = "presets.yaml"
@@ -136,7 +142,7 @@ def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
     """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
     data, run = values.get("data"), values.get("run")
     if isinstance(data, dict):
-        unused = {phase for phase in TRAINING_PHASES[1:] if phase not in stages}
+        unused = {*TRAINING_PHASES[1:], *REDUCING_PHASES} - set(stages)
         values["data"] = {name: source for name, source in data.items() if name not in unused}
     if isinstance(run, dict) and "measure" not in stages:
         unused = ("measurements", "thorough")

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from moecore.core.config import Config
 
-Phase = Literal["pretrain", "finetune", "adversarial"]
+Phase = Literal["pretrain", "finetune", "adversarial", "prune", "merge"]
 
 
 class Selection(Config):

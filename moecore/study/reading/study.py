@@ -26,6 +26,8 @@ from moecore.study.reading.setting_errors import format_error_line
 from moecore.study.reading.stage_params import validate_whole
 from moecore.training.method import Method
 from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
+from moecore.training.surgery.merge import Merge
+from moecore.training.surgery.prune import Prune
 from moecore.training.teachers.base import Teacher
 
 Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
@@ -38,6 +40,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "pretrain": ("model", "methods", "pretrain"),
     "finetune": ("methods", "finetune"),
     "adversarial": ("methods", "adversarial"),
+    "prune": ("prune",),
+    "merge": ("merge",),
     "out_of_fold": ("model", "methods", "pretrain", "calibrate", "out_of_fold"),
     "calibrate": ("calibrate",),
     "robustness": ("robustness",),
@@ -53,6 +57,7 @@ MEASURED_SECTIONS = tuple(name for name in own_measurements() if name not in SEC
 # their defaults say all
 OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer", "packages")
 TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
+REDUCING_PHASES = ("prune", "merge")  # stages that give a pretrained model fewer experts
 
 
 def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
@@ -112,6 +117,8 @@ class Study(Measured):
     pretrain: Training | None = None
     finetune: Finetuning | None = None
     adversarial: AdversarialFinetuning | None = None
+    prune: Prune | None = None
+    merge: Merge | None = None
     out_of_fold: OutOfFold | None = None
     calibrate: Calibrate | None = None
     robustness: Robustness | None = None

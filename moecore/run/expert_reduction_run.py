@@ -1,0 +1,38 @@
+"""The work of the stages ``prune`` and ``merge``: a pretrained model with fewer experts."""
+
+import time
+from pathlib import Path
+
+from moecore.core.config import Config
+from moecore.core.files import whole_folder
+from moecore.data.prepared import Prepared
+from moecore.run.run_record import record_run
+from moecore.training.artifacts import load_model, save_model, save_words
+from moecore.training.outcome import summarize_model
+from moecore.training.runtime import tune_runtime
+from moecore.training.surgery.expert_reduction import ExpertReduction
+
+
+def record_expert_reduction(
+    params: Config, reduction: ExpertReduction, method: str, seed: int
+) -> None:
+    """Reduce artifacts/pretrain/``method``/``seed`` by training images, and evaluate it.
+
+    The new model lies in artifacts/<stage>/<method>/<seed>; a dense one goes on as it is.
+    """
+    stage = reduction.section
+    start = Path("artifacts/pretrain", method, str(seed))
+    target = Path("artifacts", stage, method, str(seed))
+    data = Prepared.open(Path("artifacts/data", stage))
+    inputs = [data.folder, start]
+    with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
+        begun = time.monotonic()
+        whole = load_model(start).to(tune_runtime().device)
+        model = reduction.reduce_model(whole, data.train)
+        seconds = time.monotonic() - begun
+        with whole_folder(target) as folder:
+            save_model(folder, model)
+            save_words(folder, data)
+        run.dataset(data.card)
+        run.result(summarize_model(model, data, seconds))
+        run.model(target)

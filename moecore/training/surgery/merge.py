@@ -1,0 +1,133 @@
+"""Merging: experts of similar mean outputs become one (HC-SMoE, Chen et al. 2024).
+
+E experts before, M after, d width.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.layers.moe import MoESettings
+from moecore.nn.routers.folded import Folded
+from moecore.training.surgery.expert_reduction import (
+    ExpertReduction,
+    check_token_choice,
+    load_reduced,
+    with_number,
+)
+from moecore.training.surgery.expert_use import ExpertUse
+
+WITH_THRESHOLDS = ("dynamic",)  # routers in which experts are chosen one by one
+Linkage = Literal["average", "single", "complete"]
+LINKAGES = {"average": np.mean, "single": np.min, "complete": np.max}
+
+
+class Merge(ExpertReduction):
+    """Experts are clustered by their mean outputs, and each cluster's weights are averaged."""
+
+    section: ClassVar[str] = "merge"
+
+    linkage: Linkage = Field(
+        "average", description="distance of clusters: the mean, least or largest of their pairs"
+    )
+    weights: Literal["frequency", "mean"] = Field(
+        "frequency", description="an expert's share in its cluster: by its tokens, or equal"
+    )
+    fold: bool = Field(
+        True,
+        description="routing is summed within clusters; false: E experts stay, equal ones among "
+        "them, which saves nothing",
+    )
+
+    def reduced_settings(self, moe: MoESettings) -> MoESettings:
+        """Return the settings afterwards; UserError for experts and routers that do not merge."""
+        check_token_choice(moe, "merged")
+        if moe.experts.kind != "mlp":
+            problem = f"found {moe.experts.kind}, whose weights have no meaningful mean"
+            raise UserError(f"experts.kind: {problem}; allowed: mlp")
+        number = self.number_left(moe)
+        if not self.fold:
+            return moe
+        problem = "which has a bias or threshold for each expert"
+        allowed = "allowed: others, or merge.fold: false"
+        if (balance := getattr(moe.router, "balance", None)) is not None:
+            raise UserError(f"router.balance: found {balance.kind}, {problem}; {allowed}")
+        if moe.router.kind in WITH_THRESHOLDS:
+            raise UserError(f"router.kind: found {moe.router.kind}, {problem}; {allowed}")
+        router = Folded(router=moe.router, experts=moe.experts.number)
+        return with_number(moe.model_copy(update={"router": router}), number)
+
+    def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
+        """Return the model with one expert for each cluster, and all rows of its router."""
+        moe = self.reduced_settings(model.experts_and_router)
+        number = self.number_left(model.experts_and_router)
+        weights = model.state_dict()
+        for layer, use in uses.items():
+            clusters, _ = cluster_outputs(use.means, number, self.linkage)
+            counts = use.counts if self.weights == "frequency" else torch.ones_like(use.counts)
+            shares = cluster_shares(clusters, counts, number)
+            for name in [one for one in weights if one.startswith(f"{layer}.experts.")]:
+                weights[name] = merge_parameter(weights[name], shares)
+                if not self.fold:
+                    weights[name] = weights[name][clusters.to(weights[name].device)]
+            if self.fold:
+                weights |= fold_router(weights, f"{layer}.router.", clusters)
+        return load_reduced(model, moe, weights)
+
+
+def cluster_outputs(
+    means: Tensor, number: int, linkage: Linkage
+) -> tuple[Tensor, tuple[float, ...]]:
+    """Return the cluster (E,) int64 of each expert, and how far apart those lay that were joined.
+
+    means: (E, d) mean outputs, compared by Euclidean distance; the nearest two clusters are joined
+    until ``number`` are left, of equally near ones those of the lowest experts. Clusters are in the
+    order of their lowest experts.
+    """
+    points = means.double()
+    exact = "donot_use_mm_for_euclid_dist"  # products would blur small distances
+    distances = torch.cdist(points, points, compute_mode=exact).numpy()
+    join = LINKAGES[linkage]
+    clusters = [[expert] for expert in range(len(means))]
+    heights = []
+    while len(clusters) > number:
+        height, one, other = min(
+            (float(join(distances[np.ix_(clusters[one], clusters[other])])), one, other)
+            for one in range(len(clusters))
+            for other in range(one + 1, len(clusters))
+        )
+        clusters[one] += clusters.pop(other)
+        heights.append(height)
+    labels = torch.empty(len(means), dtype=torch.int64)
+    for label, members in enumerate(clusters):
+        labels[members] = label
+    return labels, tuple(heights)
+
+
+def cluster_shares(clusters: Tensor, counts: Tensor, number: int) -> Tensor:
+    """Return the share (M, E) of each expert in each cluster, by counts (E,); equal ones where no
+    token chose any of a cluster.
+    """
+    members = torch.nn.functional.one_hot(clusters, number).T.double()
+    shares = members * counts.double()
+    shares = torch.where(shares.sum(dim=1, keepdim=True) > 0, shares, members)
+    return shares / shares.sum(dim=1, keepdim=True)
+
+
+def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
+    """Return the means (M, …) of an experts' parameter (E, …) by the shares (M, E)."""
+    flat = shares.to(values.device) @ values.flatten(1).double()
+    return flat.unflatten(1, values.shape[1:]).to(values.dtype)
+
+
+def fold_router(weights: dict[str, Tensor], prefix: str, clusters: Tensor) -> dict[str, Tensor]:
+    """Move a router's state out of ``weights``; return it as that of the folded router."""
+    names = [name for name in weights if name.startswith(prefix)]
+    inner = {f"{prefix}router.{name[len(prefix) :]}": weights.pop(name) for name in names}
+    return inner | {f"{prefix}clusters": clusters}

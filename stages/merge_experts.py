@@ -1,0 +1,20 @@
+"""``moecore.stages.merge_experts METHOD SEED``: a model whose similar experts are one."""
+
+from moecore.core.config import Config
+from moecore.run.expert_reduction_run import record_expert_reduction
+from moecore.run.stage_entry import run_stage
+from moecore.study.reading.stage_params import read_params
+from moecore.training.surgery.merge import Merge
+
+
+class Params(Config):
+    merge: Merge
+
+
+def merge_experts(method: str, seed: int) -> None:
+    params = read_params(Params)
+    record_expert_reduction(params, params.merge, method, seed)
+
+
+if __name__ == "__main__":
+    run_stage(merge_experts)

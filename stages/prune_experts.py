@@ -1,0 +1,20 @@
+"""``moecore.stages.prune_experts METHOD SEED``: a model without its worst experts."""
+
+from moecore.core.config import Config
+from moecore.run.expert_reduction_run import record_expert_reduction
+from moecore.run.stage_entry import run_stage
+from moecore.study.reading.stage_params import read_params
+from moecore.training.surgery.prune import Prune
+
+
+class Params(Config):
+    prune: Prune
+
+
+def prune_experts(method: str, seed: int) -> None:
+    params = read_params(Params)
+    record_expert_reduction(params, params.prune, method, seed)
+
+
+if __name__ == "__main__":
+    run_stage(prune_experts)
