@@ -5,8 +5,9 @@ L MoE layers, B images, T tokens per image, E experts.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
@@ -30,7 +31,7 @@ def bar_experts(model: Model, barred: Sequence[Tensor | None]) -> Iterator[None]
             router.barred = None
 
 
-def list_routers(model: Model) -> list[nn.Module]:
+def list_routers(model: Model) -> list[Any]:
     """Return the routers of the MoE layers in their order, without those of a teacher."""
     own = model.model if isinstance(model, GuidedModel) else model
     return [layer.router for layer in own.modules() if isinstance(layer, MoEFeedForward)]

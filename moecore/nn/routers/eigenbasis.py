@@ -124,13 +124,13 @@ class EigenbasisRouter(nn.Module):
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""
-        chosen, _ = choose_unbarred(scores, self.config.k, self.barred)
+        chosen, valid = choose_unbarred(scores, self.config.k, self.barred)
         positive = scores.clamp_min(_LEAST)
-        valid = None
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)
         if self.config.selection == "prune":
-            valid = eligible_mask(scores.gather(-1, chosen), self.config.threshold)
+            eligible = eligible_mask(scores.gather(-1, chosen), self.config.threshold)
+            valid = eligible if valid is None else eligible & valid
             weights = weights.where(valid, 0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         return chosen, *plan_and_record(
