@@ -1,6 +1,6 @@
 """What experts are for: who is chosen with whom, what they tell of a token, how sure and steady."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -8,8 +8,15 @@ from matplotlib.figure import Figure
 from moecore.measure.expert_roles import ExpertRoles, Result, RolesLayer
 from moecore.report.column import Column, ContextDependentColumns, PlannedPhase, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.measures.result_display import Figures, Shown, items_reader
-from moecore.report.typed_results import drop_none
+from moecore.report.measures.result_display import (
+    Figures,
+    Shown,
+    first_seed_pictures,
+    items_reader,
+)
+from moecore.report.measures.seed_stability import stability_blocks
+from moecore.report.page.view import Block
+from moecore.report.typed_results import Phase, drop_none
 
 NUMBERED = 20  # experts: with more, the table has colours only
 QUARTER = 4  # of the experts, whose load is shown
@@ -166,4 +173,13 @@ def coactivation_table(layer: RolesLayer, title: str) -> Figure:
     return draw_heatmap(together, texts, labels, (4.8, 4.7), caption)
 
 
-SHOWN = Shown("expert_roles", "what experts are for", Result, COLUMNS, figures, place=7)
+def phase_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield every method's figures, and whether its seeds find the same experts."""
+    drawn = first_seed_pictures(phase, Result, figures)
+    yield Block("What experts are for", pictures=drawn, about="information_class")
+    yield from stability_blocks(phase)
+
+
+SHOWN = Shown(
+    "expert_roles", "what experts are for", Result, COLUMNS, figures, phase_blocks, place=7
+)
