@@ -3,6 +3,7 @@
 All from one pass over test images. N images, T tokens per image, E experts, k chosen per token.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Annotated
 
@@ -15,7 +16,8 @@ from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, Estimate, MeasuredModel, Measurement, PartStore
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
+from moecore.measure.item_means import ItemMeans
 from moecore.measure.routing_metrics.coactivation import (
     coactivation_shares,
     count_coactivation,
@@ -41,8 +43,7 @@ from moecore.measure.routing_metrics.local_consistency import (
 from moecore.measure.routing_metrics.purity import token_kinds
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import record_on_finer_grid
-from moecore.statistics.crossed import encode_item_values, linearize_ratio
-from moecore.statistics.intervals import bootstrap_mean
+from moecore.statistics.crossed import linearize_ratio
 
 PERMUTATIONS = 200
 RARE = 10  # a word that occurs less often in these texts is not counted
@@ -91,16 +92,11 @@ class ExpertRoles(Measurement):
             by_image.append(values)
         # the first layer has none before it
         shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
-        people = test.people_at(where)
-        means = {name: mean_over_having(by_image, name) for name in shared}
-        return Result(
+        return Result.of(
+            {name: mean_over_having(by_image, name) for name in shared},
+            test.people_at(where),
             images=len(images),
             batch=self.batch,
-            values={
-                name: Estimate.of(bootstrap_mean(values, lowest=-np.inf, people=people))
-                for name, values in means.items()
-            },
-            items={name: encode_item_values(values, people) for name, values in means.items()},
             layers=layers,
         )
 
@@ -112,14 +108,6 @@ class LabelInformation(Config):
     chance: float  # of permuted labels, mean
     p: float  # share of permutations, itself among them, with as much information
     normalised: float  # (information − chance) / entropy of the labels
-
-
-class WindowConsistency(Config):
-    """How well one set of experts serves all tokens of a window."""
-
-    length: int
-    score: float  # F1 at the best threshold
-    chance: float  # with the tokens of each image exchanged
 
 
 class KeptChoices(Config):
@@ -134,28 +122,25 @@ class RolesLayer(Config):
 
     share: tuple[float, ...]  # of tokens that chose the expert
     together: tuple[tuple[float, ...], ...]  # P(b chosen | a chosen), rows a
-    pair_lift: float | None  # mean of P(b | a) / P(b) over chosen pairs; None where k is 1
-    pair_lift_chance: float | None  # at an even load
     labels: dict[str, LabelInformation]
-    margin: float | None  # lowest chosen probability − highest other; None where all are chosen
-    smallest_margin: float | None  # its 1 % quantile
-    batch_violation: float  # MaxVio, mean over batches
-    batch_violation_chance: float
+    values: dict[str, float]
+    chances: dict[str, float]
     coverage: tuple[float, ...]  # share of the choices that the m most used experts have
-    windows: tuple[WindowConsistency, ...]
     kept: KeptChoices
 
 
-class Result(Config):
+class Result(ItemMeans):
     """Means over the MoE layers with intervals over images, and each layer.
 
-    values, items: pair_lift, margin, information_{label} (as ``normalised``), consistency_{length}.
+    information_{label}: as ``normalised``.  pair_lift: mean of P(b | a) / P(b) over pairs of
+    experts that tokens chose; its chance is at an even load.  margin: lowest probability of a
+    chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
+    tokens; its chance with each image's tokens exchanged.  Of layers alone: smallest_margin, a 1 %
+    quantile; batch_violation, the mean MaxVio of batches, beside that of even random choices.
     """
 
     images: int
     batch: int  # images of a batch of batch_violation
-    values: dict[str, Estimate]
-    items: dict[str, str]  # one number per item, by ``encode_item_values``
     layers: tuple[RolesLayer, ...]
 
 
@@ -198,43 +183,37 @@ def layer_roles(
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
-    together = count_coactivation(chosen).sum(dim=0)
-    tokens = prod(chosen.shape[:2])
-    information, values = label_information(chosen, layout, labels)
-    windows, consistency = window_consistency(chosen[:, layout.special :], settings.windows)
-    values |= consistency
+    tokens, experts = prod(chosen.shape[:2]), len(counts)
+    information, by_image = label_information(chosen, layout, labels)
+    consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
+    by_image |= consistency
+    extra = {"batch_violation": mean_batch_violation(chosen, settings.batch)}
+    in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))
+    chances["batch_violation"] = chance_violation(in_batch, experts)
+    if int(chosen.sum(dim=-1).max()) > 1:
+        by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
+        k = float(counts.sum() / tokens)
+        chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
     margins = choice_margin(record.probs, chosen)
     is_known = margins.isfinite()
-    lift_chance = smallest_margin = None
-    if int(chosen.sum(dim=-1).max()) > 1:
-        values["pair_lift"] = pair_lift_by_image(chosen).numpy()
-        k, experts = float(counts.sum() / tokens), len(counts)
-        lift_chance = (k - 1) * experts / ((experts - 1) * k)
     if is_known.any():
         sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
-        values["margin"] = linearize_ratio(*(one.numpy() for one in sums))
-        smallest_margin = float(np.quantile(margins[is_known].numpy(), SMALLEST))
+        by_image["margin"] = linearize_ratio(*(one.numpy() for one in sums))
+        extra["smallest_margin"] = float(np.quantile(margins[is_known].numpy(), SMALLEST))
     few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
     layer = RolesLayer(
         share=(counts / tokens).tolist(),
-        together=coactivation_shares(together).numpy().round(5).tolist(),
-        pair_lift=mean_of_values(values, "pair_lift"),
-        pair_lift_chance=lift_chance,
+        together=coactivation_shares(count_coactivation(chosen).sum(dim=0)).tolist(),
         labels=information,
-        margin=mean_of_values(values, "margin"),
-        smallest_margin=smallest_margin,
-        batch_violation=mean_batch_violation(chosen, settings.batch),
-        batch_violation_chance=chance_violation(
-            round(int(counts.sum()) * min(1, settings.batch / len(chosen))), len(counts)
-        ),
+        values={name: float(values.mean()) for name, values in by_image.items()} | extra,
+        chances=chances,
         coverage=load_coverage(counts).tolist(),
-        windows=windows,
         kept=KeptChoices(
             shape=(len(few), *chosen.shape[1:]),
             bits=encode_arrays(np.packbits(chosen[few].numpy())),
         ),
     )
-    return layer, values
+    return layer, by_image
 
 
 def label_information(
@@ -262,30 +241,20 @@ def label_information(
     return rows, values
 
 
-def window_consistency(
-    patches: Tensor, lengths: tuple[int, ...]
-) -> tuple[list[WindowConsistency], Values]:
-    """Return a row for each window that fits into the tokens (N, T, E), and values by image."""
-    rows, values = [], {}
+def window_consistency(patches: Tensor, windows: Sequence[int]) -> tuple[Values, dict[str, float]]:
+    """Return values by image, and the mean by chance, of windows that fit into tokens (N, T, E)."""
+    values, chances = {}, {}
     number, length = patches.shape[:2]
     order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
     shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
-    for window in lengths:
-        if window > length:
-            continue
-        by_image = consistency_by_image(count_window_uses(patches, window).numpy())
-        chance = consistency_by_threshold(count_window_uses(shuffled, window).sum(dim=0).numpy())
-        values[f"consistency_{window}"] = by_image
-        score = float(by_image.mean())
-        rows.append(WindowConsistency(length=window, score=score, chance=float(chance.max())))
-    return rows, values
+    for window in [window for window in windows if window <= length]:
+        name = f"consistency_{window}"
+        values[name] = consistency_by_image(count_window_uses(patches, window).numpy())
+        uses = count_window_uses(shuffled, window).sum(dim=0).numpy()
+        chances[name] = float(consistency_by_threshold(uses).max())
+    return values, chances
 
 
 def mean_over_having(layers: list[Values], name: str) -> np.ndarray:
     """Return the mean over the layers that have the name: all, or all but the first, (N,)."""
     return np.mean([layer[name] for layer in layers if name in layer], axis=0)
-
-
-def mean_of_values(values: Values, name: str) -> float | None:
-    """Return the mean of these values, None where there are none."""
-    return float(values[name].mean()) if name in values else None

@@ -4,16 +4,15 @@ Tokens choose again among the others, by the router's own rule. N images, L MoE 
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, Estimate, MeasuredModel, Measurement, PartStore
+from moecore.measure.item_means import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
     no_barring_reason,
@@ -21,11 +20,9 @@ from moecore.measure.routing_metrics.barred_experts import (
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.nn.predict import model_device, predict_in_batches, text_block_scores
-from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean
 
 POINTS = 8  # numbers of removed experts at most
-Order = Literal["most_used", "least_used", "random"]
 
 
 class ExpertWorth(Measurement):
@@ -66,13 +63,10 @@ class ExpertWorth(Measurement):
         split = subject.data.test
         people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
 
-        def estimate(values: np.ndarray) -> Estimate:
-            return Estimate.of(bootstrap_mean(values, lowest=-np.inf, people=people))
-
         most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
         rows = []
         for number in removal_numbers(removable_experts(model)):
-            values: dict[Order, np.ndarray] = {
+            values = {
                 "most_used": lost(f"most {number}", [one[:number] for one in most_used]),
                 "least_used": lost(f"least {number}", [one[-number:] for one in most_used]),
                 "random": np.mean(
@@ -83,44 +77,38 @@ class ExpertWorth(Measurement):
                     axis=0,
                 ),
             }
-            rows.append(
-                RemovalRow(
-                    removed=number,
-                    lost={order: estimate(one) for order, one in values.items()},
-                    items={order: encode_item_values(one, people) for order, one in values.items()},
-                )
-            )
-        return Result(
+            rows.append(RemovalRow.of(values, people, removed=number))
+        return Result.of(
+            {"worth": alone.mean(axis=(0, 1))},
+            people,
             images=len(full),
             score=float(full.mean()),
-            layers=[[estimate(values) for values in layer] for layer in alone],
+            layers=[
+                [Estimate.of(bootstrap_mean(one, lowest=-np.inf, people=people)) for one in layer]
+                for layer in alone
+            ],
             load=(known / known.sum(dim=1, keepdim=True)).tolist(),
-            mean=estimate(alone.mean(axis=(0, 1))),
-            mean_items=encode_item_values(alone.mean(axis=(0, 1)), people),
             removal=rows,
         )
 
 
-class RemovalRow(Config):
-    """Every layer without so many experts: what the score loses, by which of them are removed.
+class RemovalRow(ItemMeans):
+    """What the score loses by every layer without so many experts: by which of them are removed.
 
-    random: the mean over draws, each layer its own; its interval is over images alone.
+    values, items: most_used, least_used; random, the mean over draws, each layer its own, whose
+    interval is over images alone.
     """
 
     removed: int
-    lost: dict[Order, Estimate]
-    items: dict[Order, str]  # by ``encode_item_values``
 
 
-class Result(Config):
-    """A loss is positive where the score is worse without."""
+class Result(ItemMeans):
+    """A loss is positive where the score is worse without. worth: mean over layers and experts."""
 
     images: int
     score: float  # the task's, of the same images with all experts
     layers: tuple[tuple[Estimate, ...], ...]  # (L, E), what the score loses without one expert
     load: tuple[tuple[float, ...], ...]  # (L, E), share of the choices on validation images
-    mean: Estimate  # over all experts of all layers
-    mean_items: str
     removal: tuple[RemovalRow, ...]
 
 

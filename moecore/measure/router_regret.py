@@ -15,10 +15,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, Estimate, MeasuredModel, Measurement, PartStore
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
+from moecore.measure.item_means import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
     no_barring_reason,
@@ -30,8 +30,7 @@ from moecore.measure.routing_metrics.subset_regret import (
     subset_regret,
 )
 from moecore.nn.predict import coupled_image_count, image_batches, model_device
-from moecore.statistics.crossed import encode_item_values, linearize_ratio
-from moecore.statistics.intervals import bootstrap_mean
+from moecore.statistics.crossed import linearize_ratio
 
 
 class RouterRegret(Measurement):
@@ -58,7 +57,6 @@ class RouterRegret(Measurement):
         """Return each layer's regret, and means over the layers with intervals over images."""
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
-        people = test.people_at(where)
         experts = subject.model.experts_and_router.experts.number
         k = experts - removable_experts(subject.model)
         subsets = list_subsets(experts, k, SEED)
@@ -72,21 +70,18 @@ class RouterRegret(Measurement):
             by_image.append(values)
             layers.append({name: float(one.mean()) for name, one in values.items()})
         means = {name: np.mean([one[name] for one in by_image], axis=0) for name in by_image[0]}
-        return Result(
+        return Result.of(
+            means,
+            test.people_at(where),
             images=len(where),
             tokens=self.tokens,
             subsets=len(subsets),
             is_exact=len(subsets) == comb(experts, k),
-            values={
-                name: Estimate.of(bootstrap_mean(values, lowest=-np.inf, people=people))
-                for name, values in means.items()
-            },
-            items={name: encode_item_values(values, people) for name, values in means.items()},
             layers=layers,
         )
 
 
-class Result(Config):
+class Result(ItemMeans):
     """Means over the MoE layers with intervals over images, and each layer's means.
 
     regret: nats (the task's loss) that the best set would save, mean over tokens; a lower bound
@@ -99,8 +94,6 @@ class Result(Config):
     tokens: int  # of each image, at most
     subsets: int
     is_exact: bool  # whether these are all sets
-    values: dict[str, Estimate]
-    items: dict[str, str]  # one number per item, by ``encode_item_values``
     layers: tuple[dict[str, float], ...]
 
 

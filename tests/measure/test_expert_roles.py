@@ -120,9 +120,11 @@ def test_experts_that_are_told_the_truth_tell_it(made):
     assert result.values["information_layer_before"].value == pytest.approx(1, abs=0.05)
     for layer in result.layers:
         assert layer.labels["truth"].p == pytest.approx(1 / 201)
-        assert layer.labels["position"].p > 0.01 and layer.pair_lift is None
-        (window,) = layer.windows
-        assert window.score == pytest.approx(window.chance, abs=0.06)
+        assert layer.labels["position"].p > 0.01 and "pair_lift" not in layer.values
+        assert "consistency_9" not in layer.values
+        assert layer.values["consistency_2"] == pytest.approx(
+            layer.chances["consistency_2"], abs=0.06
+        )
     assert ("class" in result.layers[0].labels) == (made is subject)
     assert ("word" in result.layers[0].labels) == (made is text_subject)
 

@@ -68,11 +68,11 @@ def test_worth(made):
     result = check_measurement(ExpertWorth(draws=2), made(NoisyTopK(k=1)))
     assert [len(layer) for layer in result.layers] == [3, 3]
     worths = [one.value for layer in result.layers for one in layer]
-    assert result.mean.value == pytest.approx(np.mean(worths))
+    assert result.values["worth"].value == pytest.approx(np.mean(worths))
     assert [row.removed for row in result.removal] == [1, 2]
     assert np.sum(result.load, axis=1) == pytest.approx([1, 1])
     for row in result.removal:
-        for lost in row.lost.values():
+        for lost in row.values.values():
             assert lost.low <= lost.value + 1e-9 and lost.value <= lost.high + 1e-9
 
 
@@ -82,7 +82,7 @@ def test_an_expert_that_nobody_uses_is_worth_nothing():
         router.balance.bias[2] = -1e3
     result = ExpertWorth(draws=1).measure(measured, lambda name, compute: compute())
     assert all(layer[2].value == 0 for layer in result.layers)
-    assert result.removal[0].lost["least_used"].value == 0
+    assert result.removal[0].values["least_used"].value == 0
     assert all(load[2] == 0 for load in result.load)
 
 

@@ -98,10 +98,10 @@ def test_worth_and_regret_of_a_model():
     results = {type(one): one for one in (worth, regret)}
     phase = Phase("pretrain", {}, measured.model.image.task, {"vmoe": {0: Measured(results)}})
     compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
-    assert compared["expert_worth"]["mean"] == pytest.approx(worth.mean.value)
+    assert compared["expert_worth"]["mean"] == pytest.approx(worth.values["worth"].value)
     assert compared["router_regret"]["mean"] == pytest.approx(regret.values["regret"].value)
     row = worth.removal[0]  # one of three experts: the most that is at most half
-    assert compared["lost_without_random"]["mean"] == pytest.approx(row.lost["random"].value)
+    assert compared["lost_without_random"]["mean"] == pytest.approx(row.values["random"].value)
     shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
     assert all(0 <= share <= 1 for share in shares)
     (lost,) = expert_worth.phase_blocks(phase)

@@ -12,7 +12,7 @@ from moecore.report.measures.result_display import (
     Figures,
     Shown,
     first_seed_pictures,
-    items_reader,
+    item_mean_column,
 )
 from moecore.report.measures.seed_stability import stability_blocks
 from moecore.report.page.view import Block
@@ -27,77 +27,48 @@ LABELS = {  # name → the words of a column and of a figure
     "word": "word",
     "layer_before": "expert before",
 }
-TELLS = "mutual information with it above that of permuted labels, as a share of its entropy"
+TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
+WINDOW = "consistency_"
 
 
-def mean_with_items(
-    name: str, label: str, better: str = "", form: str = "number", note: str = ""
-) -> Column:
-    """Return the column of a value that the result has under this name, with its items."""
-    return Column(
-        name,
-        label,
-        lambda result: result.values.get(name),
-        better,
-        form,
-        f"{note}; mean over layers",
-        items=items_reader(name),
-    )
+def layer_column(name: str, label: str, form: str, note: str, kind: str = "values") -> Column:
+    """Return the detailed column of a number of every layer, values or chances: their mean."""
+    own = name.removesuffix("_chance")
+
+    def read(result: Result) -> float | None:
+        return mean_or_none(drop_none(getattr(layer, kind).get(own) for layer in result.layers))
+
+    return Column(name, label, read, form=form, note=f"{note}; mean over layers", detail=True)
 
 
-def layer_mean(
-    name: str, label: str, form: str = "number", note: str = "", better: str = ""
-) -> Column:
-    """Return the detailed column of a number of every layer, their mean."""
-    return Column(
-        name,
-        label,
-        lambda result: mean_or_none(drop_none(getattr(layer, name) for layer in result.layers)),
-        better,
-        form,
-        f"{note}; mean over layers",
-        detail=True,
-    )
-
-
-def most_used_load(result: Result) -> float | None:
-    """Return the share of the choices that the most used quarter of the experts has."""
-    return mean_or_none(
-        [layer.coverage[max(1, len(layer.coverage) // QUARTER) - 1] for layer in result.layers]
-    )
+def value_and_chance(name: str, label: str, form: str, note: str, chance: str) -> list[Column]:
+    """Return the column of a value with its items, and that of what chance gives."""
+    return [
+        item_mean_column(name, label, "", form, f"{note}; mean over layers"),
+        layer_column(f"{name}_chance", f"{label}, by chance", form, chance, "chances"),
+    ]
 
 
 def window_columns(windows: Sequence[int]) -> list[Column]:
     """Return the local consistency in windows of each length, and by chance."""
-    columns = []
-    for length in windows:
-        note = f"F1 of the best sets of experts for windows of {length} neighbouring tokens"
-        name, label = f"consistency_{length}", f"Local consistency, {length} tokens"
-        columns.append(mean_with_items(name, label, "", "share", note))
-        columns.append(
-            Column(
-                f"{name}_chance",
-                f"{label}, by chance",
-                lambda result, length=length: mean_or_none(
-                    [
-                        row.chance
-                        for layer in result.layers
-                        for row in layer.windows
-                        if row.length == length
-                    ]
-                ),
-                form="share",
-                note="the same with each image's tokens exchanged; mean over layers",
-                detail=True,
-            )
+    note = "F1 of the best sets of experts for windows of {} neighbouring tokens"
+    return [
+        column
+        for length in windows
+        for column in value_and_chance(
+            f"consistency_{length}",
+            f"Local consistency, {length} tokens",
+            "share",
+            note.format(length),
+            "the same with each image's tokens exchanged",
         )
-    return columns
+    ]
 
 
 def measured_windows(results: Sequence[Result]) -> list[int]:
-    """Return the windows that any result has, in order."""
-    rows = [row for result in results for layer in result.layers for row in layer.windows]
-    return sorted({row.length for row in rows})
+    """Return the lengths of windows that any result has, in order."""
+    names = {name for result in results for name in result.values if name.startswith(WINDOW)}
+    return sorted(int(name.removeprefix(WINDOW)) for name in names)
 
 
 def planned_windows(ahead: PlannedPhase) -> list[str]:
@@ -108,31 +79,42 @@ def planned_windows(ahead: PlannedPhase) -> list[str]:
 
 COLUMNS = (
     *(
-        mean_with_items(f"information_{name}", f"Experts tell the {words}", "", "share", TELLS)
+        item_mean_column(f"information_{name}", f"Experts tell the {words}", "", "share", TELLS)
         for name, words in LABELS.items()
     ),
-    mean_with_items(
-        "pair_lift", "Co-activation lift", note="P(b | a) / P(b) of the pairs of experts chosen"
+    *value_and_chance(
+        "pair_lift",
+        "Co-activation lift",
+        "number",
+        "P(b | a) / P(b) of the pairs of experts that tokens chose",
+        "of experts chosen independently at an even load",
     ),
-    layer_mean("pair_lift_chance", "Lift at an even load", note="experts chosen independently"),
-    mean_with_items(
-        "margin", "Margin", note="lowest probability of a chosen expert − highest of another"
+    item_mean_column(
+        "margin",
+        "Margin",
+        note="lowest probability of a chosen expert − highest of another; mean over layers",
     ),
-    layer_mean("smallest_margin", "Margin, smallest", note="its 1 % quantile over tokens"),
-    layer_mean("batch_violation", "MaxVio of a batch", note="mean over batches", better="lower"),
-    layer_mean("batch_violation_chance", "MaxVio by chance", note="of as many even random choices"),
+    layer_column("smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"),
+    layer_column("batch_violation", "MaxVio of a batch", "number", "mean over batches"),
+    layer_column(
+        "batch_violation_chance",
+        "MaxVio by chance",
+        "number",
+        "of as many even random choices",
+        "chances",
+    ),
     Column(
         "coverage",
         "Load of the most used quarter",
-        most_used_load,
+        lambda result: mean_or_none(
+            [layer.coverage[max(1, len(layer.coverage) // QUARTER) - 1] for layer in result.layers]
+        ),
         form="share",
         note="share of the choices that a quarter of the experts has; mean over layers",
         detail=True,
     ),
     ContextDependentColumns(
-        lambda seen: window_columns(measured_windows(seen.results)),
-        planned_windows,
-        "share",
+        lambda seen: window_columns(measured_windows(seen.results)), planned_windows, "share"
     ),
 )
 
@@ -142,7 +124,7 @@ def figures(result: Result) -> Figures:
     if any(layer.labels for layer in result.layers):
         yield "expert_information", information_table(result.layers)
     for number, layer in enumerate(result.layers, 1):
-        if layer.pair_lift is not None:
+        if np.any(layer.together):
             yield f"coactivation_{number}", coactivation_table(layer, f"MoE {number}")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moecore.measure.expert_worth import Order, RemovalRow, Result
+from moecore.measure.expert_worth import RemovalRow, Result
 from moecore.report.column import Column, decode_items
 from moecore.report.figures.charts import ChartSpec, curves_chart, point_from_interval
 from moecore.report.measures.result_display import (
@@ -12,11 +12,12 @@ from moecore.report.measures.result_display import (
     Shown,
     draw_method_curves,
     first_seed_pictures,
+    item_mean_column,
 )
 from moecore.report.page.view import Block
 from moecore.report.typed_results import Phase
 
-ORDERS: dict[Order, str] = {
+ORDERS = {
     "most_used": "most used first",
     "least_used": "least used first",
     "random": "random",
@@ -37,12 +38,12 @@ def needed_share(result: Result) -> float:
     return float(np.mean(np.array(lows) > 0))
 
 
-def removal_column(order: Order) -> Column:
+def removal_column(order: str) -> Column:
     """Return the column of the loss without half of the experts."""
     return Column(
         f"lost_without_{order}",
         f"Loss without half, {ORDERS[order]}",
-        lambda result: half_removed(result).lost[order],
+        lambda result: half_removed(result).values[order],
         note=f"at most half of each layer's experts removed, {ORDERS[order]}; {PAIRED}",
         items=lambda result: decode_items(half_removed(result).items[order]),
         detail=order == "random",
@@ -50,12 +51,11 @@ def removal_column(order: Order) -> Column:
 
 
 COLUMNS = (
-    Column(
+    item_mean_column(
         "expert_worth",
         "Worth of an expert",
-        lambda result: result.mean,
         note=f"what its removal loses {PAIRED}; mean over experts and layers",
-        items=lambda result: decode_items(result.mean_items),
+        field="worth",
     ),
     Column(
         "needed_experts",
@@ -72,7 +72,7 @@ def figures(result: Result) -> Figures:
     """Yield the loss over how many experts are removed."""
     curves = {
         words: [
-            point_from_interval(row.removed, row.lost[order].interval) for row in result.removal
+            point_from_interval(row.removed, row.values[order].interval) for row in result.removal
         ]
         for order, words in ORDERS.items()
     }
@@ -86,7 +86,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     drawn = draw_method_curves(
         phase,
         Result,
-        lambda result: {row.removed: row.lost["most_used"].value for row in result.removal},
+        lambda result: {row.removed: row.values["most_used"].value for row in result.removal},
         look,
         "Loss of the score.",
     )

@@ -3,54 +3,44 @@
 from collections.abc import Iterator
 
 from moecore.measure.router_regret import Result
-from moecore.report.column import Column
 from moecore.report.figures.charts import ChartSpec
-from moecore.report.measures.result_display import Shown, draw_method_curves, items_reader
+from moecore.report.measures.result_display import Shown, draw_method_curves, item_mean_column
 from moecore.report.page.view import Block
 from moecore.report.typed_results import Phase
 
 NOTE = "one token of one layer changes its experts; mean over tokens and layers"
 
 
-def regret_column(
-    name: str, field: str, label: str, better: str = "", form: str = "number", note: str = ""
-) -> Column:
-    """Return the column of a value that the result has, with its items."""
-    return Column(
-        name,
-        label,
-        lambda result: result.values.get(field),
-        better,
-        form,
-        f"{note}; {NOTE}",
-        items=items_reader(field),
-    )
-
-
 COLUMNS = (
-    regret_column(
+    item_mean_column(
         "router_regret",
-        "regret",
         "Router regret",
         "lower",
-        note="loss − smallest loss under any set of as many experts, which peeks at the label",
+        note="loss − smallest loss under any set of as many experts, which peeks at the label; "
+        + NOTE,
+        field="regret",
     ),
-    regret_column(
+    item_mean_column(
         "router_regret_normalised",
-        "normalised",
         "Router regret, normalised",
         "lower",
-        note="regret / that of a random set: 0 the best set, 1 as by chance",
+        note=f"regret / that of a random set: 0 the best set, 1 as by chance; {NOTE}",
+        field="normalised",
     ),
-    regret_column(
-        "better_sets", "better", "Better sets", "lower", "share", "sets with a smaller loss"
+    item_mean_column(
+        "better_sets",
+        "Better sets",
+        "lower",
+        "share",
+        f"sets of experts with a smaller loss; {NOTE}",
+        "better",
     ),
-    regret_column(
+    item_mean_column(
         "fixed_set_gain",
-        "fixed_gain",
         "Gain of one set for all",
         note="loss − loss under the set that is best on the other half of the images; below 0 "
-        "where routing is better",
+        f"where routing is better; {NOTE}",
+        field="fixed_gain",
     ),
 )
 
