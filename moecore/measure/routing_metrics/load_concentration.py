@@ -7,13 +7,15 @@ from torch import Tensor
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, max_load_violation
 
 
-def mean_batch_violation(chosen: Tensor, images: int) -> float:
+def mean_batch_violation(chosen: Tensor, images: int, seed: int = 0) -> float:
     """Return the mean MaxVio over batches of so many images; chosen (B, T, E) bool.
 
-    It falls with the size of a batch. A last incomplete batch is left out, unless it is alone.
+    It falls with the size of a batch. Images are shuffled, as a split may be sorted by class; a
+    last incomplete batch is left out, unless it is alone.
     """
-    whole = max(images, len(chosen) // images * images)
-    batches = [expert_counts(part) for part in chosen[:whole].split(images)]
+    order = np.random.default_rng(seed).permutation(len(chosen))
+    whole = order[: max(images, len(chosen) // images * images)]
+    batches = [expert_counts(part) for part in chosen[torch.from_numpy(whole)].split(images)]
     return float(np.mean([max_load_violation(counts) for counts in batches if counts.any()]))
 
 
