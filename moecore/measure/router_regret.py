@@ -51,7 +51,7 @@ class RouterRegret(Measurement):
             return "its tokens choose within groups of experts, so that not every set can be chosen"
         if coupled_image_count(subject.model) > 1:
             return "experts have a capacity, so that one token's choice changes another's"
-        return subject.model.image.task.needs_classes("decision")
+        return subject.model.image.task.needs_classes("classes")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Return each layer's regret, and means over the layers with intervals over images."""

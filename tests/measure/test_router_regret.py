@@ -117,5 +117,5 @@ def test_where_it_does_not_apply():
     groups = NoisyTopK(k=1, groups=ExpertGroups(number=3, kept=1))
     assert "groups" in RouterRegret.applies(subject(groups))
     assert "capacity" in RouterRegret.applies(subject(NoisyTopK(eval_capacity_factor=1)))
-    assert "no class of a picture" in RouterRegret.applies(text_subject(NoisyTopK(k=2)))
+    assert "words of a text" in RouterRegret.applies(text_subject(NoisyTopK(k=2)))
     assert "may choose all" in RouterRegret.applies(subject(NoisyTopK(k=3)))
