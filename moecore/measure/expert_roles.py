@@ -60,7 +60,8 @@ class ExpertRoles(Measurement):
     )
     batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
-        (2, 4, 8), description="Neighbouring tokens that share a set of experts; longer: left out."
+        (2, 4, 8),
+        description="Neighbouring tokens that share a set of experts, fewer than an image has.",
     )
 
     @classmethod
@@ -242,12 +243,12 @@ def label_information(
 
 
 def window_consistency(patches: Tensor, windows: Sequence[int]) -> tuple[Values, dict[str, float]]:
-    """Return values by image, and the mean by chance, of windows that fit into tokens (N, T, E)."""
+    """Return values by image, and the mean by chance, of windows shorter than tokens (N, T, E)."""
     values, chances = {}, {}
     number, length = patches.shape[:2]
     order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
     shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
-    for window in [window for window in windows if window <= length]:
+    for window in [window for window in windows if window < length]:
         name = f"consistency_{window}"
         values[name] = consistency_by_image(count_window_uses(patches, window).numpy())
         uses = count_window_uses(shuffled, window).sum(dim=0).numpy()

@@ -76,7 +76,8 @@ def figures(result: Result) -> Figures:
         ]
         for order, words in ORDERS.items()
     }
-    look = ChartSpec("Without more and more experts", "Experts removed from every layer", "Loss")
+    words = "Loss, 95 % intervals over images"
+    look = ChartSpec("Without more and more experts", "Experts removed from every layer", words)
     yield "expert_removal", curves_chart(curves, look)
 
 
