@@ -60,8 +60,7 @@ class ExpertRoles(Measurement):
     )
     batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
-        (2, 4, 8),
-        description="Neighbouring tokens that share a set of experts, fewer than an image has.",
+        (2, 4, 8), description="Neighbouring tokens that share a set of experts; fewer than all."
     )
 
     @classmethod
