@@ -26,7 +26,7 @@ def coactivation_shares(counts: Tensor) -> Tensor:
     chance, at an even load, each is (k − 1)/(E − 1).
     """
     apart = counts - counts.diagonal().diag()
-    return apart / counts.diagonal().clamp(min=1).unsqueeze(-1)
+    return apart / _divisors(counts).unsqueeze(-1)
 
 
 def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
@@ -34,7 +34,7 @@ def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
 
     A token has only k experts, so the even chance is (k − 1)·E / ((E − 1)·k), below 1.
     """
-    return coactivation_shares(counts) * tokens / counts.diagonal().clamp(min=1)
+    return coactivation_shares(counts) * tokens / _divisors(counts)
 
 
 def pair_lift_by_image(chosen: Tensor) -> Tensor:
@@ -50,10 +50,13 @@ def pair_lift_by_image(chosen: Tensor) -> Tensor:
         counts = torch.zeros_like(there, dtype=mean.dtype).masked_scatter(there, mean)
         counts = counts.view(experts, experts)
         pairs = counts - counts.diagonal().diag()
-        load = counts.diagonal().where(counts.diagonal() > 0, 1)
-        lift = pairs * chosen.shape[1] / (load * load.unsqueeze(-1))
-        return (pairs * lift).sum() / pairs.sum()
+        return (pairs * coactivation_lift(counts, chosen.shape[1])).sum() / pairs.sum()
 
     if int(chosen.sum(dim=-1).max()) < 2:
         raise UserError("coactivation: no token chose two experts; allowed: routers of k ≥ 2")
     return linearize_mean(mean_lift, rows)
+
+
+def _divisors(counts: Tensor) -> Tensor:
+    """How many tokens chose each expert, (E,); 1 where none did, whose pairs are 0."""
+    return counts.diagonal().where(counts.diagonal() > 0, 1)
