@@ -17,6 +17,7 @@ from moecore.core.routing_records import first_choices
 from moecore.data.corruptions.draws import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
+from moecore.measure.routing_metrics.expert_information import mutual_information
 from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
@@ -205,11 +206,3 @@ def purity_of_changed(subject: MeasuredModel) -> ChangedRouting:
     variants = [ChangedImages("clean", "clean", clean), *noisy, *attacked]
     strengths = (0.0, *SIGMAS, *EPSILONS)
     return ChangedRouting(rows=[row(*pair) for pair in zip(variants, strengths, strict=True)])
-
-
-def mutual_information(table: np.ndarray) -> float:
-    """Return the plug-in mutual information of a table of counts, in nats."""
-    joint = table / table.sum()
-    independent = joint.sum(axis=1, keepdims=True) * joint.sum(axis=0, keepdims=True)
-    there = joint > 0
-    return float((joint[there] * np.log(joint[there] / independent[there])).sum())

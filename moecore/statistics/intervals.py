@@ -50,6 +50,25 @@ def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def mean_over_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
+    """Mean of one value per pair of S seeds with a jackknife interval over seeds (t, S − 1).
+
+    values: (S, S), symmetric; the diagonal is not read. Pairs share seeds, so that they are not
+    independent; two seeds give no limits.  Raises ValueError where there are fewer.
+    """
+    seeds = len(values)
+    if seeds < 2:
+        raise ValueError("mean_over_pairs: fewer than two seeds")
+    pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
+    mean = float(pairs.sum() / (seeds * (seeds - 1)))
+    if seeds == 2:
+        return Interval(mean)
+    without = (pairs.sum() - 2 * pairs.sum(axis=1)) / ((seeds - 1) * (seeds - 2))
+    variance = (seeds - 1) / seeds * float(np.square(without - without.mean()).sum())
+    half = float(stdtrit(seeds - 1, (1 + level) / 2)) * math.sqrt(variance)
+    return Interval(mean, mean - half, mean + half)
+
+
 def bootstrap_interval(
     statistic: Callable[[np.ndarray], float],
     count: int,

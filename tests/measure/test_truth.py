@@ -10,6 +10,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
 from moecore.measure.routing_metrics.epochs import EpochWatch
+from moecore.measure.routing_metrics.expert_information import mutual_information
 from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
@@ -18,7 +19,6 @@ from moecore.measure.routing_metrics.purity import (
 from moecore.measure.truth import (
     EPSILONS,
     Truth,
-    mutual_information,
     truth_layer,
 )
 from moecore.nn.backbones.input_spec import ImageSpec

@@ -34,8 +34,10 @@ from moecore.measure.exploring.expert_overlay_data import (
 )
 from moecore.measure.noise_ramp import RampCurve, RampSummary
 from moecore.measure.routing_metrics.layer_metrics import (
+    dead_expert_share,
     expert_counts,
     load_cv2,
+    max_load_violation,
     normalised_load_entropy,
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
@@ -430,6 +432,8 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
             {
                 "load": (counts / counts.sum()).tolist(),
                 "load_cv2": load_cv2(counts),
+                "max_violation": max_load_violation(counts),
+                "dead": dead_expert_share(counts),
                 "entropy": normalised_load_entropy(counts),
                 "confidence": router_confidence(record.probs),
                 "inner_load": None,
@@ -442,7 +446,7 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
     shown = encode_expert_overlays(images, four)
-    names = ("load_cv2", "entropy", *_matched(number, seed))
+    names = ("load_cv2", "max_violation", "dead", "entropy", *_matched(number, seed))
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names}
     return routing.Result(
         images=12,

@@ -26,7 +26,7 @@ from moecore.nn.routers.gates import (
     expert_scores,
     gate_weights,
 )
-from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k
+from moecore.nn.routers.token_choice import choose_unbarred, plan_and_record, router_logits
 
 
 class NoisyTopK(Router):
@@ -170,8 +170,11 @@ class NoisyTopKRouter(nn.Module):
     still has a task gradient. Capacity holds in training only, unless ``eval_capacity_factor`` says
     otherwise: it couples the images of a group, and without it evaluation and attacks drop nothing.
 
-    A router of other logits overrides ``logits``; all else is this decision.
+    A router of other logits overrides ``logits``; all else is this decision. ``barred``: experts
+    that measurements forbid, see ``choose_unbarred``.
     """
+
+    barred: Tensor | None = None
 
     def __init__(self, config: NoisyTopK, width: int, experts: int) -> None:
         super().__init__()
@@ -247,10 +250,13 @@ class NoisyTopKRouter(nn.Module):
         if std:
             noisy = noisy + normal_like(noisy) * std
         scores = expert_scores(noisy, settings.score)
-        chosen = top_k(self._preferences(noisy, scores), settings.k)
+        preferences = self._preferences(noisy, scores)
+        chosen, is_open = choose_unbarred(preferences, settings.k, self.barred)
         best = noisy.gather(-1, chosen)
         best_scores = scores.gather(-1, chosen)
         valid = self.valid_slots(best_scores)
+        if is_open is not None:
+            valid = is_open if valid is None else valid & is_open
         probs = expert_probs(logits, settings.score)
         load = None
         if settings.chooses_by_logits and valid is None:

@@ -41,6 +41,20 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return torch.cat(best_first, dim=-1)
 
 
+def choose_unbarred(
+    preferences: Tensor, k: int, barred: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``top_k`` of preferences (B, T, E), and which of these slots are open, (B, T, k) bool.
+
+    barred: bool, broadcast to (B, T, E), experts that may not be chosen: they come last, and their
+    slots are closed.  None: all are open, and nothing is returned of it.
+    """
+    if barred is None:
+        return top_k(preferences, k), None
+    chosen = top_k(preferences.masked_fill(barred, torch.finfo(preferences.dtype).min), k)
+    return chosen, ~barred.expand_as(preferences).gather(-1, chosen)
+
+
 def plan_and_record(
     *,
     logits: Tensor,

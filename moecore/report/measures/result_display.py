@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.part_families import list_constants
-from moecore.report.column import Columns, decode_items
+from moecore.report.column import Column, Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
     ChartSpec,
@@ -95,6 +95,25 @@ def path_reader(path: str) -> Callable[[Any], Any]:
 def items_reader(name: str) -> Callable[[Any], np.ndarray | None]:
     """Return what reads the items that a result, or its row, keeps under this name."""
     return lambda kept: decode_items(kept.items.get(name))
+
+
+def item_mean_column(
+    name: str, label: str, better: str = "", form: str = "number", note: str = "", field: str = ""
+) -> Column:
+    """Return the column of a mean that an ``ItemMeans`` has under ``field``, or the column's name.
+
+    None where the result has no such mean; with its items.
+    """
+    field = field or name
+    return Column(
+        name,
+        label,
+        lambda result: result.values.get(field),
+        better,
+        form,
+        note,
+        items=items_reader(field),
+    )
 
 
 def draw_method_curves(

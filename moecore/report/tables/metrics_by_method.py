@@ -13,6 +13,7 @@ from moecore.report.claims import significance
 from moecore.report.column import PlannedMetric, PlannedPhase, ResultColumn
 from moecore.report.measures import sizes
 from moecore.report.measures.result_display import list_displays
+from moecore.report.measures.seed_stability import seed_stability
 from moecore.report.measures.truth import share_of_routings_worth
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, read_cells
@@ -122,7 +123,8 @@ def compare_methods(results: Results) -> dict[str, Any]:
     """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
     And ``against``: the tests against the baseline MoE and the dense model, by name; only where
-    there is a paired test. And ``headroom_recovered``, of methods between dense and told. And
+    there is a paired test. And ``headroom_recovered``, of methods between dense and told, and
+    ``seed_stability``, of methods whose seeds kept the choices of their tokens. And
     ``data``: phase → its data, where labels have a unit; and ``sizes``.
     """
     compared: dict[str, Any] = {
@@ -153,6 +155,10 @@ def compare_methods(results: Results) -> dict[str, Any]:
             if share := share_of_routings_worth(phase, method):
                 cell = Cell(share.interval(), share.kind, share.seeds)
                 compared[method][name]["headroom_recovered"] = cell_to_json(cell, "share")
+            if stability := seed_stability(phase, method):
+                kind = "jackknife" if stability.correlation.limits else ""
+                cell = Cell(stability.correlation, kind, stability.seeds)
+                compared[method][name]["seed_stability"] = cell_to_json(cell, "number")
     return compared
 
 

@@ -16,7 +16,8 @@ from moecore.nn.routers.capacity import (
     expert_capacity,
     within_capacity,
 )
-from moecore.nn.routers.noisy_top_k import NoisyTopK, top_k
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.token_choice import top_k
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from tests.nn.routers import reference
 

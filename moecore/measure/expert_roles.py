@@ -1,0 +1,260 @@
+"""What experts are for: who goes with whom, what they specialise in, how sure and how steady.
+
+All from one pass over test images. N images, T tokens per image, E experts, k chosen per token.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.core.config import Config
+from moecore.core.encoded_arrays import encode_arrays
+from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
+from moecore.measure.item_means import ItemMeans
+from moecore.measure.routing_metrics.coactivation import (
+    coactivation_shares,
+    count_coactivation,
+    pair_lift_by_image,
+)
+from moecore.measure.routing_metrics.expert_information import (
+    expert_information,
+    permute_images,
+    permute_positions,
+)
+from moecore.measure.routing_metrics.layer_metrics import expert_counts
+from moecore.measure.routing_metrics.load_concentration import (
+    chance_violation,
+    choice_margin,
+    load_coverage,
+    mean_batch_violation,
+)
+from moecore.measure.routing_metrics.local_consistency import (
+    consistency_by_image,
+    consistency_by_threshold,
+    count_window_uses,
+)
+from moecore.measure.routing_metrics.purity import token_kinds
+from moecore.nn.predict import predict_in_batches
+from moecore.nn.routing_traces import record_on_finer_grid
+from moecore.statistics.crossed import linearize_ratio
+
+PERMUTATIONS = 200
+RARE = 10  # a word that occurs less often in these texts is not counted
+SMALLEST = 0.01  # quantile of the margins
+KEPT = 2**13  # tokens of a layer whose experts are kept, for a comparison of seeds
+TEXT = 3  # axes of blocks of text, (N, C, M)
+
+
+class ExpertRoles(Measurement):
+    """Which test images, and the sizes that some numbers depend on."""
+
+    images: int | None = Field(
+        1000, ge=2, description="Test images, evenly spread, the same for every method; null: all."
+    )
+    batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
+    windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
+        (2, 4, 8), description="Neighbouring tokens that share a set of experts; fewer than all."
+    )
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Return why not, in words: tokens must choose among experts."""
+        moe = subject.model.moe
+        if moe is None:
+            return "a dense model has no experts"
+        if not moe.router.chooses_per_token:
+            return f"with the router {moe.router.kind} tokens choose no experts"
+        return "there is one expert" if moe.experts.number < 2 else None
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Return each layer's roles, and means over the layers with intervals over images."""
+        test = subject.data.test
+        where = evenly_spaced_indices(len(test.images), self.images)
+        images = np.array(test.images[where])
+        _, records = predict_in_batches(subject.model, images, prediction=False)
+        classes = class_labels(subject, torch.from_numpy(np.array(test.labels[where])))
+        layers = []
+        by_image = []
+        for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
+            labels = classes | token_labels(subject, images, layout)
+            if index:
+                before = records[index - 1], subject.model.layouts[index - 1]
+                labels["layer_before"] = first_choices(record_on_finer_grid(*before, layout))
+            layer, values = layer_roles(record, layout, labels, self)
+            layers.append(layer)
+            by_image.append(values)
+        # the first layer has none before it
+        shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
+        return Result.of(
+            {name: mean_over_having(by_image, name) for name in shared},
+            test.people_at(where),
+            images=len(images),
+            batch=self.batch,
+            layers=layers,
+        )
+
+
+class LabelInformation(Config):
+    """What the experts of a token tell of one kind of label, in nats."""
+
+    information: float  # plug-in mutual information
+    chance: float  # of permuted labels, mean
+    p: float  # share of permutations, itself among them, with as much information
+    normalised: float  # (information − chance) / entropy of the labels
+
+
+class KeptChoices(Config):
+    """Which experts some tokens chose: bits of (images, tokens, experts), by ``encode_arrays``."""
+
+    shape: tuple[int, int, int]
+    bits: str
+
+
+class RolesLayer(Config):
+    """One MoE layer's."""
+
+    share: tuple[float, ...]  # of tokens that chose the expert
+    together: tuple[tuple[float, ...], ...]  # P(b chosen | a chosen), rows a
+    labels: dict[str, LabelInformation]
+    values: dict[str, float]
+    chances: dict[str, float]
+    coverage: tuple[float, ...]  # share of the choices that the m most used experts have
+    kept: KeptChoices
+
+
+class Result(ItemMeans):
+    """Means over the MoE layers with intervals over images, and each layer.
+
+    information_{label}: as ``normalised``.  pair_lift: mean of P(b | a) / P(b) over pairs of
+    experts that tokens chose; its chance is at an even load.  margin: lowest probability of a
+    chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
+    tokens; its chance with each image's tokens exchanged.  Of layers alone: smallest_margin, a 1 %
+    quantile; batch_violation, the mean MaxVio of batches, beside that of even random choices.
+    """
+
+    images: int
+    batch: int  # images of a batch of batch_violation
+    layers: tuple[RolesLayer, ...]
+
+
+Values = dict[str, np.ndarray]  # name → one value an image, (N,)
+
+
+def class_labels(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
+    """Return each image's class, (N, 1), where it has one; labels (N, …) as the task has them."""
+    members = subject.model.image.task.by_class(labels)
+    if members is None or not torch.equal(members[0], torch.arange(len(labels))):
+        return {}
+    return {"class": members[1].unsqueeze(-1)}
+
+
+def token_labels(
+    subject: MeasuredModel, images: np.ndarray, layout: TokenLayout
+) -> dict[str, Tensor]:
+    """Return what is known of each token, (N, T), or (1, T) where all images are alike.
+
+    position; truth (data whose truth is known); word (texts), where rare ones are -1, as unknown.
+    """
+    labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
+    if subject.model.image.truth:
+        labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
+    if images.ndim == TEXT:
+        blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
+        words = images[:, blocks - 1].astype(np.int64)
+        _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
+        common = counts[place.reshape(words.shape)] >= RARE
+        labels["word"] = torch.from_numpy(np.where(common, words, -1))
+    return labels
+
+
+def layer_roles(
+    record: RoutingRecord, layout: TokenLayout, labels: dict[str, Tensor], settings: ExpertRoles
+) -> tuple[RolesLayer, Values]:
+    """Return one layer's roles, and the values by image of what ``Result`` has.
+
+    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.
+    """
+    chosen = record.chosen
+    counts = expert_counts(chosen)
+    tokens, experts = prod(chosen.shape[:2]), len(counts)
+    information, by_image = label_information(chosen, layout, labels)
+    consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
+    by_image |= consistency
+    extra = {"batch_violation": mean_batch_violation(chosen, settings.batch)}
+    in_batch = round(int(counts.sum()) * min(1, settings.batch / len(chosen)))
+    chances["batch_violation"] = chance_violation(in_batch, experts)
+    if int(chosen.sum(dim=-1).max()) > 1:
+        by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
+        k = float(counts.sum() / tokens)
+        chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
+    margins = choice_margin(record.probs, chosen)
+    is_known = margins.isfinite()
+    if is_known.any():
+        sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
+        by_image["margin"] = linearize_ratio(*(one.numpy() for one in sums))
+        extra["smallest_margin"] = float(np.quantile(margins[is_known].numpy(), SMALLEST))
+    few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
+    layer = RolesLayer(
+        share=(counts / tokens).tolist(),
+        together=coactivation_shares(count_coactivation(chosen).sum(dim=0)).tolist(),
+        labels=information,
+        values={name: float(values.mean()) for name, values in by_image.items()} | extra,
+        chances=chances,
+        coverage=load_coverage(counts).tolist(),
+        kept=KeptChoices(
+            shape=(len(few), *chosen.shape[1:]),
+            bits=encode_arrays(np.packbits(chosen[few].numpy())),
+        ),
+    )
+    return layer, by_image
+
+
+def label_information(
+    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor]
+) -> tuple[dict[str, LabelInformation], Values]:
+    """Return what experts tell of each kind of label that has two values, and values by image.
+
+    A position is exchanged within its image, every other label with its image's whole map.
+    """
+    rows, values = {}, {}
+    patches = chosen[:, layout.special :].numpy()
+    for name, given in labels.items():
+        of_tokens = given.expand(chosen.shape[:2])[:, layout.special :].numpy()
+        if len(np.unique(of_tokens[of_tokens >= 0])) < 2:
+            continue
+        permute = permute_positions if name == "position" else permute_images
+        told = expert_information(patches, of_tokens, permute(of_tokens, PERMUTATIONS, SEED))
+        values[f"information_{name}"] = told.excess_by_image / told.label_entropy
+        rows[name] = LabelInformation(
+            information=told.information,
+            chance=told.chance,
+            p=told.p,
+            normalised=(told.information - told.chance) / told.label_entropy,
+        )
+    return rows, values
+
+
+def window_consistency(patches: Tensor, windows: Sequence[int]) -> tuple[Values, dict[str, float]]:
+    """Return values by image, and the mean by chance, of windows shorter than tokens (N, T, E)."""
+    values, chances = {}, {}
+    number, length = patches.shape[:2]
+    order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
+    shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
+    for window in [window for window in windows if window < length]:
+        name = f"consistency_{window}"
+        values[name] = consistency_by_image(count_window_uses(patches, window).numpy())
+        uses = count_window_uses(shuffled, window).sum(dim=0).numpy()
+        chances[name] = float(consistency_by_threshold(uses).max())
+    return values, chances
+
+
+def mean_over_having(layers: list[Values], name: str) -> np.ndarray:
+    """Return the mean over the layers that have the name: all, or all but the first, (N,)."""
+    return np.mean([layer[name] for layer in layers if name in layer], axis=0)

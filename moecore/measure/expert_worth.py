@@ -1,0 +1,157 @@
+"""What an expert is worth: the score without it, and without more and more experts (2411.00918).
+
+Tokens choose again among the others, by the router's own rule. N images, L MoE layers, E experts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moecore.data.prepared import Split, evenly_spaced_indices
+from moecore.measure.base import SEED, Estimate, MeasuredModel, Measurement, PartStore
+from moecore.measure.item_means import ItemMeans
+from moecore.measure.routing_metrics.barred_experts import (
+    bar_experts,
+    no_barring_reason,
+    removable_experts,
+)
+from moecore.measure.routing_metrics.layer_metrics import expert_counts
+from moecore.nn.predict import model_device, predict_in_batches, text_block_scores
+from moecore.statistics.intervals import bootstrap_mean
+
+POINTS = 8  # numbers of removed experts at most
+
+
+class ExpertWorth(Measurement):
+    """Which images lose experts; which experts are used most is counted on the validation split."""
+
+    images: int | None = Field(
+        500, ge=2, description="Test images, evenly spread, the same for every method; null: all."
+    )
+    batch: int = Field(256, ge=1, description="Images a forward pass.")
+    draws: int = Field(5, ge=1, description="Of the random experts that are removed for comparison")
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Return why not, in words: a router must choose some of the experts by scores."""
+        return no_barring_reason(subject.model)
+
+    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
+        """Return what each expert is worth, and what is lost without several in every layer."""
+        model = subject.model
+        layers, experts = len(model.layouts), model.experts_and_router.experts.number
+        known = load_of_validation(subject, self)
+        full = np.array(parts("all", lambda: item_scores(subject, self, [[]] * layers)))
+
+        def lost(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
+            left = np.array(parts(name, lambda: item_scores(subject, self, removed)))
+            sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
+            return sign * (full - left)
+
+        alone = np.array(
+            [
+                [
+                    lost(f"layer {layer} expert {expert}", one_removed(layers, layer, expert))
+                    for expert in range(experts)
+                ]
+                for layer in range(layers)
+            ]
+        )
+        split = subject.data.test
+        people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
+
+        most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
+        rows = []
+        for number in removal_numbers(removable_experts(model)):
+            values = {
+                "most_used": lost(f"most {number}", [one[:number] for one in most_used]),
+                "least_used": lost(f"least {number}", [one[-number:] for one in most_used]),
+                "random": np.mean(
+                    [
+                        lost(f"random {number} {draw}", draw_experts(layers, experts, number, draw))
+                        for draw in range(self.draws)
+                    ],
+                    axis=0,
+                ),
+            }
+            rows.append(RemovalRow.of(values, people, removed=number))
+        return Result.of(
+            {"worth": alone.mean(axis=(0, 1))},
+            people,
+            images=len(full),
+            score=float(full.mean()),
+            layers=[
+                [Estimate.of(bootstrap_mean(one, lowest=-np.inf, people=people)) for one in layer]
+                for layer in alone
+            ],
+            load=(known / known.sum(dim=1, keepdim=True)).tolist(),
+            removal=rows,
+        )
+
+
+class RemovalRow(ItemMeans):
+    """What the score loses by every layer without so many experts: by which of them are removed.
+
+    values, items: most_used, least_used; random, the mean over draws, each layer its own, whose
+    interval is over images alone.
+    """
+
+    removed: int
+
+
+class Result(ItemMeans):
+    """A loss is positive where the score is worse without. worth: mean over layers and experts."""
+
+    images: int
+    score: float  # the task's, of the same images with all experts
+    layers: tuple[tuple[Estimate, ...], ...]  # (L, E), what the score loses without one expert
+    load: tuple[tuple[float, ...], ...]  # (L, E), share of the choices on validation images
+    removal: tuple[RemovalRow, ...]
+
+
+def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
+    """Return how often each layer's experts are chosen on validation images, (L, E) fp64."""
+    images = sample_images(subject.data.validation, settings)
+    _, records = predict_in_batches(subject.model, images, settings.batch, prediction=False)
+    return torch.stack([expert_counts(record.chosen) for record in records]).double()
+
+
+def item_scores(
+    subject: MeasuredModel, settings: ExpertWorth, removed: Sequence[Sequence[int]]
+) -> list[float]:
+    """Return the score of each test image without the ``removed`` experts of each layer."""
+    model, split, task = subject.model, subject.data.test, subject.model.image.task
+    where = evenly_spaced_indices(len(split.images), settings.images)
+    images, labels = sample_images(split, settings), torch.from_numpy(np.array(split.labels[where]))
+    number = model.experts_and_router.experts.number
+    masks = [torch.isin(torch.arange(number), torch.tensor(one).long()) for one in removed]
+    with bar_experts(model, [mask.to(model_device(model)) for mask in masks]):
+        if task.long:
+            return text_block_scores(model, images, labels).tolist()
+        prediction, _ = predict_in_batches(model, images, settings.batch, routing=False)
+    return task.scores(prediction, model.targets(labels)).double().tolist()
+
+
+def sample_images(split: Split, settings: ExpertWorth) -> np.ndarray:
+    """Return as many images of the split as are measured, evenly spread."""
+    return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
+
+
+def one_removed(layers: int, layer: int, expert: int) -> list[list[int]]:
+    """Return the removed experts of each layer: this one of this layer."""
+    return [[expert] if place == layer else [] for place in range(layers)]
+
+
+def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list[int]]:
+    """Return so many experts of each layer by chance; a larger number of one draw has them all."""
+    random = np.random.default_rng([SEED, draw])
+    return [random.permutation(experts)[:number].tolist() for _ in range(layers)]
+
+
+def removal_numbers(most: int) -> list[int]:
+    """Return numbers of experts to remove, at most POINTS of them, evenly spread up to ``most``."""
+    spread = np.linspace(0, most, min(most, POINTS) + 1)[1:]
+    return [int(number) for number in spread.round()]

@@ -1,0 +1,50 @@
+"""How long neighbouring tokens keep their experts (segment routing best performance, 2505.16056).
+
+A window of m neighbours that may load some experts once: how well can one set serve all its tokens?
+B images or texts, T tokens in their order, E experts.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError
+from moecore.statistics.crossed import linearize_ratio
+
+
+def count_window_uses(chosen: Tensor, length: int) -> Tensor:
+    """Return how many pairs of window and expert have a = 0 … m uses, (B, m + 1) int64.
+
+    chosen: (B, T, E) bool.  Windows of ``length`` m tokens begin at every token.
+    Raises UserError where a sequence is shorter than a window.
+    """
+    if length > chosen.shape[1]:
+        problem = f"found a window of {length} in sequences of {chosen.shape[1]} tokens"
+        raise UserError(f"local_consistency: {problem}; allowed: at most as long")
+    uses = chosen.long().unfold(1, length, 1).sum(dim=-1).flatten(1)
+    return torch.stack([(uses == number).sum(dim=1) for number in range(length + 1)], dim=1)
+
+
+def consistency_by_threshold(uses: np.ndarray) -> np.ndarray:
+    """Return F1 for each threshold θ = 0 … m, (m + 1,), of counts ``uses`` (m + 1,).
+
+    Each window loads the experts with at least θ uses: 2·served / (m·loaded + needed).
+    """
+    served, needed_and_loaded = _served_and_size(uses[None])
+    return 2 * served[0] / needed_and_loaded[0]
+
+
+def consistency_by_image(uses: np.ndarray) -> np.ndarray:
+    """Return the largest F1 as one value an image, (B,), whose mean it is; uses (B, m + 1)."""
+    best = int(consistency_by_threshold(uses.sum(axis=0)).argmax())
+    served, needed_and_loaded = _served_and_size(uses)
+    return linearize_ratio(2 * served[:, best], needed_and_loaded[:, best])
+
+
+def _served_and_size(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return uses that are served, and slots loaded plus uses needed: (B, m + 1), over θ."""
+    length = uses.shape[1] - 1
+    weighted = uses * np.arange(length + 1)
+    served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)
+    loaded = length * np.flip(np.flip(uses, 1).cumsum(axis=1), 1)
+    return served, loaded + weighted.sum(axis=1, keepdims=True)

@@ -1,0 +1,167 @@
+"""What experts are for: who is chosen with whom, what they tell of a token, how sure and steady."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.expert_roles import ExpertRoles, Result, RolesLayer
+from moecore.report.column import Column, ContextDependentColumns, PlannedPhase, mean_or_none
+from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
+from moecore.report.measures.result_display import (
+    Figures,
+    Shown,
+    first_seed_pictures,
+    item_mean_column,
+)
+from moecore.report.measures.seed_stability import stability_blocks
+from moecore.report.page.view import Block
+from moecore.report.typed_results import Phase, drop_none
+
+NUMBERED = 20  # experts: with more, the table has colours only
+QUARTER = 4  # of the experts, whose load is shown
+LABELS = {  # name → the words of a column and of a figure
+    "class": "class",
+    "position": "position",
+    "truth": "truth",
+    "word": "word",
+    "layer_before": "expert before",
+}
+TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
+WINDOW = "consistency_"
+
+
+def layer_column(name: str, label: str, form: str, note: str, kind: str = "values") -> Column:
+    """Return the detailed column of a number of every layer, values or chances: their mean."""
+    own = name.removesuffix("_chance")
+
+    def read(result: Result) -> float | None:
+        return mean_or_none(drop_none(getattr(layer, kind).get(own) for layer in result.layers))
+
+    return Column(name, label, read, form=form, note=f"{note}; mean over layers", detail=True)
+
+
+def value_and_chance(name: str, label: str, form: str, note: str, chance: str) -> list[Column]:
+    """Return the column of a value with its items, and that of what chance gives."""
+    return [
+        item_mean_column(name, label, "", form, f"{note}; mean over layers"),
+        layer_column(f"{name}_chance", f"{label}, by chance", form, chance, "chances"),
+    ]
+
+
+def window_columns(windows: Sequence[int]) -> list[Column]:
+    """Return the local consistency in windows of each length, and by chance."""
+    note = "F1 of the best sets of experts for windows of {} neighbouring tokens"
+    return [
+        column
+        for length in windows
+        for column in value_and_chance(
+            f"consistency_{length}",
+            f"Local consistency, {length} tokens",
+            "share",
+            note.format(length),
+            "the same with each image's tokens exchanged",
+        )
+    ]
+
+
+def measured_windows(results: Sequence[Result]) -> list[int]:
+    """Return the lengths of windows that any result has, in order."""
+    names = {name for result in results for name in result.values if name.startswith(WINDOW)}
+    return sorted(int(name.removeprefix(WINDOW)) for name in names)
+
+
+def planned_windows(ahead: PlannedPhase) -> list[str]:
+    """Return the names of their columns."""
+    settings = ahead.study.expert_roles or ExpertRoles()
+    return [column.name for column in window_columns(settings.windows)]
+
+
+COLUMNS = (
+    *(
+        item_mean_column(f"information_{name}", f"Experts tell the {words}", "", "share", TELLS)
+        for name, words in LABELS.items()
+    ),
+    *value_and_chance(
+        "pair_lift",
+        "Co-activation lift",
+        "number",
+        "P(b | a) / P(b) of the pairs of experts that tokens chose",
+        "of experts chosen independently at an even load",
+    ),
+    item_mean_column(
+        "margin",
+        "Margin",
+        note="lowest probability of a chosen expert − highest of another; mean over layers",
+    ),
+    layer_column("smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"),
+    layer_column("batch_violation", "MaxVio of a batch", "number", "mean over batches"),
+    layer_column(
+        "batch_violation_chance",
+        "MaxVio by chance",
+        "number",
+        "of as many even random choices",
+        "chances",
+    ),
+    Column(
+        "coverage",
+        "Load of the most used quarter",
+        lambda result: mean_or_none(
+            [layer.coverage[max(1, len(layer.coverage) // QUARTER) - 1] for layer in result.layers]
+        ),
+        form="share",
+        note="share of the choices that a quarter of the experts has; mean over layers",
+        detail=True,
+    ),
+    ContextDependentColumns(
+        lambda seen: window_columns(measured_windows(seen.results)), planned_windows, "share"
+    ),
+)
+
+
+def figures(result: Result) -> Figures:
+    """Yield what experts tell, by layer, and of each layer of k ≥ 2 who is chosen with whom."""
+    if any(layer.labels for layer in result.layers):
+        yield "expert_information", information_table(result.layers)
+    for number, layer in enumerate(result.layers, 1):
+        if np.any(layer.together):
+            yield f"coactivation_{number}", coactivation_table(layer, f"MoE {number}")
+
+
+def information_table(layers: Sequence[RolesLayer]) -> Figure:
+    """Draw what experts tell of each label, a row a layer."""
+    names = [name for name in LABELS if any(name in layer.labels for layer in layers)]
+    told = np.full((len(layers), len(names)), np.nan)
+    for (row, column), _ in np.ndenumerate(told):
+        if names[column] in layers[row].labels:
+            told[row, column] = max(0, layers[row].labels[names[column]].normalised)
+    rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
+    labels = Labels("What an expert tells", rows, [LABELS[name] for name in names], "of a token's")
+    caption = "Percent of the label's entropy, above chance."
+    return draw_heatmap(
+        told, percent_annotations(told), labels, (4.8, 1.3 + 0.35 * len(rows)), caption
+    )
+
+
+def coactivation_table(layer: RolesLayer, title: str) -> Figure:
+    """Draw which experts a token chose beside each expert."""
+    together = np.array(layer.together)
+    texts = percent_annotations(together, 0.005)
+    if len(together) > NUMBERED:
+        texts = np.full(together.shape, "")
+    experts = [str(expert) for expert in range(len(together))]
+    labels = Labels(title, experts, experts, "Also chose expert", "Chose expert")
+    caption = "Percent of the tokens that chose the row's expert."
+    return draw_heatmap(together, texts, labels, (4.8, 4.7), caption)
+
+
+def phase_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield every method's figures, and whether its seeds find the same experts."""
+    drawn = first_seed_pictures(phase, Result, figures)
+    yield Block("What experts are for", pictures=drawn, about="information_class")
+    yield from stability_blocks(phase)
+
+
+SHOWN = Shown(
+    "expert_roles", "what experts are for", Result, COLUMNS, figures, phase_blocks, place=7
+)

@@ -1,0 +1,101 @@
+"""What experts are worth: they are barred by the router's own rule, and losses are paired."""
+
+import numpy as np
+import pytest
+import torch
+
+from moecore.measure.expert_worth import ExpertWorth, draw_experts, removal_numbers
+from moecore.measure.routing_metrics.barred_experts import bar_experts, list_routers
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.balances.loss_free import LossFree
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import MoEFeedForward, MoESettings
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.nn.routers.expert_groups import ExpertGroups
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.relu import Relu
+from moecore.nn.routers.told import Told
+from moecore.nn.routers.top_p import TopP
+from moecore.testing import check_measurement
+from moecore.testing.small_models import small_data, small_vit
+from tests.measure.test_truth import IMAGE, subject, text_subject
+
+ROUTERS = [
+    NoisyTopK(k=2),
+    NoisyTopK(k=2, score="sigmoid", balance=LossFree()),
+    NoisyTopK(k=2, groups=ExpertGroups(number=2, kept=1)),
+    Relu(k=1),
+    TopP(threshold=0.9),
+    Eigenbasis(k=2),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=repr)
+def test_barred_experts_are_not_chosen(router):
+    """Elsewhere all is as before; what a top-k router chooses is the best of the others."""
+    model = small_vit(moe=MoESettings(router=router, experts=Mlp(number=4), blocks="all"))
+    images = torch.from_numpy(small_data().test.images).float() / 255
+    with torch.no_grad():
+        before = model(images)
+        with bar_experts(model, [torch.tensor([False, True, False, False]), None]):
+            first, _ = model(images).routing
+        after = model(images)
+    assert not first.chosen[..., 1].any() and before.routing[0].chosen[..., 1].any()
+    assert not first.combine[..., 1].any()
+    assert torch.equal(before.prediction, after.prediction)
+    assert torch.equal(before.routing[0].probs, first.probs)
+    if router in (ROUTERS[0], ROUTERS[5]):
+        others = first.logits.index_fill(-1, torch.tensor([1]), -torch.inf).topk(2).indices
+        assert first.chosen.gather(-1, others[..., :1]).all()
+        assert torch.equal(first.chosen, torch.zeros_like(first.chosen).scatter(-1, others, True))
+
+
+def test_the_one_that_is_left_gets_all_tokens():
+    """Of two experts and k = 1 it is weighted by its own gate."""
+    moe = MoESettings(router=NoisyTopK(k=1), experts=Mlp(number=2), blocks="all")
+    model = small_vit(moe=moe)
+    (layer, _) = [one for one in model.modules() if isinstance(one, MoEFeedForward)]
+    tokens = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), bar_experts(model, [torch.tensor([True, False]), None]):
+        output, (record,) = layer(tokens)
+    assert record.chosen[..., 1].all()
+    assert torch.equal(record.combine[..., 1], record.probs[..., 1])
+    assert output.shape == tokens.shape and not output.isnan().any()
+
+
+@pytest.mark.parametrize("made", [subject, text_subject])
+def test_worth(made):
+    result = check_measurement(ExpertWorth(draws=2), made(NoisyTopK(k=1)))
+    assert [len(layer) for layer in result.layers] == [3, 3]
+    worths = [one.value for layer in result.layers for one in layer]
+    assert result.values["worth"].value == pytest.approx(np.mean(worths))
+    assert [row.removed for row in result.removal] == [1, 2]
+    assert np.sum(result.load, axis=1) == pytest.approx([1, 1])
+    for row in result.removal:
+        for lost in row.values.values():
+            assert lost.low <= lost.value + 1e-9 and lost.value <= lost.high + 1e-9
+
+
+def test_an_expert_that_nobody_uses_is_worth_nothing():
+    measured = subject(NoisyTopK(k=1, balance=LossFree()))
+    for router in list_routers(measured.model):
+        router.balance.bias[2] = -1e3
+    result = ExpertWorth(draws=1).measure(measured, lambda name, compute: compute())
+    assert all(layer[2].value == 0 for layer in result.layers)
+    assert result.removal[0].values["least_used"].value == 0
+    assert all(load[2] == 0 for load in result.load)
+
+
+def test_what_is_removed():
+    assert removal_numbers(3) == [1, 2, 3] and removal_numbers(62)[-1] == 62
+    assert len(removal_numbers(62)) == 8
+    few, more = draw_experts(2, 8, 2, 1), draw_experts(2, 8, 5, 1)
+    assert few == [layer[:2] for layer in more] and few[0] != few[1]
+
+
+def test_where_it_does_not_apply():
+    assert ExpertWorth.applies(subject(NoisyTopK(k=2))) is None
+    assert "may choose all" in ExpertWorth.applies(subject(NoisyTopK(k=3)))
+    assert "told does not choose by scores" in ExpertWorth.applies(subject(Told()))
+    dense = Vit(patch=4, width=16, depth=2, heads=2).build(IMAGE)
+    assert "no experts" in ExpertWorth.applies(subject(Told())._replace(model=dense))

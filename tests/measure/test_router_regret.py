@@ -1,0 +1,121 @@
+"""Router regret: the fixture by hand, and a model against a slow reference."""
+
+from contextlib import contextmanager
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from moecore.data.prepared import evenly_spaced_indices
+from moecore.measure.router_regret import RouterRegret, layer_losses, regret_by_image
+from moecore.measure.routing_metrics.barred_experts import list_routers
+from moecore.measure.routing_metrics.subset_regret import (
+    fixed_subset_gain,
+    list_subsets,
+    subset_regret,
+)
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.nn.routers.expert_groups import ExpertGroups
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.testing import check_measurement
+from tests.measure.test_truth import subject, text_subject
+
+
+def test_one_token_by_hand():
+    """Its layer's output is the class scores, the weights a softmax over the set."""
+    logits = torch.tensor([0.2, 1, -0.5, 0.5], dtype=torch.float64)
+    outputs = torch.tensor([[1, 0], [2, -1], [-1, 1], [0.5, 0.5]], dtype=torch.float64)
+    sets = list_subsets(4, 2)
+    assert [tuple(one.nonzero()[0]) for one in sets] == list(combinations(range(4), 2))
+    losses = np.array(
+        [
+            float(cross_entropy(logits[one].softmax(0) @ outputs[one], torch.tensor(0)))
+            for one in torch.from_numpy(sets)
+        ]
+    )
+    expected = [0.088519, 0.690868, 0.502837, 0.11685, 0.143692, 0.997826]
+    assert losses == pytest.approx(expected, abs=1e-6)
+    left = subset_regret(losses[None], losses[[4]])
+    assert left.regret == pytest.approx(0.055173, abs=1e-6) and losses.argmin() == 0
+    assert left.better == pytest.approx(1 / 3)
+    assert left.regret / left.room == pytest.approx(0.164737, abs=1e-6)
+
+
+def test_many_sets_are_drawn():
+    sets = list_subsets(40, 3)
+    assert sets.shape == (256, 40) and (sets.sum(axis=1) == 3).all()
+    assert np.array_equal(sets, list_subsets(40, 3))
+
+
+def test_a_fixed_set_is_chosen_on_the_other_half():
+    """The first half likes set 1, the second set 0: each has what the other likes."""
+    losses = np.array([[3, 1], [3, 1], [0, 2], [0, 4]])
+    is_first = np.array([True, True, False, False])
+    assert fixed_subset_gain(losses, np.ones(4), is_first).tolist() == [-2, -2, -1, -3]
+
+
+def test_losses_are_those_of_a_slow_reference():
+    """With weights that are a softmax over the set, logits of the others at −∞ give the same."""
+    measured = subject(NoisyTopK(k=2, renormalise=True))
+    settings = RouterRegret(images=4, tokens=2, batch=5)
+    losses = np.array(layer_losses(measured, settings, 0, list_subsets(3, 2)))
+    assert losses.shape == (4, 2, 4)
+    model, test = measured.model, measured.data.test
+    random = np.random.default_rng([0, 0])
+    for row, index in enumerate(evenly_spaced_indices(40, 4)):
+        pixels = torch.from_numpy(test.images[index : index + 1]).float() / 255
+        label = torch.from_numpy(test.labels[index : index + 1])
+        with torch.no_grad():
+            clean = model(pixels).routing
+            for column, token in enumerate(random.permutation(5)[:2]):
+                own = tuple(clean[0].chosen[0, token].nonzero()[:, 0].tolist())
+                for place, allowed in enumerate([*combinations(range(3), 2), own]):
+                    barred = torch.zeros(1, 5, 3, dtype=torch.bool)
+                    barred[0, token] = True
+                    barred[0, token, list(allowed)] = False
+                    with limited_logits(model, [barred, ~clean[1].chosen]):
+                        expected = cross_entropy(model(pixels).prediction, label)
+                    assert losses[row, column, place] == pytest.approx(float(expected), abs=1e-5)
+
+
+@contextmanager
+def limited_logits(model, barred):
+    """Give barred experts of each layer a logit that no softmax knows."""
+    routers = list_routers(model)
+    for router, mask in zip(routers, barred, strict=True):
+        router.logits = partial(_limit, type(router).logits, router, mask)
+    yield
+    for router in routers:
+        del router.logits
+
+
+def _limit(logits, router, mask, tokens):
+    return logits(router, tokens).masked_fill(mask, -1e9)
+
+
+@pytest.mark.parametrize("router", [NoisyTopK(k=1), Eigenbasis(k=2)], ids=repr)
+def test_regret(router):
+    result = check_measurement(RouterRegret(images=6, tokens=3), subject(router))
+    assert result.is_exact and result.subsets == 3 and len(result.layers) == 2
+    regret, better = (result.values[name].value for name in ("regret", "better"))
+    assert regret >= 0 and 0 <= better < 1
+    assert regret == pytest.approx(np.mean([layer["regret"] for layer in result.layers]))
+
+
+def test_regret_by_image():
+    """Image 0: its two tokens lose 1 and 0 beside a best of 1; image 1 nothing, and has no room."""
+    losses = np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]])
+    values = regret_by_image(losses)
+    assert values["regret"].tolist() == [0.5, 0] and values["better"].tolist() == [0.25, 0]
+    assert values["normalised"].mean() == pytest.approx(0.25 / 0.5)
+
+
+def test_where_it_does_not_apply():
+    groups = NoisyTopK(k=1, groups=ExpertGroups(number=3, kept=1))
+    assert "groups" in RouterRegret.applies(subject(groups))
+    assert "capacity" in RouterRegret.applies(subject(NoisyTopK(eval_capacity_factor=1)))
+    assert "words of a text" in RouterRegret.applies(text_subject(NoisyTopK(k=2)))
+    assert "may choose all" in RouterRegret.applies(subject(NoisyTopK(k=3)))

@@ -1,0 +1,109 @@
+"""What the page says of experts: whether seeds find the same, what they are worth, what is lost."""
+
+import numpy as np
+import pytest
+
+from moecore.core.files import UserError
+from moecore.measure.expert_roles import ExpertRoles
+from moecore.measure.expert_worth import ExpertWorth
+from moecore.measure.router_regret import RouterRegret
+from moecore.measure.routing_metrics.seed_matching import (
+    chance_correlation,
+    indicator_correlation,
+    match_experts,
+    seed_agreement,
+)
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.told import Told
+from moecore.report.measures import expert_worth, router_regret
+from moecore.report.measures.expert_roles import Result, figures, phase_blocks
+from moecore.report.measures.seed_stability import decode_choices, seed_stability
+from moecore.report.tables.metrics_by_method import compare_methods
+from moecore.report.typed_results import Measured, Phase, Results
+from moecore.statistics.intervals import mean_over_pairs
+from tests.measure.test_truth import subject
+
+FIRST = np.eye(3, dtype=bool)[[0, 0, 1, 1, 2, 2, 0, 1]]
+SECOND = np.eye(3, dtype=bool)[[1, 1, 2, 2, 0, 0, 1, 0]]
+
+
+def test_matching_by_hand():
+    """Expert 0 is the other's 1, exactly; of the tokens of 1 the other's 2 lacks one."""
+    expected = [[-0.6, 1, -0.447214], [-0.066667, -0.6, 0.745356], [0.745356, -0.447214, -1 / 3]]
+    correlation = indicator_correlation(FIRST, SECOND)
+    assert correlation == pytest.approx(np.array(expected), abs=1e-6)
+    assert match_experts(correlation).tolist() == [1, 2, 0]
+    assert correlation[range(3), [1, 2, 0]].mean() == pytest.approx(0.830237, abs=1e-6)
+    nobody = indicator_correlation(FIRST, np.zeros_like(SECOND))
+    assert (nobody == 0).all()
+
+
+def test_compared_where_it_was_not_matched():
+    """Images of one token: matched on 0, 2, 4, 6, compared on the others."""
+    agreement = seed_agreement(FIRST[:, None], SECOND[:, None], np.arange(8) % 2 == 0)
+    assert agreement.partners.tolist() == [1, 2, 0]
+    assert agreement.correlation == pytest.approx(0.718234, abs=1e-6)
+    assert agreement.overlap == 0.75
+    with pytest.raises(UserError, match="one shape"):
+        seed_agreement(FIRST[:, None], SECOND[:, None, :2], np.arange(8) % 2 == 0)
+
+
+def test_unrelated_seeds_agree_by_chance():
+    random = np.random.default_rng(0)
+    ours, theirs = np.eye(4, dtype=bool)[random.integers(0, 4, (2, 100, 9))]
+    is_fit = np.arange(100) % 2 == 0
+    assert abs(seed_agreement(ours, theirs, is_fit).correlation) < 0.08
+    assert abs(chance_correlation(ours, theirs, is_fit)) < 0.03
+
+
+def test_mean_over_pairs():
+    """Pairs 0.2, 0.4, 0.6: without each seed 0.6, 0.4, 0.2; variance 2/3 · 0.08; t = 4.302653."""
+    values = np.array([[9, 0.2, 0.4], [0.2, 9, 0.6], [0.4, 0.6, 9]])
+    interval = mean_over_pairs(values)
+    half = 4.302653 * (2 / 3 * 0.08) ** 0.5
+    assert interval.value == pytest.approx(0.4)
+    assert (interval.low, interval.high) == pytest.approx((0.4 - half, 0.4 + half), abs=1e-5)
+    assert mean_over_pairs(values[:2, :2]).limits is None
+    with pytest.raises(ValueError, match="fewer than two"):
+        mean_over_pairs(values[:1, :1])
+
+
+def test_seeds_that_are_told_the_same_agree():
+    """One model thrice: its choices are kept whole. What the page and compare.json say of it."""
+    measured = subject(Told())
+    result = ExpertRoles(windows=(2,)).measure(measured, lambda name, compute: compute())
+    chosen = decode_choices(result.layers[0].kept)
+    assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
+    models = {"told": dict.fromkeys(range(3), Measured({Result: result}))}
+    phase = Phase("pretrain", {}, measured.model.image.task, models)
+    stability = seed_stability(phase, "told")
+    assert stability.correlation.value == pytest.approx(1) and stability.overlap.value == 1
+    assert stability.chance < 0.8 and stability.seeds == 3
+    first, second = phase_blocks(phase)
+    assert len(first.pictures) == len(list(figures(result))) == 1
+    assert second.grids[0].lines[0].items[0].text == "1.000"
+    compared = compare_methods(Results({"pretrain": phase}))["told"]["pretrain"]
+    assert compared["seed_stability"]["seeds"] == 3
+    assert compared["information_truth"]["mean"] == pytest.approx(1, abs=0.05)
+    assert compared["consistency_2_chance"]["mean"] > 0
+
+
+def test_worth_and_regret_of_a_model():
+    """Columns of compare.json hold their means, and the page draws their curves."""
+    measured = subject(NoisyTopK(k=1))
+    worth, regret = (
+        one.measure(measured, lambda name, compute: compute())
+        for one in (ExpertWorth(images=20, draws=1), RouterRegret(images=4, tokens=2))
+    )
+    results = {type(one): one for one in (worth, regret)}
+    phase = Phase("pretrain", {}, measured.model.image.task, {"vmoe": {0: Measured(results)}})
+    compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
+    assert compared["expert_worth"]["mean"] == pytest.approx(worth.values["worth"].value)
+    assert compared["router_regret"]["mean"] == pytest.approx(regret.values["regret"].value)
+    row = worth.removal[0]  # one of three experts: the most that is at most half
+    assert compared["lost_without_random"]["mean"] == pytest.approx(row.values["random"].value)
+    shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
+    assert all(0 <= share <= 1 for share in shares)
+    (lost,) = expert_worth.phase_blocks(phase)
+    (left,) = router_regret.phase_blocks(phase)
+    assert [len(block.pictures) for block in (lost, left)] == [2, 1]
