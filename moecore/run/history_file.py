@@ -1,8 +1,8 @@
 """The file ``history.jsonl``: a JSON object per line, appended by a stage; readable after any kill.
 
-The first line is the header. Then, in any order, lines with exactly one of ``values`` (with
-``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or ``resumed``; the last one has
-``status``. Each has ``t``, seconds since 1970.
+The first line is the header. Then, in any order, lines with exactly one of ``values`` or
+``routing`` (both with ``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or
+``resumed``; the last one has ``status``. Each has ``t``, seconds since 1970.
 """
 
 import hashlib
@@ -27,6 +27,7 @@ from moecore.core.outside_packages import allowed_packages
 from moecore.core.package_versions import package_versions
 from moecore.core.plain import to_jsonable
 from moecore.core.source_layout import list_dvc_files
+from moecore.training.monitor import RoutingPoint
 
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
 
@@ -185,6 +186,13 @@ def logged_points(lines: list[dict]) -> Iterator[tuple[int, float, dict[str, flo
         if "values" in line:
             values = {name: float(value) for name, value in line["values"].items()}
             yield line["step"], line["t"], values
+
+
+def routing_points(lines: list[dict]) -> Iterator[tuple[float, RoutingPoint]]:
+    """Yield (time, point) of what a training saw of its routing."""
+    for line in lines:
+        if "routing" in line:
+            yield line["t"], RoutingPoint.model_validate({"step": line["step"], **line["routing"]})
 
 
 def json_number(value: Any) -> float | str:

@@ -19,6 +19,7 @@ class ProgressLines:
         self.printed = self.begun
         self.first: int | None = None
         self.last = ""
+        self.note = ""
 
     def update(self, step: int, **values: float) -> None:
         """``step`` of the total is done; ``values`` are shown beside it."""
@@ -31,9 +32,18 @@ class ProgressLines:
         if step > self.first:
             seconds_a_step = (now - self.begun) / (step - self.first)
             left = f", {format_duration((self.total - step) * seconds_a_step)} left"
-        self.last = f"{self.title}: {done}{left}{format_values(values)}"
+        note = f"\n  {self.note}" if self.note else ""
+        self.last = f"{self.title}: {done}{left}{format_values(values)}{note}"
         if now - self.printed >= SECONDS_BETWEEN_LINES:
             self.flush(now)
+
+    def show_note(self, line: str) -> None:
+        """Show ``line`` below from the next update on."""
+        self.note = line
+
+    def print_warning(self, line: str) -> None:
+        """Print a line at once."""
+        print(f"{self.title}: {line}", file=sys.stderr, flush=True)
 
     def flush(self, now: float) -> None:
         if self.last:
@@ -51,6 +61,14 @@ class ProgressBar:
     def update(self, step: int, **values: float) -> None:
         """``step`` of the total is done; ``values`` are shown beside it."""
         self.progress.update(self.task, completed=step, values=format_values(values).lstrip(", "))
+
+    def show_note(self, line: str) -> None:
+        """Show ``line`` below the bar."""
+        self.progress.note = line
+
+    def print_warning(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.progress.console.print(line, style="yellow", markup=False, highlight=False)
 
 
 @contextmanager
@@ -72,6 +90,17 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class NotedProgress(Progress):
+        """Bars with a line of words below them."""
+
+        note = ""
+
+        def get_renderables(self) -> Iterator[Any]:
+            yield from super().get_renderables()
+            if self.note:
+                yield Text(self.note)
 
     columns = (
         TextColumn("{task.description}"),
@@ -80,7 +109,7 @@ def report_progress(title: str, total: int) -> Iterator[ProgressBar | ProgressLi
         TimeRemainingColumn(),
         TextColumn("{task.fields[values]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with NotedProgress(*columns, console=Console(stderr=True)) as bar:
         yield ProgressBar(bar, title, total)
 
 

@@ -29,9 +29,11 @@ from moecore.run.history_file import (
     logged_points,
     new_header,
     read_lines,
+    routing_points,
     spent_seconds,
 )
 from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_changed_params
+from moecore.training.monitor import RoutingPoint
 
 
 class Run:
@@ -71,6 +73,11 @@ class Run:
         self._write(
             step=int(step), values={name: json_number(value) for name, value in values.items()}
         )
+
+    def routing(self, point: RoutingPoint) -> None:
+        """What a training saw of its routing, after the values of the same step."""
+        self.last_routing = point
+        self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 
     def result(self, result: Config) -> None:
         """Write the result to artifacts/measured/<stage>/…json (not-finite numbers as null).
@@ -112,6 +119,7 @@ class Run:
 
     def _rewrite(self, lines: list[dict]) -> None:
         self._last = {name: step for step, _, values in logged_points(lines) for name in values}
+        self.last_routing = next((point for _, point in routing_points(lines[::-1])), None)
         write_whole(self.folder / HISTORY_FILE, "".join(map(encode_line, lines)))
 
 

@@ -19,27 +19,38 @@ from moecore.core.ranks import (
 )
 from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
-from moecore.run.history_file import logged_points, read_lines, spent_seconds
-from moecore.run.progress import report_progress
+from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
+from moecore.run.progress import ProgressBar, ProgressLines, report_progress
 from moecore.run.resume import stage_hash_files, work_folder
 from moecore.run.run_record import Run, record_run
+from moecore.study.reading.stage_params import read_params
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.compilation_and_tracing import trace_file
 from moecore.training.job import TrainingJob
 from moecore.training.loop import Metrics, iterate_training, total_steps
+from moecore.training.monitor import Monitor, describe_point, next_point
 from moecore.training.outcome import TrainingLog
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
 
 
+class MonitorSection(Config):
+    """The section of params.yaml that no result depends on: read beside a stage's settings."""
+
+    monitor: Monitor | None = None
+
+
 class TrainingRun:
     """A run whose checkpoint and history lie in ``work``, a folder that outlives the process."""
 
-    def __init__(self, run: Run | None, work: Path, title: str) -> None:
+    def __init__(
+        self, run: Run | None, work: Path, title: str, monitor: Monitor | None = None
+    ) -> None:
         """``run``: None on every rank but the first, which alone writes."""
         self.recorded = run
         self.work = work
         self.title = title
+        self.monitor = monitor
         self.runtime = tune_runtime(work=work)
 
     def train(
@@ -47,14 +58,21 @@ class TrainingRun:
         job: TrainingJob,
         settings: Training,
         seed: int,
-        each_epoch: Callable[[int], None] | None = None,
+        each_epoch: Callable[[int], float | None] | None = None,
     ) -> None:
         """Train from the last checkpoint; ``each_epoch`` is told every epoch (from 1) that ends,
-        before a checkpoint counts it as done. Of several ranks the first alone comes back.
+        before a checkpoint counts it as done, and may say how much of the routing is as it was an
+        epoch before. Of several ranks the first alone comes back.
         """
         checkpoint = Checkpoint(self.work)
         training = iterate_training(
-            job, settings, seed, self.runtime, checkpoint, trace_file(self.title)
+            job,
+            settings,
+            seed,
+            self.runtime,
+            checkpoint,
+            trace_file(self.title),
+            self.monitor,
         )
         if self.recorded is None:
             deque(training, maxlen=0)
@@ -65,10 +83,28 @@ class TrainingRun:
         with report_progress(self.title, total_steps(job, settings)) as bar:
             for metrics in training:
                 self.run.log(metrics.step, metrics.values | {"epoch": metrics.epoch})
+                agreement = None
                 if each_epoch is not None and metrics.epoch == int(metrics.epoch):
-                    each_epoch(int(metrics.epoch))
+                    agreement = each_epoch(int(metrics.epoch))
+                if self.monitor is not None and metrics.routing:
+                    self._tell_routing(metrics, self.monitor, agreement, bar)
                 bar.update(metrics.step, **_bar_values(metrics))
         exit_other_ranks()
+
+    def _tell_routing(
+        self,
+        metrics: Metrics,
+        monitor: Monitor,
+        agreement: float | None,
+        bar: ProgressBar | ProgressLines,
+    ) -> None:
+        """Record and show what the routing did since the point before."""
+        before = self.run.last_routing
+        point = next_point(metrics.step, metrics.routing, before, monitor, agreement)
+        self.run.routing(point)
+        bar.show_note(describe_point(point))
+        for line in point.warnings:
+            bar.print_warning(line)
 
     @property
     def run(self) -> Run:
@@ -80,7 +116,9 @@ class TrainingRun:
         """All points, also those of before a kill."""
         lines = read_lines(self.run.folder)
         return TrainingLog(
-            [(step, values) for step, _, values in logged_points(lines)], spent_seconds(lines)
+            [(step, values) for step, _, values in logged_points(lines)],
+            spent_seconds(lines),
+            [line for _, point in routing_points(lines) for line in point.warnings],
         )
 
 
@@ -101,16 +139,17 @@ def training_run(
     """
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
+    monitor = read_params(MonitorSection).monitor
     if trains:
         join_ranks()
     elif os.environ.get("RANK", "0") != "0":
         sys.exit(0)
-    settings = json.dumps([name, params.model_dump(mode="json")], sort_keys=True)
-    check_equal_across_ranks("params", settings)
+    settings = [name, *(one.model_dump(mode="json") for one in (params, monitor) if one)]
+    check_equal_across_ranks("params", json.dumps(settings, sort_keys=True))
     check_equal_across_ranks("data", (data.folder / "card.json").read_text(encoding="utf-8"))
     check_equal_across_ranks("sources", package_source_hash() if has_process_group() else "")
     if not current_ranks().first:
-        yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "))
+        yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "), monitor)
         return
     files = [data.folder, *inputs]
     with (
@@ -126,7 +165,7 @@ def training_run(
     ):
         run.dataset(data.card)
         broadcast_text(str(work.resolve()))
-        yield TrainingRun(run, work, name.replace("/", " "))
+        yield TrainingRun(run, work, name.replace("/", " "), monitor)
 
 
 def log_progress(

@@ -1,15 +1,16 @@
 """How numbers of a history are called in MLflow.
 
 Its page of charts makes a section of what stands before the last slash of a name: ``loss/``,
-``train/``, ``validation/`` and ``test/`` of trainings, then one section per measurement; of parents
-one per phase. What is counted (images, parameters) is a param: its chart would be one flat bar.
+``train/``, ``validation/``, ``test/`` and ``routing/`` of trainings, then one section per
+measurement; of parents one per phase. What is counted (images, parameters) is a param: its chart
+would be one flat bar.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from moecore.run.history_file import logged_points
+from moecore.run.history_file import logged_points, routing_points
 
 PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
 TRAININGS = ("teacher", *PHASES, "prune", "merge")
@@ -29,6 +30,16 @@ def curve_points(lines: list[dict]) -> list[Point]:
         (mlflow_safe_name(curve_name(name)), value, int(t * 1000), step)
         for step, t, values in logged_points(lines)
         for name, value in values.items()
+    ]
+
+
+def routing_curve_points(lines: list[dict]) -> list[Point]:
+    """Return what a training saw of its routing: a curve for each MoE layer and quantity."""
+    return [
+        (f"routing/{name}", float(value), int(t * 1000), point.step)
+        for t, point in routing_points(lines)
+        for name, value in point.curve_values().items()
+        if value is not None
     ]
 
 

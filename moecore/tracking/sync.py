@@ -13,7 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.inside import path_inside
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory
-from moecore.run.history_file import GrowingHistory
+from moecore.run.history_file import GrowingHistory, routing_points
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
 from moecore.tracking.generations import (
@@ -28,6 +28,7 @@ from moecore.tracking.metric_names import (
     curve_points,
     mlflow_safe_name,
     parent_run_points,
+    routing_curve_points,
     stage_numbers,
 )
 from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun, list_runs
@@ -187,7 +188,9 @@ class StudyImport:
         if not new and state == run.status:
             return False
         run.add_params(history.header["params"])
-        run.add_points(curve_points(new))
+        run.add_points(curve_points(new) + routing_curve_points(new))
+        if any("routing" in line for line in new):
+            self._send_load_map(history, run)
         for line in new:
             self._send_line(history, line, run)
         phase = history.header["stage"]
@@ -253,6 +256,13 @@ class StudyImport:
         except UserError as error:  # the result is not there any more, or of other code
             said.append(f"left out: {error}")
         run.set_tags({"moecore.figures": ", ".join(said) or None})
+
+    def _send_load_map(self, history: ExecutionHistory, run: StoredRun) -> None:
+        from moecore.report.figures.expert_load import draw_load_over_steps
+
+        points = [point for _, point in routing_points(history.lines)]
+        figure = draw_load_over_steps(points)
+        self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=PIXELS)
 
     def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
         from moecore.report.tables.headline_metrics import headline_numbers

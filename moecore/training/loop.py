@@ -26,6 +26,7 @@ from moecore.training.guide import attach_required_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
 from moecore.training.live_bytes import live_training_tensors
 from moecore.training.meter import WEIGHED, Meter, check_finite_predictions, take_finite_metrics
+from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
@@ -41,12 +42,14 @@ class Metrics(NamedTuple):
     values: raw loss terms, the mean score of the training and at an epoch's end of the validation
     images (``train_<…>``, ``validation_<…>``, see Task.logged), images per second; at the first
     point of a run ``memory_mb``, the most that a step holds (see ``measure_peak``).
+    routing: of each MoE layer since the last point, where a monitor asks for it.
     """
 
     step: int
     steps: int
     epoch: float
     values: dict[str, float]
+    routing: dict[str, LayerTotals]
 
 
 def iterate_training(
@@ -56,13 +59,15 @@ def iterate_training(
     runtime: Runtime,
     checkpoint: Checkpoint | None = None,
     trace: Path | None = None,
+    monitor: Monitor | None = None,
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
     Over several ranks each trains its part of every batch (see spread.py), and ``job.model`` is up
     to date, on all of them, at the end of an epoch. With a ``checkpoint`` the run goes on where it
     was killed; one is written after the caller has taken the metrics of its step, so none is lost
-    or repeated. trace: the file of a trace of a few steps. Raises UserError at a non-finite loss.
+    or repeated. trace: the file of a trace of a few steps. monitor: how often routing is counted;
+    None: never. Raises UserError at a non-finite loss.
     """
     spread = spread_over_ranks(job, settings, runtime.device)
     whole, job = job, job if spread is None else spread.job
@@ -82,23 +87,26 @@ def iterate_training(
         held = live_training_tensors((job.learners, job.guide), optimizer, batch)
         is_weighed = spread is None and step == min(WEIGHED, steps - 1)
         with blocks.inside(), meter.memory(held, when=is_weighed):
-            terms, score = train_step(
+            terms, score, output = train_step(
                 job, settings, optimizer, batch, rate, dtype, step / steps, spread
             )
         meter.add(step, len(batch.images) // batch.views, terms, score)
+        if monitor is not None and step % monitor.every == 0:
+            meter.add_routing(output)
+        del output  # its memory is free again before the next step
         after = step + 1
         if after % per_epoch == 0:
             reorthonormalise_bases(whole.model, spread)
         if after % settings.log_every and after % per_epoch:
             continue
-        values = take_finite_metrics(
+        values, routing = take_finite_metrics(
             meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
         )
         if after % per_epoch == 0 and current_ranks().first:
             values |= validation_metrics(
                 attach_required_guide(whole.model, job.guide), job.validation
             )
-        yield Metrics(after, steps, after / per_epoch, values)
+        yield Metrics(after, steps, after / per_epoch, values, routing)
         if checkpoint and after - saved >= settings.checkpoint_every and after < steps:
             checkpoint.save(after, job.learners, optimizer, {"dtype": precision})
             saved = after
@@ -170,11 +178,11 @@ def train_step(
     dtype: torch.dtype,
     progress: float,
     spread: "Spread | None" = None,
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
     """One update.
 
-    Returns the detached terms (``loss`` is their weighted sum) and the sum of the scores of the
-    batch's images, of which each view counts for its share.
+    Returns the detached terms (``loss`` is their weighted sum), the sum of the scores of the
+    batch's images, of which each view counts for its share, and what the model said.
     """
     job.model.train()
     RowsOfBatch.views = batch.views
@@ -203,7 +211,8 @@ def train_step(
         job.model.end_step(output, progress)
     # Unchecked, and left on the device: a loss that is not finite is found at the next point.
     detached = {name: term.detach() for name, term in terms.items()}
-    return {"loss": loss.detach()} | detached, job.objective.score(seen, terms) / batch.views
+    score = job.objective.score(seen, terms) / batch.views
+    return {"loss": loss.detach()} | detached, score, output
 
 
 def forward_and_relabel(

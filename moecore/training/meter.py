@@ -9,7 +9,9 @@ from torch import Tensor, distributed, nn
 
 from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, holds_on_all_ranks
+from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.training.live_bytes import measure_peak
+from moecore.training.monitor import LayerTotals
 from moecore.training.sharded_state import local_shard
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
@@ -29,6 +31,7 @@ class Meter:
 
     def start(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.routing: dict[str, Tensor] = {}  # by layer, (E + 4,)
         self.images = 0
         self.count = 0
         self.begun = time.perf_counter()
@@ -43,6 +46,11 @@ class Meter:
         self.images += images
         self.count += 1
 
+    def add_routing(self, output: ModelOutput) -> None:
+        """What the tokens of one step did in each MoE layer."""
+        for name, record in name_records(output).items():
+            self.routing[name] = self.routing.get(name, 0) + sum_routing(record)
+
     @contextmanager
     def memory(self, held: Iterable[Tensor], when: bool) -> Iterator[None]:
         """Tell, at the next point, the most memory held inside; only ``when`` it is asked for."""
@@ -53,13 +61,17 @@ class Meter:
             yield
         self.memory_bytes = peak.size
 
-    def take(self, last_good: str) -> dict[str, float]:
-        """The means since the last point. Raises UserError where a loss was not finite."""
+    def take(self, last_good: str) -> tuple[dict[str, float], dict[str, LayerTotals]]:
+        """The means since the last point, and the routing of each layer where it was added.
+
+        Raises UserError where a loss was not finite.
+        """
         size = current_ranks().size
+        layers = list(self.routing.values())
         # Read at once: the device is waited for a single time.
-        bad = self._first_bad_step()
-        *summed, first_bad = torch.stack([*self.sums.values(), bad]).tolist()
-        sums = dict(zip(self.sums, summed, strict=True))
+        summed, bad = self._over_ranks(torch.cat([torch.stack(list(self.sums.values())), *layers]))
+        *numbers, first_bad = torch.cat([summed, bad[None]]).tolist()
+        sums = dict(zip(self.sums, numbers, strict=False))
         score = sums.pop("score")
         means = {name: value / self.count / size for name, value in sums.items()}
         if first_bad < NEVER:
@@ -72,33 +84,67 @@ class Meter:
         if self.memory_bytes is not None:
             values[MEMORY] = self.memory_bytes / 1e6
             self.memory_bytes = None
-        return values
+        return values, self._layer_totals(numbers[len(self.sums) :])
 
-    def _first_bad_step(self) -> Tensor:
-        """The first bad step of any rank, fp64; the sums become those of all ranks."""
+    def _over_ranks(self, summed: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of all ranks, and the first bad step of any, fp64."""
         bad = self.first_bad.double()
-        if not has_process_group():
-            return bad
-        summed = torch.stack(list(self.sums.values()))
-        distributed.all_reduce(summed)
-        self.sums = dict(zip(self.sums, summed, strict=True))
-        distributed.all_reduce(bad, distributed.ReduceOp.MIN)
-        return bad
+        if has_process_group():
+            distributed.all_reduce(summed)
+            distributed.all_reduce(bad, distributed.ReduceOp.MIN)
+        return summed, bad
+
+    def _layer_totals(self, numbers: list[float]) -> dict[str, LayerTotals]:
+        totals, begin = {}, 0
+        for name, sums in self.routing.items():
+            totals[name] = LayerTotals.of(numbers[begin : begin + len(sums)])
+            begin += len(sums)
+        return totals
+
+
+@torch.no_grad()
+def sum_routing(record: RoutingRecord) -> Tensor:
+    """Return a layer's ``LayerTotals`` of one step, (E + 4,) fp64, on the record's device.
+
+    The margin is of the clean probs: a record has no other scores that a choice went by.
+    """
+    chosen, probs = record.chosen.flatten(0, -2), record.probs.flatten(0, -2)
+    experts = probs.shape[-1]
+    number = chosen.sum(dim=-1, keepdim=True)
+    ordered = probs.sort(dim=-1, descending=True).values
+    gap = ordered.gather(-1, (number - 1).clamp_min(0))
+    gap = gap - ordered.gather(-1, number.clamp_max(experts - 1))
+    has_margin = (number > 0) & (number < experts)
+    sums = [
+        torch.full((), len(probs), device=probs.device),
+        torch.special.entr(probs).sum(),
+        gap.where(has_margin, 0).sum(),
+        has_margin.sum(),
+    ]
+    return torch.cat([chosen.sum(dim=0).double(), torch.stack([value.double() for value in sums])])
+
+
+def name_records(output: ModelOutput) -> dict[str, RoutingRecord]:
+    """Return the records of a step by their layers' names, those of captions behind."""
+    named = {f"MoE {place}": record for place, record in enumerate(output.routing, start=1)}
+    texts = enumerate(output.text_routing, start=1)
+    return named | {f"text MoE {place}": record for place, record in texts}
 
 
 def take_finite_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
-) -> dict[str, float]:
-    """Return what the meter holds, and the learning rate.
+) -> tuple[dict[str, float], dict[str, LayerTotals]]:
+    """Return what the meter holds, with the learning rate, and the routing of each layer.
 
     Raises UserError where the loss or the weights are not finite: they must not be a checkpoint.
     """
-    values = meter.take(last_good) | {"learning_rate": rate}
+    values, routing = meter.take(last_good)
+    values["learning_rate"] = rate
     sums = torch.stack([local_shard(parameter.detach()).sum() for parameter in model.parameters()])
     if not holds_on_all_ranks(sums.isfinite().all()):
         problem = f"the weights are not finite after step {step} ({_format_means(values)})"
         raise UserError(f"{problem}; {last_good}. Lower the learning rate or a weight")
-    return values
+    return values, routing
 
 
 def check_finite_predictions(prediction: Tensor, split: str) -> None:

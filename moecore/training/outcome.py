@@ -83,6 +83,7 @@ class Outcome(ExtraTestMetrics, Settling):
     parameters: int
     active_parameters: int  # that an image's tokens use
     curve: tuple[dict[str, float | None], ...]  # the logged points
+    routing_warnings: tuple[str, ...] = ()  # what its monitor said; all else is as without one
 
     def with_routing(self, settling: Settling) -> Self:
         """Return the outcome with how the routing settled."""
@@ -102,6 +103,7 @@ class TrainingLog(NamedTuple):
 
     points: Sequence[tuple[int, dict[str, float]]]  # step, values
     seconds: float
+    warnings: Sequence[str] = ()  # of the monitor
 
 
 def evaluate_trained_model(
@@ -118,6 +120,7 @@ def evaluate_trained_model(
         "curve": tuple(
             {"step": step, "train_loss": values["task"], **values} for step, values in log.points
         ),
+        "routing_warnings": tuple(log.warnings),
     }
     return summarize_model(model, data, log.seconds, settings.batch).model_copy(update=learned)
 

@@ -301,7 +301,7 @@ def test_a_stage_reads_the_sections_that_the_table_names_with_the_types_of_the_w
 
 def test_every_section_is_known():
     named = {section for sections in SECTIONS.values() for section in sections}
-    assert named | {"packages"} | set(MEASURED_SECTIONS) == set(Study.model_fields)
+    assert named | {"monitor", "packages"} | set(MEASURED_SECTIONS) == set(Study.model_fields)
 
 
 def values(folder: Path, *presets: str) -> dict:

@@ -15,6 +15,7 @@ from moecore.tracking import sync as module
 from moecore.tracking.metric_names import stage_numbers
 from moecore.tracking.sync import Importer, sync_runs
 from moecore.tracking.view import TAG
+from moecore.training.monitor import LayerTotals, Monitor, next_point
 from tests.tracking.conftest import Params, calibrate, only_run
 
 PUBLISHED = Path("artifacts/history/pretrain/vmoe/0")
@@ -335,6 +336,24 @@ def figures(study) -> tuple[list[str], str]:
 def test_results_are_drawn(study):
     calibrate()
     assert figures(study) == (["figures/reliability.png"], "reliability")
+
+
+def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
+    importer, point = Importer(), None
+    with record_run("pretrain", None, method="vmoe", seed=0) as run:
+        for step, counts in ((10, (6, 2)), (20, (8, 0))):
+            run.log(step, {"loss": 1.0})
+            layer = LayerTotals(counts, 8, 4.0, 2.0, 8)
+            point = next_point(step, {"MoE 1": layer}, point, Monitor(dead_after=10), 0.5)
+            run.routing(point)
+            importer.import_all()
+        stored = only_run(study)
+        names = ("max_violation", "dead")
+        curves = {name: study.curve(stored, f"routing/{name} of MoE 1") for name in names}
+        assert curves == {"max_violation": [(10, 0.5), (20, 1.0)], "dead": [(10, 0), (20, 1)]}
+        assert study.curve(stored, "routing/agreement with last epoch")[-1] == (20, 0.5)
+        [drawn] = study.client.list_artifacts(stored.info.run_id, "figures")
+        assert drawn.path == "figures/expert_load.png"
 
 
 def test_a_result_of_other_code_is_left_out_in_words(study):

@@ -47,10 +47,14 @@ class EpochWatch(NamedTuple):
     epochs: int
     seed: int  # of the random control of tissues, the same at all epochs
 
-    def look(self, epoch: int) -> None:
-        """Keep what the routing does on validation images after ``epoch`` (from 1)."""
+    def look(self, epoch: int) -> float | None:
+        """Keep what the routing does on validation images after ``epoch`` (from 1).
+
+        Returns the share of their tokens whose first expert is that of the epoch before, mean over
+        layers; None for the first epoch and a dense model.
+        """
         if self.model.moe is None:
-            return
+            return None
         images = self.data.validation.images[:IMAGES]
         labels = torch.from_numpy(np.array(self.data.validation.labels[:IMAGES]))
         _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
@@ -67,6 +71,10 @@ class EpochWatch(NamedTuple):
             )
         if epoch in watched_epochs(self.epochs) and not self.data.task.long:
             write_epoch_trace(self.folder, epoch, self.model, self.data)
+        if epoch == 1:
+            return None
+        before, _ = read_tensors(_epoch_path(self.folder, epoch - 1))
+        return float((kept["first"] == before["first"]).double().mean())
 
     def collect_settling(self) -> Settling:
         """Return what was kept, over all epochs.

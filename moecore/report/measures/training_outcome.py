@@ -251,6 +251,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         score = f"test_{score_key(phase.task.score)}"
         yield Block("Training", pictures=[drawn], about=score)
     yield agreement_block(phase)
+    yield warnings_block(phase)
     yield from regions.phase_blocks(phase)
     maps = first_seed_pictures(phase, Outcome, class_map_figures)
     finding = describe_strongest_preference(phase.first(Outcome))
@@ -271,6 +272,19 @@ def agreement_block(phase: Phase) -> Block:
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
     about = "agreement_with_final"
     return Block(title, pictures=[drawn], about=about)
+
+
+def warnings_block(phase: Phase) -> Block:
+    """What the monitors of the trainings warned of."""
+    lines = [
+        f"{method}, seed {seed}: {line}."
+        for method, seeds in phase.models.items()
+        for seed, model in seeds.items()
+        if (trained := model.of(Outcome)) is not None
+        for line in trained.routing_warnings
+    ]
+    told = f"warnings while training: {len(lines)}"
+    return Block("Experts without tokens, loads that collapsed", below=lines, finding=told)
 
 
 def confusion_block(phase: Phase) -> Block:

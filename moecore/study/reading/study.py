@@ -25,6 +25,7 @@ from moecore.study.reading.run_section import Phase, Selection
 from moecore.study.reading.setting_errors import format_error_line
 from moecore.study.reading.stage_params import validate_whole
 from moecore.training.method import Method
+from moecore.training.monitor import Monitor
 from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
 from moecore.training.surgery.merge import Merge
 from moecore.training.surgery.prune import Prune
@@ -55,7 +56,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 # by the stage `measure`
 MEASURED_SECTIONS = tuple(name for name in own_measurements() if name not in SECTIONS)
 # their defaults say all
-OPTIONAL_SECTIONS = ("claims", "questions", "out_of_fold", "transfer", "packages")
+OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer", "packages")
 TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
 REDUCING_PHASES = ("prune", "merge")  # stages that give a pretrained model fewer experts
 
@@ -64,6 +65,8 @@ def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str
     """Return section → a stage that reads it; run: the section ``run`` of the file."""
     readers = {"run": "compare", "packages": "code"}
     for stage in stages:
+        if stage in TRAINING_PHASES:
+            readers.setdefault("monitor", stage)
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
         if stage == "measure":
@@ -119,6 +122,9 @@ class Study(Measured):
     adversarial: AdversarialFinetuning | None = None
     prune: Prune | None = None
     merge: Merge | None = None
+    monitor: Monitor | None = Field(
+        None, description="How a training watches its routing, without a change; null: not at all."
+    )
     out_of_fold: OutOfFold | None = None
     calibrate: Calibrate | None = None
     robustness: Robustness | None = None
