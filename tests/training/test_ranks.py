@@ -34,6 +34,7 @@ from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
+from moecore.run.history_file import flatten_keys
 from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial
 from moecore.training.distributed_training import check_expert_parallel
@@ -41,6 +42,7 @@ from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
+from moecore.training.monitor import Monitor
 from moecore.training.settings import Training
 from moecore.training.sharded_state import to_full_tensor
 from tests.methods import REPRESENTATIVE
@@ -232,8 +234,9 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     hook = register_optimizer_step_pre_hook(keep)
     points = []
     weights = []
-    for metrics in iterate_training(job, settings, 0, CPU):
-        points.append(metrics.values)
+    for metrics in iterate_training(job, settings, 0, CPU, monitor=Monitor(every=1)):
+        chosen = {name: layer.counts for name, layer in metrics.routing.items()}
+        points.append(metrics.values | flatten_keys({"chosen": chosen}))
         if metrics.epoch == len(weights) + 1:
             values = [told(*one) for one in job.learners.named_parameters()]
             biases = [one for one in job.learners.named_buffers() if one[0].endswith(LEARNED)]

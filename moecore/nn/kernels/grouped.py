@@ -24,6 +24,14 @@ _LOOPED_ROWS = 1024  # rows per expert up to which a CPU is faster without group
 _FUSED_ROWS = 2048  # rows per expert up to which an MLP in fp32 is faster without it
 
 
+class PlainOperations:
+    """Whether a graph is traced that leaves torch: all experts then have as many rows, so that one
+    batched product does, and no region without autocast is marked.
+    """
+
+    is_on = False
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Row r times the weight of its expert, plus that expert's bias.
 
@@ -37,6 +45,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     rows = to_autocast(rows)
     if rows.is_meta:
         return torch.mm(rows, weight[0].to(rows.dtype))  # every row sees one map, whichever
+    if PlainOperations.is_on:
+        products = rows.unflatten(0, (len(weight), -1)) @ to_autocast(weight)
+        if bias is not None:
+            products = products + to_autocast(bias).unsqueeze(1)
+        return products.flatten(0, 1)
     looped = can_loop(rows)
     if looped and len(rows) <= _LOOPED_ROWS * len(weight):
         return ExpertLoop.apply(rows, weight, bias, offsets)
@@ -63,7 +76,7 @@ def grouped_mlp(
     (R, o) in the autocast dtype.
     """
     rows = to_autocast(rows)
-    if can_loop(rows):
+    if can_loop(rows) and not PlainOperations.is_on:
         if rows.dtype != torch.float32 or len(rows) <= _FUSED_ROWS * len(up):
             return ExpertMlpLoop.apply(rows, up, up_bias, down, down_bias, offsets)[0]
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
@@ -128,8 +141,8 @@ def to_autocast(tensor: Tensor) -> Tensor:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager:
-    """No autocast on the tensor's device; the meta device has none."""
-    if tensor.is_meta:
+    """No autocast on the tensor's device; the meta device and graphs for others have none."""
+    if tensor.is_meta or PlainOperations.is_on:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
