@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -202,6 +202,21 @@ def predict_command(context: typer.Context) -> None:
     os.execv(sys.executable, command)
 
 
+def export_command(
+    model: Annotated[Path, typer.Argument(help="folder of a trained model")],
+    to: Annotated[Literal["onnx", "torch"], typer.Option(help="ONNX, or torch.export's program")],
+    out: Annotated[Path, typer.Option(help="the file, such as model.onnx or model.pt2")],
+    records: Annotated[
+        bool, typer.Option(help="with the routing records among its outputs")
+    ] = False,
+    package: Annotated[list[str] | None, typer.Option(help="with parts of it; repeatable")] = None,
+) -> None:
+    """Write a trained model as one file that runs without moecore."""
+    from moecore.predict.export import export_model
+
+    typer.echo(export_model(model, to, out, records, package or ()))
+
+
 def schema_command() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
     from moecore.core.outside_packages import allow_packages
@@ -326,6 +341,7 @@ def _build_app() -> typer.Typer:
         upgrade_command,
         ui_command,
         sync_command,
+        export_command,
         schema_command,
     ):
         program.command(command.__name__.removesuffix("_command"))(command)
