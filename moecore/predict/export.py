@@ -137,7 +137,7 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
     )
     if find_spec("onnxruntime") is None:
         return None
-    from onnxruntime import InferenceSession
+    from onnxruntime import InferenceSession  # pyrefly: ignore[missing-import]
 
     session = InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda inputs: map(torch.from_numpy, session.run(None, {"inputs": inputs.numpy()}))
