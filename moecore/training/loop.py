@@ -77,7 +77,7 @@ def iterate_training(
     saved, note = checkpoint.load(job.learners, optimizer) if checkpoint else (0, {})
     precision = agreed_precision(note, settings, runtime)
     dtype = getattr(torch, precision)
-    meter = Meter(torch.device(runtime.device), f"train_{job.task.history_name}")
+    meter = Meter(torch.device(runtime.device), f"train_{job.task.history_name}", monitor)
     batch_of = batch_maker(job, settings, seed, range(saved, steps), runtime.device)
     blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
     for step in profile_steps(range(saved, steps), trace, runtime.device):
@@ -90,9 +90,7 @@ def iterate_training(
             terms, score, output = train_step(
                 job, settings, optimizer, batch, rate, dtype, step / steps, spread
             )
-        meter.add(step, len(batch.images) // batch.views, terms, score)
-        if monitor is not None and step % monitor.every == 0:
-            meter.add_routing(output)
+        meter.add(step, len(batch.images) // batch.views, terms, score, output)
         del output  # its memory is free again before the next step
         after = step + 1
         if after % per_epoch == 0:

@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, holds_on_all_ranks
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.training.live_bytes import measure_peak
-from moecore.training.monitor import LayerTotals
+from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.sharded_state import local_shard
 
 MEMORY = "memory_mb"  # of one step, among the values of the first logged point
@@ -22,10 +22,18 @@ NEVER = 2**53  # a step, from 0, that no training reaches
 class Meter:
     """Sums on the device between two logged points, read once each: the host waits for nothing."""
 
-    def __init__(self, device: torch.device, measure: str = "train_accuracy") -> None:
-        """``measure``: the name of the mean, per image, of the scores."""
+    def __init__(
+        self,
+        device: torch.device,
+        measure: str = "train_accuracy",
+        monitor: Monitor | None = None,
+    ) -> None:
+        """``measure``: the name of the mean, per image, of the scores; ``monitor``: how often
+        routing is counted.
+        """
         self.device = device
         self.measure = measure
+        self.monitor = monitor
         self.memory_bytes: int | None = None
         self.start()
 
@@ -37,19 +45,24 @@ class Meter:
         self.begun = time.perf_counter()
         self.first_bad = torch.full((), NEVER, device=self.device)
 
-    def add(self, step: int, images: int, terms: dict[str, Tensor], score: Tensor) -> None:
-        """The terms of one step, and the sum of the scores of its images."""
+    def add(
+        self,
+        step: int,
+        images: int,
+        terms: dict[str, Tensor],
+        score: Tensor,
+        output: ModelOutput,
+    ) -> None:
+        """The terms of one step, the sum of the scores of its images, and what the model said."""
         for name, value in (terms | {"score": score}).items():
             self.sums[name] = self.sums.get(name, 0) + value.double()
         earlier = self.first_bad.clamp(max=step + 1)
         self.first_bad = torch.where(torch.isfinite(terms["loss"]), self.first_bad, earlier)
         self.images += images
         self.count += 1
-
-    def add_routing(self, output: ModelOutput) -> None:
-        """What the tokens of one step did in each MoE layer."""
-        for name, record in name_records(output).items():
-            self.routing[name] = self.routing.get(name, 0) + sum_routing(record)
+        if self.monitor is not None and step % self.monitor.every == 0:
+            for name, record in name_records(output).items():
+                self.routing[name] = self.routing.get(name, 0) + sum_routing(record)
 
     @contextmanager
     def memory(self, held: Iterable[Tensor], when: bool) -> Iterator[None]:

@@ -43,12 +43,12 @@ def test_the_sums_of_a_layer_by_hand():
 
 
 def test_the_meter_adds_steps_and_layers_and_reads_them_with_its_terms():
-    meter = Meter(torch.device("cpu"))
+    meter = Meter(torch.device("cpu"), monitor=Monitor(every=2))
     narrow = record([[0.75, 0.25]], [[1, 0]])
     wide = record([[0.5, 0.3, 0.2], [0.5, 0.2, 0.3]], [[1, 0, 0], [1, 0, 0]])
-    for step in range(2):
-        meter.add(step, 1, {"loss": torch.tensor(1.0)}, torch.tensor(1.0))
-        meter.add_routing(ModelOutput(torch.zeros(1), (narrow,), text_routing=(wide,)))
+    for step in range(4):  # two of which are counted
+        output = ModelOutput(torch.zeros(1), (narrow,), text_routing=(wide,))
+        meter.add(step, 1, {"loss": torch.tensor(1.0)}, torch.tensor(1.0), output)
     values, totals = meter.take("")
     assert values["loss"] == 1.0
     assert {name: layer.counts for name, layer in totals.items()} == {
