@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from moecore.core.files import UserError, whole_file
-from moecore.core.routing_records import RoutingRecord
 from moecore.core.torch_internals import compile_error_class, metadata_assertion
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.plain_moe import compute_plainly
@@ -26,6 +25,7 @@ from moecore.training.guide import GuidedModel
 
 Run = Callable[[Tensor], Iterable[Tensor]]
 Format = Literal["onnx", "torch"]
+FIELDS = ("logits", "probs", "load", "chosen", "combine")  # of a record, those of use
 NEEDED = {"onnx": ("onnx", "onnxscript"), "torch": ()}  # packages that are not moecore's
 TRACED = 2  # inputs of the batch that is traced
 COMPARED = (1, 5)  # inputs of the batches that are compared
@@ -43,13 +43,12 @@ class TensorsOnly(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, ...]:
         output = self.model(inputs)
         routing = output.routing if self.records else ()
-        return output.prediction, *(value for record in routing for value in record)
+        return output.prediction, *(getattr(one, name) for one in routing for name in FIELDS)
 
     def output_names(self) -> list[str]:
         """Return ``prediction``, then ``moe_1_logits`` and so on, each (B, T, E)."""
         layers = range(1, len(self.model.layouts) + 1) if self.records else ()
-        fields = [f"moe_{layer}_{name}" for layer in layers for name in RoutingRecord._fields]
-        return ["prediction", *fields]
+        return ["prediction", *(f"moe_{layer}_{name}" for layer in layers for name in FIELDS)]
 
 
 @torch.no_grad()

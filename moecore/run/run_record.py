@@ -75,7 +75,7 @@ class Run:
         )
 
     def routing(self, point: RoutingPoint) -> None:
-        """What a training saw of its routing, after the values of the same step."""
+        """Write what a training saw of its routing, after the values of the same step."""
         self.last_routing = point
         self._write(step=point.step, routing=point.model_dump(mode="json", exclude={"step"}))
 

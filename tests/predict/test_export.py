@@ -49,8 +49,15 @@ UNLIKE = {
 }
 
 
+OTHERS = {
+    "merged": (VIT, IMAGE, moe({"kind": "merged"})),
+    "expert_choice": (VIT, IMAGE, of_method("expert_choice")),
+    "relu": (VIT, IMAGE, moe({"kind": "relu"})),
+}
+
+
 def build(name: str) -> Model:
-    backbone, image, settings = UNLIKE[name]
+    backbone, image, settings = (UNLIKE | OTHERS)[name]
     torch.manual_seed(0)
     return backbone.build(image, settings).eval()
 
@@ -61,7 +68,7 @@ def save(folder: Path, model: Model) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("name", UNLIKE | OTHERS)
 def test_in_plain_operations_a_model_says_the_same(name):
     wrapped = TensorsOnly(build(name), records=True)
     inputs = draw_inputs(wrapped.model, 3)

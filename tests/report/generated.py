@@ -180,6 +180,7 @@ def settling(number: int, seed: int) -> dict[str, Any]:
         "agreement_with_final": final,
         "agreement_consecutive": consecutive,
         "class_maps": {"1": heat, "10": heat},
+        "routing_warnings": (f"step 40: MoE 2: expert {number} had no token for 100 steps",),
     }
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import Rows, dense_rows
+from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
 from moecore.nn.kernels.grouped import PlainOperations
-from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
-from moecore.nn.routers.soft_slots import SlotsPlan
+from moecore.nn.layers.moe import MoEFeedForward, apply_experts
+from moecore.nn.routers.projection_plan import ProjectionDispatchPlan
 
 
 @contextmanager
@@ -43,10 +42,10 @@ def _forward_plainly(
     if layer.shares_basis:
         context = context._replace(basis=layer.experts.lent_basis())
     plan, record = layer.router(tokens, context)
-    if isinstance(plan, SlotsPlan | ExpertChoicePlan):  # all experts have as many rows
-        output = plan.combine(layer.experts(plan.dispatch(tokens)))
-    else:
+    if isinstance(plan, SparsePlan | ProjectionDispatchPlan):
         output = _weigh_all_experts(layer.experts, tokens, record.combine)
+    else:  # no token chooses, so all experts have as many rows
+        output = plan.combine(apply_experts(layer.experts, plan.dispatch(tokens)))
     if layer.shared is not None:
         output = output + layer.shared(dense_rows(tokens)).view_as(output)
     return output, (record,)

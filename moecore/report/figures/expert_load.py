@@ -13,7 +13,7 @@ LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 @styled
 def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
-    """How many times an even share each expert had, over the steps; a panel for each MoE layer."""
+    """Draw how many times an even share each expert had, over the steps, layer by layer."""
     names = list(points[0].layers)
     caption = "Load of each expert, 1: an even share. As the training counted it."
     figure = new_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)

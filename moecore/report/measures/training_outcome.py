@@ -275,7 +275,7 @@ def agreement_block(phase: Phase) -> Block:
 
 
 def warnings_block(phase: Phase) -> Block:
-    """What the monitors of the trainings warned of."""
+    """Return what the monitors of the trainings warned of."""
     lines = [
         f"{method}, seed {seed}: {line}."
         for method, seeds in phase.models.items()
