@@ -73,7 +73,7 @@ def test_the_page_is_self_contained_and_complete(one_seed):
         and "Agreement with teacher" in text
         and "Agreement before / after" in text
     )
-    assert f"{METHODS[1]}, seed 0: step 40: MoE 2: expert 1 had no token for 100 steps." in text
+    assert "vmoe, seed 0: step 40: MoE 2: expert 1 had no token for 100 steps." in text
     assert render_report(one_seed) == text, "twice the same, ids of figures too"
 
 
