@@ -131,6 +131,7 @@ def _write_onnx(program: ExportedProgram, path: Path, wrapped: TensorsOnly) -> R
         f=path,
         input_names=["inputs"],
         output_names=wrapped.output_names(),
+        dynamic_shapes=({0: "batch"},),
         external_data=False,
         verbose=False,
     )

@@ -92,6 +92,7 @@ def test_an_onnx_file_gives_the_models_numbers(name, tmp_path):
     session = runtime.InferenceSession(out, providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == wrapped.output_names()
     inputs = draw_inputs(wrapped.model, 7)
+    assert session.get_inputs()[0].shape == ["batch", *inputs.shape[1:]]
     given = session.run(None, {"inputs": inputs.numpy()})
     with torch.no_grad():
         for ours, theirs in zip(wrapped(inputs), given, strict=True):
