@@ -53,6 +53,8 @@ OTHERS = {
     "merged": (VIT, IMAGE, moe({"kind": "merged"})),
     "expert_choice": (VIT, IMAGE, of_method("expert_choice")),
     "relu": (VIT, IMAGE, moe({"kind": "relu"})),
+    "zero_computation": (VIT, IMAGE, moe(experts=MLPS | {"zero_computation": {}})),
+    "depth": (VIT, IMAGE, moe({"kind": "depth", "router": TOP_K})),
 }
 
 

@@ -135,14 +135,26 @@ class MoEFeedForward(FeedForward):
             output = every._replace(weights=record.combine).combine(rows)
         else:
             plan, record = self.router(tokens, context)
-            plan = self.plan_networks(plan)
-            output = plan.combine(apply_experts(experts, plan.dispatch(tokens)))
+            output = self.compute_networks(experts, tokens, plan, record)
         if self.zero_computation is not None:
             weights = record.combine[..., self.number :]
             output = output + self.zero_computation(tokens, weights).to(output.dtype)
         if self.shared is not None:
             output = output + self.shared(dense_rows(tokens)).view_as(output)
         return output, (record,)
+
+    def compute_networks(
+        self,
+        experts: "ExpertsModule | ShardedExperts",
+        tokens: Tensor,
+        plan: Any,
+        record: RoutingRecord,
+    ) -> Tensor:
+        """Return what networks make of tokens (B, T, d), by the plan alone; see plain_moe.py for a
+        way by the ``record`` alone.
+        """
+        plan = self.plan_networks(plan)
+        return plan.combine(apply_experts(experts, plan.dispatch(tokens)))
 
     def plan_networks(self, plan: Any) -> Any:
         """Return the part of a router's plan that networks compute."""
