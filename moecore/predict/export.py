@@ -61,7 +61,7 @@ def export_model(
     UserError for models that cannot be exported, and where the file's numbers are not the model's.
     """
     if lacking := [name for name in NEEDED[to] if find_spec(name) is None]:
-        raise UserError(f"--to {to}: needs {', '.join(lacking)}; pip install onnx onnxscript")
+        raise UserError(f"--to {to}: needs {', '.join(lacking)}; pip install 'moecore[export]'")
     model = load_model(folder, packages)
     refuse_unexportable(folder, model)
     wrapped = TensorsOnly(model, records).eval()
