@@ -34,7 +34,6 @@ from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
-from moecore.run.history_file import flatten_keys
 from moecore.study.reading.document import load_yaml
 from moecore.training.adversarial import Adversarial
 from moecore.training.distributed_training import check_expert_parallel
@@ -235,8 +234,12 @@ def computed(job: TrainingJob, settings: Training, epochs: int) -> dict:
     points = []
     weights = []
     for metrics in iterate_training(job, settings, 0, CPU, monitor=Monitor(every=1)):
-        chosen = {name: layer.counts for name, layer in metrics.routing.items()}
-        points.append(metrics.values | flatten_keys({"chosen": chosen}))
+        chosen = {
+            f"{name}, expert {expert}": count
+            for name, layer in metrics.routing.items()
+            for expert, count in enumerate(layer.counts)
+        }
+        points.append(metrics.values | chosen)
         if metrics.epoch == len(weights) + 1:
             values = [told(*one) for one in job.learners.named_parameters()]
             biases = [one for one in job.learners.named_buffers() if one[0].endswith(LEARNED)]
