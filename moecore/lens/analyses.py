@@ -14,6 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.trace_reader import LayerRouting, Trace
+from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     dead_expert_share,
@@ -21,6 +22,11 @@ from moecore.measure.routing_metrics.layer_metrics import (
     iou_by_image,
 )
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
+from moecore.measure.routing_metrics.load_concentration import choice_margin
+from moecore.measure.routing_metrics.local_consistency import (
+    consistency_by_image,
+    count_window_uses,
+)
 from moecore.measure.truth import truth_layer
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
@@ -28,6 +34,7 @@ from moecore.statistics.intervals import Interval
 # Of chosen, probs and combine of one layer: quantities by name, one value an item, (N,), whose
 # mean is the quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
+WINDOW = 4  # neighbours whose experts are compared
 PROBABILITIES = 2**25  # of a layer that is read at once: 128 MiB
 
 
@@ -66,7 +73,36 @@ def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[s
     return {"dropped": torch.from_numpy(linearize_ratio(lost, every))}
 
 
-ANALYSES: tuple[Analysis, ...] = (use_by_item, dropped_by_item)
+def pair_lift_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
+    """Return how often tokens choose the same pairs, over chance; {} of routers of k = 1."""
+    if int(chosen.sum(dim=-1).max()) < 2:
+        return {}
+    return {"pair_lift": pair_lift_by_image(chosen)}
+
+
+def margin_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
+    """Return how far the lowest chosen probability lies above the next; {} where one has none."""
+    margin = choice_margin(probs, chosen).nanmean(dim=1)
+    return {} if margin.isnan().any() else {"margin": margin}
+
+
+def local_consistency_by_item(
+    chosen: Tensor, probs: Tensor, combine: Tensor
+) -> Mapping[str, Tensor]:
+    """Return how well one set of experts serves WINDOW neighbours; {} of shorter items."""
+    if chosen.shape[1] < WINDOW:
+        return {}
+    uses = count_window_uses(chosen, WINDOW).numpy()
+    return {"local_consistency": torch.from_numpy(consistency_by_image(uses))}
+
+
+ANALYSES: tuple[Analysis, ...] = (
+    use_by_item,
+    dropped_by_item,
+    pair_lift_by_item,
+    margin_by_item,
+    local_consistency_by_item,
+)
 
 
 def analyse_trace(

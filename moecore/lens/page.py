@@ -26,6 +26,11 @@ SHOWN = 300  # words of a page
 FEW = 16  # experts whose shares are printed into the picture
 LENS_COLUMNS = (
     routing_column("dropped", "Dropped", "", "share", "choices that no expert had room for"),
+    routing_column("pair_lift", "Pair lift", note="how often pairs are chosen, over chance"),
+    routing_column("margin", "Margin", note="lowest chosen probability − the highest other one"),
+    routing_column(
+        "local_consistency", "Local consistency", "", "share", "one set for four neighbours: F1"
+    ),
     routing_column("agreement", "Agreement", "", "share", "same first expert in both traces"),
     routing_column("same_experts", "Same experts", "", "share", "chosen in both, of either's"),
     routing_column("purity", "Purity", "", "share", "of the commonest label of their first expert"),

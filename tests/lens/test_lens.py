@@ -16,7 +16,9 @@ from moecore.lens.page import describe_trace, render_lens
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.lens.trace_reader import Trace
 from moecore.lens.trace_writer import write_trace
+from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics
+from moecore.measure.routing_metrics.load_concentration import choice_margin
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.foreign_routers import build_record
 from moecore.nn.predict import concat_records, predict_in_batches
@@ -98,6 +100,13 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
         assert layer.load == pytest.approx(expected.load)
         for name in ("load_cv2", "entropy", "token_entropy", "tail_of_probs"):
             assert layer.quantities[name].value == pytest.approx(getattr(expected, name))
+        margin = choice_margin(record.probs, record.chosen).mean()
+        assert layer.quantities["margin"].value == pytest.approx(float(margin))
+        lift = pair_lift_by_image(record.chosen).mean()
+        assert layer.quantities["pair_lift"].value == pytest.approx(float(lift))
+        assert (
+            2 * 2 / (4 + 2) <= layer.quantities["local_consistency"].value <= 1
+        )  # θ = 0: 2k/(E+k)
 
 
 def test_images_come_with_their_classes(tmp_path):
