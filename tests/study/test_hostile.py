@@ -171,5 +171,5 @@ def step(study: Study, name: str) -> None:
     job = TrainingJob(model, data, data, objective, guide, method.views)
     few = training.model_copy(update={"batch": 8})
     batch = training_batch(job, few, 0, 0)
-    terms, _ = train_step(job, few, build_optimizer(model, few), batch, 1e-4, torch.float32, 0.5)
+    terms, *_ = train_step(job, few, build_optimizer(model, few), batch, 1e-4, torch.float32, 0.5)
     assert all(torch.isfinite(value).all() for value in terms.values()), terms

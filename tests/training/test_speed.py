@@ -79,7 +79,7 @@ def learned(job: TrainingJob, blocks: CompiledBlocks | None, step: int, dtype=to
     batch = step_batch(job, SETTINGS, 0, step)
     torch.manual_seed(step)
     with blocks.inside() if blocks else nullcontext():
-        terms, _ = train_step(job, SETTINGS, optimizer, batch, 0.0, dtype, step / 4)
+        terms, *_ = train_step(job, SETTINGS, optimizer, batch, 0.0, dtype, step / 4)
     gradients = {
         name: parameter.grad
         for name, parameter in job.learners.named_parameters()
