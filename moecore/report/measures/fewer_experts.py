@@ -79,8 +79,12 @@ COLUMNS = (ContextDependentColumns(score_columns, planned_names, SCORE, SCORE),)
 
 
 def score_by_percent(result: Result, way: str) -> dict[float, float | None]:
-    """Return percent of the experts that are gone → score, from the model with all of them on."""
+    """Return percent of the experts that are gone → score, from the model with all of them on; {}
+    where no expert could go that way.
+    """
     rows = [row for row in result.rows if row.way in ("all", way)]
+    if len(rows) == 1:
+        return {}
     return {100 * (1 - row.left): row.score.value for row in rows}
 
 
@@ -106,8 +110,12 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
             "Without training.",
         )
     ]
-    reasons = {f"{name}: {why}." for one in results for name, why in one.skipped.items()}
-    yield Block("Fewer experts", pictures=drawn, below=sorted(reasons))
+    skipped: dict[str, dict[str, None]] = {}
+    for one in results:
+        for name, why in one.skipped.items():
+            skipped.setdefault(why, {})[name] = None
+    below = [f"{', '.join(names)}: {why}." for why, names in skipped.items()]
+    yield Block("Fewer experts", pictures=drawn, below=below)
 
 
 SHOWN = Shown("fewer_experts", "fewer experts", Result, COLUMNS, part=phase_blocks, place=13)
