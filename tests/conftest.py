@@ -42,6 +42,7 @@ LONGEST = (
     "report/test_significance.py",
     "pipeline/test_brain_age.py",
     "pipeline/test_language.py",
+    "pipeline/test_surgery.py",
 )
 
 
