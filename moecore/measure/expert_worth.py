@@ -42,7 +42,7 @@ class ExpertWorth(Measurement):
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Return what each expert is worth, and what is lost without several in every layer."""
         model = subject.model
-        layers, experts = len(model.layouts), model.experts_and_router.experts.number
+        layers, experts = len(model.layouts), model.experts_and_router.experts.choices
         known = load_of_validation(subject, self)
         full = np.array(parts("all", lambda: item_scores(subject, self, [[]] * layers)))
 
@@ -126,7 +126,7 @@ def item_scores(
     model, split, task = subject.model, subject.data.test, subject.model.image.task
     where = evenly_spaced_indices(len(split.images), settings.images)
     images, labels = sample_images(split, settings), torch.from_numpy(np.array(split.labels[where]))
-    number = model.experts_and_router.experts.number
+    number = model.experts_and_router.experts.choices
     masks = [torch.isin(torch.arange(number), torch.tensor(one).long()) for one in removed]
     with bar_experts(model, [mask.to(model_device(model)) for mask in masks]):
         if task.long:

@@ -57,7 +57,7 @@ class RouterRegret(Measurement):
         """Return each layer's regret, and means over the layers with intervals over images."""
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
-        experts = subject.model.experts_and_router.experts.number
+        experts = subject.model.experts_and_router.experts.choices
         k = experts - removable_experts(subject.model)
         subsets = list_subsets(experts, k, SEED)
         layers, by_image = [], []

@@ -9,6 +9,7 @@ from moecore.measure.routing_metrics.barred_experts import bar_experts, list_rou
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.experts.mlp import Mlp
+from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.expert_groups import ExpertGroups
@@ -18,6 +19,7 @@ from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
 from moecore.testing.small_models import small_data, small_vit
+from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import IMAGE, subject, text_subject
 
 ROUTERS = [
@@ -74,6 +76,23 @@ def test_worth(made):
     for row in result.removal:
         for lost in row.values.values():
             assert lost.low <= lost.value + 1e-9 and lost.value <= lost.high + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("experts", "removed"),
+    [
+        (Mlp(number=3, fine=2), [1, 2, 3, 4]),
+        (Mlp(number=3, zero_computation=ZeroComputation()), [1, 2, 3, 4, 5]),
+    ],
+    ids=["fine", "zero_computation"],
+)
+def test_all_that_a_router_chooses_among_have_a_worth(experts, removed):
+    """Pieces, of which a token uses two, and experts without a network."""
+    result = ExpertWorth(draws=1, images=10).measure(
+        subject(NoisyTopK(k=1), experts=experts), compute_without_cache
+    )
+    assert [len(layer) for layer in result.layers] == [6, 6]
+    assert [row.removed for row in result.removal] == removed
 
 
 def test_an_expert_that_nobody_uses_is_worth_nothing():

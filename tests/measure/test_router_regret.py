@@ -17,10 +17,12 @@ from moecore.measure.routing_metrics.subset_regret import (
     list_subsets,
     subset_regret,
 )
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.expert_groups import ExpertGroups
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing import check_measurement
+from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import subject, text_subject
 
 
@@ -103,6 +105,13 @@ def test_regret(router):
     regret, better = (result.values[name].value for name in ("regret", "better"))
     assert regret >= 0 and 0 <= better < 1
     assert regret == pytest.approx(np.mean([layer["regret"] for layer in result.layers]))
+
+
+def test_sets_are_of_pieces_where_experts_are_split():
+    """Of three experts in two pieces each a token of k = 1 has two of six: 15 sets."""
+    measured = subject(NoisyTopK(k=1), experts=Mlp(number=3, fine=2))
+    result = RouterRegret(images=4, tokens=1).measure(measured, compute_without_cache)
+    assert result.is_exact and result.subsets == 15
 
 
 def test_regret_by_image():

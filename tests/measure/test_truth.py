@@ -47,11 +47,14 @@ def kept(name, compute):
     return compute()
 
 
-def subject(router, seed: int = 0, image: ImageSpec = IMAGE) -> MeasuredModel:
+THREE = Mlp(number=3)
+
+
+def subject(router, seed: int = 0, image: ImageSpec = IMAGE, experts: Mlp = THREE) -> MeasuredModel:
     """A fresh model, and 40 images of noise with four patches of drawn kinds."""
     task = image.task
     torch.manual_seed(seed)
-    moe = MoESettings(router=router, experts=Mlp(number=3), blocks="all")
+    moe = MoESettings(router=router, experts=experts, blocks="all")
     pooling = "mean" if task.cells > 1 else "class"
     model = Vit(patch=4, width=16, depth=2, heads=2, pooling=pooling).build(image, moe).eval()
     random = np.random.default_rng(seed)

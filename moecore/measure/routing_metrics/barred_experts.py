@@ -55,4 +55,5 @@ def no_barring_reason(model: Model) -> str | None:
 def removable_experts(model: Model) -> int:
     """Return how many experts can be barred so that a token still has those that it uses."""
     moe = model.experts_and_router
-    return moe.experts.number - round(moe.router.active(moe.experts.number))
+    choices = moe.experts.choices
+    return choices - round(moe.scaled_router.active(choices))
