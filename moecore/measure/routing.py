@@ -177,7 +177,7 @@ def layer_routing_metrics(
 
     And the same metrics as one value an image, (N,), of each layer.
     """
-    router = subject.model.experts_and_router.router
+    router = subject.model.experts_and_router.scaled_router
     matches = view_match_shares(subject.model, images, settings)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []

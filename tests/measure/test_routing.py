@@ -23,9 +23,11 @@ from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
-from tests.measure.subjects import compute_without_cache
+from tests.measure.subjects import built, compute_without_cache
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
 
@@ -91,6 +93,20 @@ def test_numbers_by_kind(results):
     assert results["ermoe"].fallback is not None
     assert results["vmoe"].fallback is None
     assert results["hash_moe"].tail_of_probs == 0
+
+
+def test_the_tail_is_beyond_all_pieces_that_a_token_chooses(data):
+    """k = 1 of experts in two pieces are the two best; what is left of the probs is the tail."""
+    moe = {"router": {"kind": "noisy_top_k", "k": 1}, "experts": {"kind": "mlp", "fine": 2}}
+    vit = Vit(patch=4, width=16, depth=4, heads=2)
+    model = built(vit, MoESettings.model_validate(moe), data, 2)
+    images = np.array(data.test.images[:10])
+    _, records = predict_in_batches(model, images)
+    subject = MeasuredModel(model, data)
+    layers, _ = routing.layer_routing_metrics(subject, records, images, SETTINGS)
+    for layer, record in zip(layers, records, strict=True):
+        rest = 1 - record.probs.topk(2).values.sum(dim=-1)
+        assert layer.tail_of_probs == pytest.approx(float(rest.mean()), abs=1e-6)
 
 
 def test_means_are_over_the_layers(results):
