@@ -3,13 +3,22 @@ relative link works in an editor, in a code host and on the site. MkDocs names t
 """
 
 import html
+import inspect
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+import moecore
+from moecore.core.config import Config
+from moecore.face.families import FamilyParts
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "docs", "docs/site", "docs/tutorials", "pipelines", "pipelines/*", "benchmarks")
@@ -32,7 +41,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return the text with an empty line above each list, which Python-Markdown wants."""
+    """Return the text with an empty line above each list, which Python-Markdown wants.
+
+    The page of the public names gets what mkdocstrings reads from signatures and docstrings.
+    """
+    if page.file.src_uri == "docs/api.md":
+        return "\n".join([markdown, *write_public_names()])
     pieces = FENCE.split(markdown)
     pieces[::2] = [LIST_BELOW_TEXT.sub(r"\1\n", piece) for piece in pieces[::2]]
     return "".join(pieces)
@@ -46,3 +60,56 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
         ),
         content,
     )
+
+
+def write_public_names() -> Iterator[str]:
+    """Yield a heading per public name and of a module or family per member."""
+    for name in moecore.__all__:
+        value = getattr(moecore, name)
+        yield from write_name(f"moecore.{name}", value, 2)
+        for member, part in public_members(value).items():
+            yield from write_name(f"moecore.{name}.{member}", part, 3)
+
+
+def write_name(name: str, value: Any, level: int) -> Iterator[str]:
+    """Yield the heading of a public name and what mkdocstrings is to write below it."""
+    if isinstance(value, (ModuleType, FamilyParts, str)):
+        text = "The installed version." if isinstance(value, str) else inspect.getdoc(value)
+        yield f"{'#' * level} `{name}`\n\n{text}\n"
+        return
+    options = {"heading": name, "toc_label": name, "heading_level": level, **shown_members(value)}
+    yield f"::: {value.__module__}.{value.__qualname__}\n    options: {json.dumps(options)}\n"
+
+
+def shown_members(value: Any) -> dict[str, Any]:
+    """Return mkdocstrings' options: a record's fields, a part's settings and what yours must give.
+
+    Of other classes it shows what has a docstring.
+    """
+    if hasattr(value, "_fields"):
+        return {"members": list(value._fields), "show_if_no_docstring": True}
+    if not is_part(value):
+        return {}
+    settings = [field for field in value.model_fields if field != "kind"]
+    shown = [*settings, *sorted(value.__abstractmethods__)]
+    return {"members": shown or False, "show_if_no_docstring": True}
+
+
+def public_members(value: Any) -> dict[str, Any]:
+    """Return what a public module or family offers, by name: parts, checks, base classes."""
+    if not isinstance(value, (ModuleType, FamilyParts)):
+        return {}
+    members = {
+        name: one
+        for name, one in inspect.getmembers(value)
+        if not name.startswith("_") and not isinstance(one, ModuleType)
+    }
+    if value in (moecore.lens, moecore.parts, moecore.pages):
+        return members
+    is_offered = inspect.isfunction if value is moecore.testing else is_part
+    return {name: one for name, one in members.items() if is_offered(one)}
+
+
+def is_part(value: Any) -> bool:
+    """Return whether this is the settings class of a part or of a measurement."""
+    return inspect.isclass(value) and issubclass(value, Config)

@@ -1,5 +1,6 @@
 """The pages: links and headings of all Markdown, and the site that `make docs` makes of it."""
 
+import html
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import moecore
 from tests.browser import LOOKS, clipped, opened
 from tests.project import ROOT
 
@@ -59,7 +61,7 @@ def test_a_broken_link_is_seen(text, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    for module in ("material", "latex2mathml"):
+    for module in ("material", "latex2mathml", "mkdocstrings"):
         if find_spec(module) is None:
             pytest.skip(f"{module} is not installed: `make docs` does it")
     folder = tmp_path_factory.mktemp("site")
@@ -77,8 +79,19 @@ def test_the_site_is_built_and_asks_nothing_of_others(site):
     assert "arithmatex" not in pages[site / "docs/methods.html"]
 
 
+def test_every_public_name_is_described(site):
+    page = (site / "docs/api.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub(r"<[^>]+>", "", page))
+    for name in moecore.__all__:
+        assert f"moecore.{name}\n" in text or f"moecore.{name}¶" in text, name
+    assert "moecore.routers.NoisyTopK" in text
+    assert "attention heads; they divide the width" in text  # a setting's description
+
+
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
-@pytest.mark.parametrize("name", ["index", "docs/tutorials/images", "docs/methods", "docs/claims"])
+@pytest.mark.parametrize(
+    "name", ["index", "docs/api", "docs/tutorials/images", "docs/methods", "docs/claims"]
+)
 def test_a_page_fits_the_screen(site, browser, name, width, scheme):
     with opened(browser, site / f"{name}.html", width, scheme) as page:
         assert clipped(page) == []
