@@ -19,30 +19,35 @@ from tests.project import Project
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# The two workers of `make test` take whole files in this order. The first of these makes the
-# finished project, which the other files wait for that use it.
+# The workers of `make test` take whole files in this order. The first of these makes the finished
+# project; those that use it come later, as they would wait for it.
 LONGEST = (
     "pipeline/test_pipeline.py",
     "training/test_ranks.py",
-    "pipeline/test_parallel.py",
-    "pipeline/test_cli.py",
-    "pipeline/test_kill_and_resume.py",
-    "pipeline/test_what_reruns.py",
-    "report/test_page_in_browser.py",
-    "pipeline/test_paper_methods.py",
-    "training/test_speed.py",
-    "pipeline/test_image_text.py",
     "run/test_launch.py",
-    "report/test_report.py",
     "pipeline/test_installed_package.py",
-    "house/test_additions.py",
+    "pipeline/test_cli.py",
+    "pipeline/test_parallel.py",
+    "pipeline/test_what_reruns.py",
+    "training/test_speed.py",
+    "pipeline/test_kill_and_resume.py",
+    "predict/test_export.py",
+    "pipeline/test_paper_methods.py",
+    "report/test_page_in_browser.py",
+    "study/test_checking.py",
+    "pipeline/test_image_text.py",
+    "tracking/test_sync.py",
     "pipeline/test_presets.py",
+    "testing/test_own_parts.py",
+    "pipeline/test_begin_project.py",
+    "report/test_report.py",
     "tracking/test_ui.py",
+    "report/test_columns.py",
+    "pipeline/test_surgery.py",
+    "report/test_explorer_in_browser.py",
     "run/test_inputs.py",
-    "report/test_significance.py",
     "pipeline/test_brain_age.py",
     "pipeline/test_language.py",
-    "pipeline/test_surgery.py",
 )
 
 
