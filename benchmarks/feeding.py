@@ -13,9 +13,9 @@ from sklearn.datasets import load_sample_images
 
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
-from moecore.data.files.decode import decode_image, recompress_image, unpack_image
-from moecore.data.image_warping import MixedSizeImages, crop_images_to_views
-from moecore.data.views.views import CropRanges, ViewSettings, draw_views
+from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, recompress_image
+from moecore.data.image_warping import MixedSizeImageList, crop_images_to_views
+from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
 from moecore.data.writer import channel_moments
 
 IMAGENET = 1_281_167  # training images
@@ -51,13 +51,13 @@ def feeding(repeats: int = 60) -> Feeding:
 
 def _rates(paths: list[Path], repeats: int) -> Feeding:
     packed = [recompress_image(path, 256, 3) for path in paths]
-    whole = [np.asarray(unpack_image(one.content, 3)) for one in packed] * (SEVERAL // 2)
+    whole = [np.asarray(decode_jpeg_to_pil(one.content, 3)) for one in packed] * (SEVERAL // 2)
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (4096, 3, 224, 224), np.uint8)  # more than a cache holds
     out = np.empty((128, *raw.shape[1:]), np.uint8)
-    uneven = MixedSizeImages(whole, 224, torch.device("cpu"))
+    uneven = MixedSizeImageList(whole, 224, torch.device("cpu"))
     crop = ViewSettings(crop=CropRanges(scale=(0.08, 1.0)))
-    affines = draw_views(uneven, crop, generator_for(0)).affines.double()
+    affines = make_random_views(uneven, crop, generator_for(0)).affines.double()
     content = raw[:256].tobytes()
 
     def a_second(run, number: float) -> float:
@@ -68,7 +68,7 @@ def _rates(paths: list[Path], repeats: int) -> Feeding:
         a_second(lambda: [decode_image(path, 224, 3) for path in paths], each),
         a_second(lambda: [decode_image(path, 256, 3) for path in paths], each),
         a_second(lambda: [recompress_image(path, 256, 3) for path in paths], each),
-        a_second(lambda: [np.asarray(unpack_image(one.content, 3)) for one in packed], each),
+        a_second(lambda: [np.asarray(decode_jpeg_to_pil(one.content, 3)) for one in packed], each),
         a_second(lambda: crop_images_to_views(uneven, affines, (224, 224), "zeros"), SEVERAL),
         a_second(lambda: np.take(raw, random.permutation(4096)[:128], 0, out, "clip"), 128),
         a_second(lambda: hashlib.sha256(content).digest(), len(content)),

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.project_answers import refuse_newer_project
-from moecore.report.tables.metrics_by_method import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 
 
 def code() -> None:
     refuse_newer_project()
-    document = load_yaml(params_path())
-    check_study(document.path, Path(), unfit_metrics)
+    document = load_yaml_document(params_path())
+    check_study(document.path, Path(), unfit_metric_problems)
     write_code(document.path)
     refuse_changed_document(document)
 

@@ -17,8 +17,8 @@ from moecore.run import partial_comparison
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.claims_section import Claim, Question
-from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import stages_reading_params
+from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import read_params
 
@@ -34,8 +34,8 @@ class Params(Config):
 def compare() -> None:
     params = read_params(Params)
     path = Path(params_path())
-    document = load_yaml(str(path))
-    stages = stages_reading_params(path.parent)
+    document = load_yaml_document(str(path))
+    stages = list_folder_stages(path.parent)
     results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
     asked, waiting = partial_comparison.split_answerable_comparisons(
         [*params.claims, *params.questions], params.run
@@ -48,7 +48,7 @@ def compare() -> None:
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
-        left_out = partial_comparison.list_unselected_methods_and_seeds(path, params.run)
+        left_out = partial_comparison.list_left_out_of_overlay(path, params.run)
         items = pack_items(evaluated, compared)
         numbers = partial_comparison.write_comparison(compared, items, left_out)
     if left_out:

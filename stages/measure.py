@@ -9,7 +9,11 @@ from moecore.measure.base import MeasuredModel, Skipped, find_measurement
 from moecore.run.resume import record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params, read_section
+from moecore.study.reading.stage_params import (
+    ParamsKeyTemplate,
+    read_params,
+    read_section_as_params,
+)
 from moecore.training.artifacts import guide_folder, load_guide, load_model
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
@@ -23,7 +27,7 @@ class MethodParams(Config):
 
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:
     measurement = find_measurement(what)
-    params = read_section(what, measurement)
+    params = read_section_as_params(what, measurement)
     with record_resumable(what, params, __file__, phase, method, seed) as (run, parts):
         subject = open_subject(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts

@@ -11,7 +11,7 @@ from moecore.measure.base import Skipped
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.progress import report_progress
-from moecore.run.resume import work_folder
+from moecore.run.resume import hold_work_folder
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
@@ -34,7 +34,7 @@ def out_of_fold(method: str, seed: int) -> None:
     inputs = [Path("artifacts/data/pretrain")]
     item = f"out_of_fold/pretrain/{method}/{seed}"
     with (
-        work_folder(item, params, inputs, __file__) as work,
+        hold_work_folder(item, params, inputs, __file__) as work,
         record_run("out_of_fold", params, **named, work=work, inputs=inputs) as run,
     ):
         if params.calibrator.split != "out_of_fold":

@@ -11,15 +11,15 @@ from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.run.training import log_progress
+from moecore.run.training import log_points_with_progress
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
-from moecore.training.outcome import RouterFitLosses
+from moecore.training.outcome import FinalRouterLosses
 from moecore.training.phase_trainings import build_unfitted_guide
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import TeacherRouterFit
-from moecore.training.teachers.fit_router import fit_routers
+from moecore.training.teachers.fit_router import iterate_router_fit
 
 
 class Params(Config):
@@ -43,14 +43,16 @@ def teacher_router(method: str, seed: int) -> None:
             return
         device = tune_runtime().device
         guide = build_unfitted_guide(chosen, params.model, load_unguided(inputs[1]), seed, device)
-        result: Skipped | RouterFitLosses
+        result: Skipped | FinalRouterLosses
         result = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = load_split_for_device(Prepared.open(inputs[0]).train, device)
             settings = params.teacher_router
-            points = fit_routers(guide, data, chosen.teacher_router, settings, seed)
-            name = f"routers {method} {seed}"
-            result = RouterFitLosses(**log_progress(points, settings.steps, name, run))
+            points = iterate_router_fit(guide, data, chosen.teacher_router, settings, seed)
+            losses = log_points_with_progress(
+                points, settings.steps, f"routers {method} {seed}", run
+            )
+            result = FinalRouterLosses(**losses)
         with whole_folder(target) as folder:
             save_guide(folder, guide)
         run.result(result)

@@ -8,7 +8,7 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
 from moecore.run.progress import report_progress
-from moecore.run.resume import KeptParts, work_folder
+from moecore.run.resume import KeptParts, hold_work_folder
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
@@ -27,7 +27,7 @@ def transfer(phase: Phase, seed: int) -> None:
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
-        work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
+        hold_work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
         record_run("transfer", params, phase=phase, seed=seed, inputs=inputs) as run,
         report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):

@@ -26,7 +26,7 @@ from moecore.pipeline.cli import app
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.stage_fork_server import serve_stages
 from moecore.stages.fork_server import STAGES
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 
 
 def command(words: str) -> None:
@@ -39,5 +39,5 @@ def command(words: str) -> None:
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
     parse_args(["status"])
-    hash_code_files(load_yaml(str(ROOT / "tests/params.yaml")))
+    hash_code_files(load_yaml_document(str(ROOT / "tests/params.yaml")))
     serve_stages(sys.argv[1], {stage.__name__: stage for stage in (*STAGES, command)})

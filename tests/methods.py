@@ -1,13 +1,13 @@
 """Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
 
 from moecore.core.source_layout import ROOT
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.training.method import Method
 
 
 def load_methods(path: str) -> dict[str, Method]:
     """Return the methods that a params.yaml of this repository has, by name."""
-    entries = load_yaml(str(ROOT / path)).data["methods"]
+    entries = load_yaml_document(str(ROOT / path)).data["methods"]
     return {name: Method.model_validate(entry) for name, entry in entries.items()}
 
 

@@ -22,8 +22,8 @@ from moecore.pipeline.plan import (
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import stages_reading_params
+from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.study import Study
 from tests import forked
 
@@ -93,7 +93,7 @@ questions: []
 
 def check_params(path: Path) -> Study:
     """Validate the whole file for the stages of the dvc.yaml beside it."""
-    return check_document(load_yaml(path), stages_reading_params(path.parent))
+    return check_document(load_yaml_document(path), list_folder_stages(path.parent))
 
 
 def forget_files() -> None:

@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 import moecore
 from moecore.core.config import Config
-from moecore.face.families import FamilyParts
+from moecore.face.family_parts import FamilyParts
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "docs", "docs/site", "docs/tutorials", "pipelines", "pipelines/*", "benchmarks")

@@ -79,7 +79,7 @@ class GradientAttack(Attack):
         epsilon: float,
         generator: Generators = None,
     ) -> Tensor:
-        centre = check_images(images, epsilon)
+        centre = check_and_copy_images(images, epsilon)
         if epsilon == 0 or not len(centre):
             return centre
         size = self.together or len(centre)
@@ -193,7 +193,7 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def check_images(images: Tensor, epsilon: float) -> Tensor:
+def check_and_copy_images(images: Tensor, epsilon: float) -> Tensor:
     """Check what an attack is given; return its own fp32 copy of the images.
 
     Raises ValueError for images that are not floating point in [0, 1], and for an epsilon below 0.

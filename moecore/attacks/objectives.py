@@ -55,7 +55,7 @@ def make_objective(
     if objective == "balance":
         return lambda output: (
             task.attack_loss(output.prediction, labels)
-            + weight * summed_balance_losses(output.routing)
+            + weight * total_balance_loss(output.routing)
         )
     return lambda output: task.attack_loss(output.prediction, labels)
 
@@ -78,7 +78,7 @@ def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     return -(right - other) / (ordered[:, -1] - ordered[:, -3] + 1e-12)
 
 
-def summed_balance_losses(routing: Sequence[RoutingRecord]) -> Tensor | float:
+def total_balance_loss(routing: Sequence[RoutingRecord]) -> Tensor | float:
     """Sum over MoE layers of the importance and the load loss of these images together; a scalar.
 
     0 for a dense model. Added to each of B images' task loss and summed, it counts B times: the

@@ -13,7 +13,7 @@ from moecore.brain.training_cohort import (
     out_of_range_flags,
 )
 from moecore.core.files import whole_folder, write_sealed, write_whole
-from moecore.core.plain import to_jsonable
+from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles

@@ -24,7 +24,7 @@ class AgeErrors(Config):
     intercept: Estimate  # of ŷ on y, years
 
 
-class MeanError(Config):
+class MeanAbsoluteError(Config):
     """The mean |ŷ − y| of a group, years."""
 
     mae: Estimate
@@ -35,8 +35,8 @@ class GroupErrors(Config):
 
     group: str
     n: int  # volumes
-    raw: MeanError
-    pooled: MeanError | None = None
+    raw: MeanAbsoluteError
+    pooled: MeanAbsoluteError | None = None
 
 
 def measure_age_errors(
@@ -81,7 +81,7 @@ def measure_group_errors(
         for name, predictions in variants.items():
             size = np.abs(predictions[own] - ages[own])
             drawn = weights @ size / weights.sum(1)
-            errors[name] = MeanError(mae=bootstrap_estimate(size.mean(), drawn, 0.0))
+            errors[name] = MeanAbsoluteError(mae=bootstrap_estimate(size.mean(), drawn, 0.0))
         rows.append(GroupErrors(group=group, n=len(own), **errors))
     return tuple(rows)
 

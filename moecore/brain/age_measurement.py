@@ -21,7 +21,7 @@ from moecore.brain.age_errors import (
 from moecore.brain.age_predictions import Ages, CalibratorFit
 from moecore.brain.diagnosis_gaps import DiagnosisGap, GapRows, measure_diagnosis_gaps
 from moecore.brain.tissue_ridge import RidgeResult
-from moecore.brain.training_cohort import AgeInterval
+from moecore.brain.training_cohort import ConformalInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.base import FitOn
 from moecore.statistics.crossed import encode_item_values
@@ -66,7 +66,7 @@ class AgeResult(Config):
     diagnosis_gaps: tuple[DiagnosisGap, ...] = Field(
         (), description="of each diagnosis against the one that most training volumes have"
     )
-    interval: AgeInterval
+    interval: ConformalInterval
     tissue_ridge: RidgeResult | None = Field(
         None, description="the same data's ridge regression on tissue volumes; null: not asked for"
     )
@@ -116,7 +116,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         by_site=by(ages.column("test", "site")),
         by_diagnosis=by(diagnoses) if any(diagnoses) else (),
         diagnosis_gaps=measure_diagnosis_gaps(gaps, ages.column("train", "diagnosis"), corrects),
-        interval=conformal_interval(ages, line),
+        interval=fit_conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
         points=AgePoints(
             age=test_ages.tolist(),
@@ -131,7 +131,7 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     )
 
 
-def conformal_interval(ages: Ages, line: CalibratorFit) -> AgeInterval:
+def fit_conformal_interval(ages: Ages, line: CalibratorFit) -> ConformalInterval:
     """The conformal interval from the validation split, and the share of test volumes inside."""
     # Volumes of one person are not exchangeable with those of others: the first of each is taken.
     people = ages.column("validation", "participant_id")
@@ -146,7 +146,7 @@ def conformal_interval(ages: Ages, line: CalibratorFit) -> AgeInterval:
     if line.fitted is not None and line.split == "validation":
         # Then the residuals are a little too small, and the interval too narrow.
         method += "; these also fitted the line"
-    return AgeInterval(
+    return ConformalInterval(
         level=INTERVAL_LEVEL, radius=radius, n=len(places), coverage=coverage, method=method
     )
 

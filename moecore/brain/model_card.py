@@ -7,7 +7,7 @@ from moecore.brain.age_errors import AgeErrors
 from moecore.brain.age_measurement import AgeResult
 from moecore.brain.diagnosis_gaps import DiagnosisGap
 from moecore.brain.tissue_ridge import RidgeResult
-from moecore.brain.training_cohort import AgeInterval
+from moecore.brain.training_cohort import ConformalInterval
 from moecore.statistics.intervals import Estimate
 
 SIMULATED = """\
@@ -131,7 +131,7 @@ def _correction_line(result: AgeResult) -> str:
     return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
-def _interval_line(interval: AgeInterval) -> str:
+def _interval_line(interval: ConformalInterval) -> str:
     if interval.radius is None or interval.coverage is None:
         return (
             f"No interval is given for a single prediction: {interval.n} validation participants "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError, atomic_text_file
-from moecore.core.plain import spreadsheet_cell
+from moecore.core.plain_values import spreadsheet_cell
 from moecore.measure.calibrators.base import FittedCalibrator
 
 NO_GROUP = "none"  # where nothing is corrected

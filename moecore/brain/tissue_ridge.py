@@ -75,7 +75,7 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
     if settings.harmonise == "combat":
         fitted = SiteHarmonisation.fit(train.features, train.covariates, train.sites)
         if settings.reference:
-            in_reference = reference_part(test, set(fitted.effects), settings.reference)
+            in_reference = new_site_reference_mask(test, set(fitted.effects), settings.reference)
             for site in sorted(set(test.select(in_reference).sites)):
                 part = test.select(in_reference & (np.array(test.sites) == site))
                 fitted = fitted.with_site(site, part.features, part.covariates)
@@ -122,7 +122,7 @@ def read_split_features(data: Prepared, split: str) -> SplitFeatures:
     return SplitFeatures(np.stack(volumes) * millilitres, ages, *words)
 
 
-def reference_part(test: SplitFeatures, known: set[str], number: int) -> np.ndarray:
+def new_site_reference_mask(test: SplitFeatures, known: set[str], number: int) -> np.ndarray:
     """Return which volumes (N,) are of the first ``number`` participants, in the order of their
     ids, of each site that training lacks.
     """

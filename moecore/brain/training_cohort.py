@@ -28,7 +28,7 @@ class PreparationFacts(Config):
     target_range: tuple[float, float]
 
 
-class AgeInterval(Config):
+class ConformalInterval(Config):
     """The conformal interval of a single prediction."""
 
     level: float
@@ -46,7 +46,7 @@ class TrainingCohortRanges(Config):
     )
     sites: tuple[str, ...]
     data: PreparationFacts
-    interval: AgeInterval
+    interval: ConformalInterval
     predictor_sha256: str
 
 
@@ -61,7 +61,7 @@ def describe_volume(volume: np.ndarray, voxel_mm: Sequence[float]) -> dict[str, 
 
 
 def collect_training_ranges(
-    data: Prepared, interval: AgeInterval, sha256: str
+    data: Prepared, interval: ConformalInterval, sha256: str
 ) -> TrainingCohortRanges:
     """The ranges over the training volumes, and the card's facts; sha256: of the weights."""
     facts = PreparationFacts(**{name: data.card[name] for name in PreparationFacts.model_fields})

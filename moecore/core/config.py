@@ -48,7 +48,7 @@ def replace_and_validate(
         raise UserError(f"{section}.{key}: {message}") from None
 
 
-def read_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
+def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
     """A JSON file as settings; raises UserError that names it where it holds none."""
     try:
         return kind.model_validate(read_json(path))

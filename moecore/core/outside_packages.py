@@ -95,7 +95,7 @@ def import_module_of_package(name: str) -> ModuleType:
         if spec is not None and not _has_twin(spec):
             return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{name} cannot be imported: {last_line(error)}") from error
+        raise ValueError(f"{name} cannot be imported: {last_traceback_line(error)}") from error
     if spec is not None:
         raise ValueError(f"found {name}, of which {folder} has a file and a folder; allowed: one")
     raise ValueError(f"found {name}, but {folder} has no such module")
@@ -107,7 +107,7 @@ def _has_twin(spec: ModuleSpec) -> bool:
     return any(Path(folder).with_suffix(".py").is_file() for folder in folders)
 
 
-def outside_kinds(value: Any) -> Iterator[str]:
+def outside_kinds_in_settings(value: Any) -> Iterator[str]:
     """Yield the kinds of parts from outside that settings name, as JSON has them."""
     if isinstance(value, dict):
         kind = value.get("kind")
@@ -115,10 +115,10 @@ def outside_kinds(value: Any) -> Iterator[str]:
             yield kind
         value = list(value.values())
     for inner in value if isinstance(value, list) else ():
-        yield from outside_kinds(inner)
+        yield from outside_kinds_in_settings(inner)
 
 
-def list_modules(holds: Callable[[Path], bool]) -> list[str]:
+def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
     """Return the dotted names of modules of the allowed packages, by what their files hold."""
     folders = {top: folder for top in allowed_packages() if (folder := _find_folder(top))}
     return [
@@ -129,7 +129,7 @@ def list_modules(holds: Callable[[Path], bool]) -> list[str]:
     ]
 
 
-def last_line(error: BaseException) -> str:
+def last_traceback_line(error: BaseException) -> str:
     """Return the last line of a traceback, with the file and line of the code that raised it: the
     last of an allowed package, where there is one.
     """

@@ -24,7 +24,11 @@ from pydantic_core import (
 )
 
 from moecore.core.config import Config
-from moecore.core.outside_packages import DOTTED_NAME, import_module_of_package, list_modules
+from moecore.core.outside_packages import (
+    DOTTED_NAME,
+    import_module_of_package,
+    list_allowed_modules,
+)
 from moecore.core.source_layout import ROOT
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -71,11 +75,11 @@ class Part(Config):
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         if cls.family is cls:
-            schema = _tagged_union(*list_classes(cls, imports=True).values())
+            schema = _tagged_union(*part_classes_by_kind(cls, imports=True).values())
         return handler(schema)
 
 
-def is_family(cls: type) -> bool:
+def is_family_base(cls: type) -> bool:
     """Return whether a field of this type may be any part of a family."""
     return issubclass(cls, Part) and cls.family is cls
 
@@ -98,13 +102,15 @@ def list_own_names(family: type[Config]) -> list[str]:
     return [stem for stem in stems if _own_class(family, stem)]
 
 
-def list_classes(family: type[AnyConfig], imports: bool = False) -> dict[str, type[AnyConfig]]:
+def part_classes_by_kind(
+    family: type[AnyConfig], imports: bool = False
+) -> dict[str, type[AnyConfig]]:
     """Return our parts of a family by name, then those of the packages that are allowed.
 
     imports: also those that were not named yet; ValueError, a line, where one of them has a fault.
     """
     named = {name: find_class(family, name) for name in list_own_names(family)}
-    for name in list_modules(lambda file: bool(_class_lines(file))):
+    for name in list_allowed_modules(lambda file: bool(_class_lines(file))):
         if not imports and name not in sys.modules:
             continue
         part = getattr(import_module_of_package(name), _class_name(name))
@@ -113,7 +119,7 @@ def list_classes(family: type[AnyConfig], imports: bool = False) -> dict[str, ty
     return named
 
 
-def list_constants(package: str, name: str) -> list[Any]:
+def collect_constants_named(package: str, name: str) -> list[Any]:
     """Return the constants of this name in the files of one of our packages, then in the modules of
     those that are allowed. Raises ValueError, a line, where one of the latter has a fault.
     """
@@ -123,7 +129,7 @@ def list_constants(package: str, name: str) -> list[Any]:
 
     files = sorted((ROOT / package.replace(".", "/")).glob("*.py"))
     own = [importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)]
-    others = [import_module_of_package(module) for module in list_modules(defines)]
+    others = [import_module_of_package(module) for module in list_allowed_modules(defines)]
     return [getattr(module, name) for module in (*own, *others)]
 
 

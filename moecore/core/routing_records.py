@@ -31,7 +31,7 @@ class RoutingRecord(NamedTuple):
         return RoutingRecord(*(change(field) for field in self if field is not None))
 
 
-def rank_chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
+def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return fp64 scores (B, T, E) by which the chosen experts come first, else in their order.
 
     A bias or groups of experts may choose others than the most probable.  chosen: (B, T, E) bool.
@@ -43,7 +43,7 @@ def rank_chosen_first(scores: Tensor, chosen: Tensor) -> Tensor:
 
 def first_choices(record: RoutingRecord) -> Tensor:
     """Return each token's most probable expert of those chosen, (B, T) int64; −1: none chosen."""
-    first = rank_chosen_first(record.probs, record.chosen).argmax(dim=-1)
+    first = chosen_first_scores(record.probs, record.chosen).argmax(dim=-1)
     return torch.where(record.chosen.any(dim=-1), first, -1)
 
 

@@ -24,7 +24,7 @@ FAMILIES = (  # folders of parts; the `__init__` of each holds nothing but their
 )
 
 
-def list_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
+def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
     """Return a project's files of this name: its own, those of a large study's kinds of stages."""
     files = [folder / name, *sorted(folder.glob(f"steps/*/{name}"))]
     return [file for file in files if file.is_file()]

@@ -23,12 +23,12 @@ def grouped_mm_operator() -> Any:
     return torch.ops.aten._grouped_mm
 
 
-def metadata_assertion() -> Any:
+def metadata_assertion_operator() -> Any:
     """Return the operator of exported graphs that checks a tensor's dtype and shape."""
     return torch.ops.aten._assert_tensor_metadata.default
 
 
-def storage_address(tensor: Tensor) -> int:
+def storage_identity(tensor: Tensor) -> int:
     """Return what names a tensor's storage; ``data_ptr`` is 0 of all that have no values."""
     return tensor.untyped_storage()._cdata
 

@@ -80,7 +80,7 @@ class Colour(NamedTuple):
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "Colour":
         """Return hues that lie equally far from each other on the colour circle."""
-        return cls(hues_on_circle(np.arange(number) / number))
+        return cls(colours_of_hues(np.arange(number) / number))
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         return np.rint(images * self.hues[dialects][:, :, None, None]).astype(np.uint8)
@@ -95,10 +95,10 @@ class ShiftedColour(Colour):
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":
         """Return hues that lie equally far from each other on the colour circle."""
-        return cls(hues_on_circle((np.arange(number) + 0.5) / number))
+        return cls(colours_of_hues((np.arange(number) + 0.5) / number))
 
 
-def hues_on_circle(shares: np.ndarray) -> np.ndarray:
+def colours_of_hues(shares: np.ndarray) -> np.ndarray:
     """Return the hues (D, 3) at shares (D,) of a turn from red; the largest of each is 1."""
     thirds = np.arange(3) * 2 * np.pi / 3
     hues = 0.5 + 0.5 * np.cos((shares * 2 * np.pi)[:, None] - thirds)
@@ -120,7 +120,7 @@ class Rotation(NamedTuple):
         return _turn(_invert(images, dialects >= 4), -dialects % 4)
 
 
-class Frequency(NamedTuple):
+class WalshProduct(NamedTuple):
     """Each dialect multiplies the image by a Walsh function of its own, 127.5 counted as 0.
 
     So the image's Walsh coefficient of sequence k becomes that of k XOR the dialect's own: the
@@ -130,7 +130,7 @@ class Frequency(NamedTuple):
     negative: np.ndarray  # bool (D, S, S), where the function is −1
 
     @classmethod
-    def draw(cls, number: int, size: int, seed: int) -> "Frequency":
+    def draw(cls, number: int, size: int, seed: int) -> "WalshProduct":
         """Return the functions of so many dialects, no two alike."""
         bits = (size - 1).bit_length()
         random = np.random.default_rng([seed, size])
@@ -178,7 +178,7 @@ CHANGES = {
     "colour": Colour,
     "shifted_colour": ShiftedColour,
     "rotation": Rotation,
-    "frequency": Frequency,
+    "frequency": WalshProduct,
 }
 HUES = 24
 MOST = {  # dialects that differ

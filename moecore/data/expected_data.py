@@ -57,7 +57,7 @@ def planned_data_from_card(card: Mapping[str, Any]) -> PlannedData:
     Raises KeyError or pydantic.ValidationError where the card is of other code than this.
     """
     size = card["size"]
-    task = read_task(card["task"])
+    task = parse_card_task(card["task"])
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
     if task.needs_classes("one_class"):
         counts = {split: (number,) for split, number in card["images"].items()}
@@ -92,6 +92,6 @@ def class_counts(
     return counts
 
 
-def read_task(settings: Any) -> Task:
+def parse_card_task(settings: Any) -> Task:
     """The task that a card's ``task`` describes. Raises pydantic.ValidationError."""
     return Task.model_validate(settings)

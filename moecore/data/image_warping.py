@@ -47,7 +47,7 @@ def warp_images(images: Tensor, affines: Tensor, size: tuple[int, int], fill: st
 
 
 @dataclass(frozen=True)
-class MixedSizeImages:
+class MixedSizeImageList:
     """Images of different shapes, uint8 (H, W, C) each, that are still on the CPU."""
 
     images: list[np.ndarray]
@@ -72,17 +72,17 @@ class MixedSizeImages:
 
 
 def image_and_view_sizes(
-    images: Tensor | MixedSizeImages, side: int | None
+    images: Tensor | MixedSizeImageList, side: int | None
 ) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
     """Heights and widths of the images, and of their views, which ``side`` may name."""
-    if isinstance(images, MixedSizeImages):
+    if isinstance(images, MixedSizeImageList):
         return images.extents, (side or images.size, side or images.size)
     height, width = images.shape[2:]
     return (height, width), (side or height, side or width)
 
 
 def warp_uneven_images(
-    images: MixedSizeImages, affines: Tensor, size: tuple[int, int], fill: str
+    images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> Tensor:
     """Warp images of different shapes as ``warp_images`` does; on their device.
 
@@ -94,7 +94,7 @@ def warp_uneven_images(
 
 
 def crop_images_to_views(
-    images: MixedSizeImages, affines: Tensor, size: tuple[int, int], fill: str
+    images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
     """Return what views of ``size`` reach of each image, with what ``fill`` puts around it, uint8
     (B, H, W, C) on the CPU, pinned beside a GPU; and the affines (B, 3, 3) from there to the views.

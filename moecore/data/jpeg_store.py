@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.files import UserError
-from moecore.data.files.decode import UnreadableImage, resize_centre_square, unpack_image
+from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil, resize_centre_square
 from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.thread_map import thread_count
 
@@ -91,7 +91,7 @@ class JpegImages:
         start, stop = self.offsets[place : place + 2]
         where = f"{self.path}: image {place} (bytes {start} to {stop})"
         try:
-            image = unpack_image(self.content[start:stop].tobytes(), self.channels)
+            image = decode_jpeg_to_pil(self.content[start:stop].tobytes(), self.channels)
         except UnreadableImage as error:
             raise UserError(f"{where} cannot be decoded: {error}; {PREPARE_AGAIN}") from error
         return image

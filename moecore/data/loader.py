@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
-from moecore.data.image_warping import MixedSizeImages, to_device_async
+from moecore.data.image_warping import MixedSizeImageList, to_device_async
 from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Split
 from moecore.tasks.base import Task
@@ -87,12 +87,12 @@ class EncodedOnDisk(NamedTuple):
     images: JpegImages
     labels: Tensor
 
-    def take(self, indices: Tensor) -> tuple[MixedSizeImages, Tensor]:
+    def take(self, indices: Tensor) -> tuple[MixedSizeImageList, Tensor]:
         """Images of different shapes and labels (B,) or (B, K) of CPU indices (B,)."""
         device = self.labels.device
         labels = self.labels.index_select(0, to_device_async(indices, device))
         whole = self.images.whole(indices.numpy())
-        return MixedSizeImages(whole, self.images.size, device), labels
+        return MixedSizeImageList(whole, self.images.size, device), labels
 
 
 Loaded = OnDevice | OnDisk | EncodedOnDisk

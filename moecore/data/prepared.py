@@ -29,11 +29,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, file_checksum, read_json
-from moecore.data.expected_data import read_task
+from moecore.data.expected_data import parse_card_task
 from moecore.data.jpeg_store import JpegImages
 from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.text.words import block_windows
-from moecore.data.volumes.subjects import read_subjects
+from moecore.data.volumes.subjects import read_subject_rows
 from moecore.tasks.base import Task
 
 SPLITS = ("train", "validation", "test")
@@ -79,7 +79,7 @@ class Prepared(NamedTuple):
     @property
     def task(self) -> Task:
         """The task of the labels."""
-        return read_task(self.card["task"])
+        return parse_card_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
         """Tissue shares × 255 of a split's volumes: uint8 (N, R, D, H, W), memory-mapped.
@@ -96,7 +96,7 @@ class Prepared(NamedTuple):
 
         Raises UserError where the data has none.
         """
-        return read_subjects(self.folder / f"{split}_subjects.csv")
+        return read_subject_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:
         """All tokens of a split of text, int32 (n,), memory-mapped."""
@@ -126,7 +126,7 @@ class Prepared(NamedTuple):
         if lacking := [key for key in CARD_KEYS if key not in card]:
             raise UserError(f"{folder / 'card.json'}: lacks {', '.join(lacking)}; {PREPARE_AGAIN}")
         try:
-            task = read_task(card["task"])
+            task = parse_card_task(card["task"])
         except ValidationError as error:
             why = error.errors()[0]["msg"]
             raise UserError(f"{folder / 'card.json'}: task: {why}; {PREPARE_AGAIN}") from error
@@ -156,7 +156,7 @@ def _open_volumes(folder: Path, card: dict[str, Any], task: Task, split: str) ->
     images = open_array(folder / f"{split}_images.npy", shape, np.float16)
     if regions := card["regions"]:
         open_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
-    subjects = read_subjects(folder / f"{split}_subjects.csv")
+    subjects = read_subject_rows(folder / f"{split}_subjects.csv")
     names = np.array([row["participant_id"] for row in subjects], dtype=str)
     _, people = np.unique(names, return_inverse=True)
     return Split(images, _labels(folder, task, split, number), people)

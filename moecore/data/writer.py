@@ -38,7 +38,7 @@ class DatasetInfo(NamedTuple):
         return self.channels + bool(self.truth)
 
 
-class PackedJpegs(NamedTuple):
+class PackedJpegFile(NamedTuple):
     """A finished file of N JPEG files, one after the other, that is taken over."""
 
     path: Path
@@ -55,7 +55,7 @@ class SplitToWrite(NamedTuple):
     """
 
     labels: np.ndarray
-    images: Iterable[np.ndarray] | Path | PackedJpegs
+    images: Iterable[np.ndarray] | Path | PackedJpegFile
 
 
 def write_prepared(
@@ -72,7 +72,7 @@ def write_prepared(
     names = []
     for split in SPLITS:
         labels, images = parts[split]
-        if isinstance(images, PackedJpegs):
+        if isinstance(images, PackedJpegFile):
             _write_jpegs(folder, split, len(labels), images)
             names += jpeg_store_file_names(split)
         else:
@@ -82,7 +82,7 @@ def write_prepared(
         _, dtype = facts.task.storage_format(len(labels))
         save_array(folder / f"{split}_labels.npy", labels.astype(dtype))
     packed = parts["train"].images
-    if isinstance(packed, PackedJpegs):
+    if isinstance(packed, PackedJpegFile):
         mean, std = _moments_of(packed.histogram)
         jpeg = {"jpeg": {"side": packed.short_side}}
     else:
@@ -150,7 +150,7 @@ def _count_classes(facts: DatasetInfo, split: str, labels: np.ndarray) -> dict[s
     return counts
 
 
-def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegs) -> None:
+def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> None:
     if len(images.lengths) != labels:
         raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
     content, offsets = (folder / name for name in jpeg_store_file_names(split))

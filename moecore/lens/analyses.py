@@ -25,7 +25,7 @@ from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
 from moecore.measure.routing_metrics.load_concentration import choice_margin
 from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_image,
-    count_window_uses,
+    window_use_histogram,
 )
 from moecore.measure.truth import truth_layer
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
@@ -53,7 +53,7 @@ class TraceNumbers(NamedTuple):
     layers: list[LayerNumbers]
 
 
-def use_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
+def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
     """Return load, entropies and confidence by item; k is what a token chose at most."""
     record = record_of_layer(LayerRouting(chosen, probs, combine))
     return use_metrics_by_image(record, None, int(chosen.sum(dim=-1).max()))
@@ -92,12 +92,12 @@ def local_consistency_by_item(
     """Return how well one set of experts serves WINDOW neighbours; {} of shorter items."""
     if chosen.shape[1] < WINDOW:
         return {}
-    uses = count_window_uses(chosen, WINDOW).numpy()
+    uses = window_use_histogram(chosen, WINDOW).numpy()
     return {"local_consistency": torch.from_numpy(consistency_by_image(uses))}
 
 
 ANALYSES: tuple[Analysis, ...] = (
-    use_by_item,
+    use_metrics_by_item,
     dropped_by_item,
     pair_lift_by_item,
     margin_by_item,

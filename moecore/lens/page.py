@@ -10,7 +10,7 @@ from moecore.core.files import write_whole
 from moecore.lens.analyses import TraceNumbers, analyse_trace
 from moecore.lens.trace_reader import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
-from moecore.predict.continuation import MOST, Word, expert_word_counts
+from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
 from moecore.report.column import Column
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import expert_colours
@@ -39,7 +39,7 @@ LENS_COLUMNS = (
 )
 
 
-def describe_trace(
+def write_lens_page(
     folder: Path, page: Path, items: int | None = None, against: Path | None = None
 ) -> None:
     """Print what the routing of a trace is like, and write the page. See ``analyse_trace``."""
@@ -49,7 +49,7 @@ def describe_trace(
     write_whole(page, render_lens(trace, numbers))
 
 
-def arrange_cells(numbers: TraceNumbers) -> tuple[list[Column], Cells]:
+def tabulate_trace_numbers(numbers: TraceNumbers) -> tuple[list[Column], Cells]:
     """Return the columns, a quantity each, and the rows: all layers together, then each from 1."""
     known = {one.name: one for one in (*COLUMNS, *LENS_COLUMNS) if isinstance(one, Column)}
     rows = {"all": numbers.mean} | {
@@ -66,7 +66,7 @@ def arrange_cells(numbers: TraceNumbers) -> tuple[list[Column], Cells]:
 
 def print_numbers(numbers: TraceNumbers) -> None:
     """Print the quantities that all layers have, over all of them, with their limits."""
-    columns, cells = arrange_cells(numbers)
+    columns, cells = tabulate_trace_numbers(numbers)
     for column in columns:
         if cell := cells["all"][column.name]:
             known = NumberFormat.of(column.form, [cell.interval])
@@ -75,8 +75,8 @@ def print_numbers(numbers: TraceNumbers) -> None:
 
 def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
     """Return the whole page."""
-    words = read_words(trace)
-    table = method_rows_table(*arrange_cells(numbers))
+    words = read_words_with_experts(trace)
+    table = method_rows_table(*tabulate_trace_numbers(numbers))
     layers = trace.card.layers
     return (
         template_environment()
@@ -114,7 +114,7 @@ def draw_loads(numbers: TraceNumbers) -> Figure:
     return draw_heatmap(shares / np.nanmax(shares), texts, labels, size)
 
 
-def read_words(trace: Trace) -> list[Word]:
+def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
     """Return the first words of the trace with their experts; of layers of other tokens, none."""
     first = np.arange(min(trace.items, ceil(SHOWN / trace.card.layers[0].tokens)))
     tokens = trace.beside("tokens", first)
@@ -127,6 +127,6 @@ def read_words(trace: Trace) -> list[Word]:
         layers.append(experts_by_weight(combine, MOST) if fits else [[]] * SHOWN)
     numbers = tokens.flatten()[:SHOWN].tolist()
     return [
-        Word(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
+        WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
         for place, number in enumerate(numbers)
     ]

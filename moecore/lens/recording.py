@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
-from moecore.core.outside_packages import last_line
+from moecore.core.outside_packages import last_traceback_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.lens.trace_writer import write_trace
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups
-from moecore.nn.record_tracing import trace_routing
+from moecore.nn.router_hooks import routing_collector
 from moecore.training.artifacts import load_model
 
 BATCH = 64  # items a forward pass
@@ -58,7 +58,7 @@ def record_python_file(path: Path, out: Path) -> int:
     a mapping of tokens, positions and labels; input_ids are tokens.  ``vocabulary``: the word of
     each token's number.  ``name``: of the model.
     """
-    given = run_python_file(path)
+    given = load_python_globals(path)
     model, batches = given.get("model"), given.get("batches")
     if not isinstance(model, nn.Module) or not isinstance(batches, Iterable):
         problem = f"found {type(model).__name__} model, {type(batches).__name__} batches"
@@ -81,7 +81,7 @@ def record_batches(
     items = 0
     with write_trace(out, name, vocabulary) as trace, eval_mode(model), torch.no_grad():
         for inputs, beside in batches:
-            with trace_routing(model, adapters) as records:
+            with routing_collector(model, adapters) as records:
                 if isinstance(inputs, Mapping):
                     beside = {**tokens_of_arguments(inputs), **beside}
                     model(**inputs)
@@ -103,7 +103,7 @@ def tokens_of_arguments(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"tokens": inputs["input_ids"]}
 
 
-def run_python_file(path: Path) -> dict[str, Any]:
+def load_python_globals(path: Path) -> dict[str, Any]:
     """Return the names that a Python file defines; what lies beside it may be imported there."""
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
@@ -112,5 +112,5 @@ def run_python_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; allowed: a model's folder, a Python file") from None
     except Exception as error:
-        raise UserError(f"{path}: {last_line(error)}") from error
+        raise UserError(f"{path}: {last_traceback_line(error)}") from error
     return names

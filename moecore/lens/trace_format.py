@@ -52,7 +52,7 @@ class TraceCard(Config):
     vocabulary: tuple[str, ...] = ()  # the word of each token's number
 
 
-def check_tokens(tokens: Tensor, words: int, where: str) -> None:
+def check_tokens_in_vocabulary(tokens: Tensor, words: int, where: str) -> None:
     """Raise UserError where a token has no word in a vocabulary of so many; 0: there is none."""
     wrong = tokens[(tokens < 0) | (tokens >= words)]
     if words and wrong.numel():

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.core.files import UserError, file_checksum
-from moecore.lens.trace_format import CARD, TraceCard, check_tokens
+from moecore.lens.trace_format import CARD, TraceCard, check_tokens_in_vocabulary
 
 AGAIN = "record the trace again"
 
@@ -65,7 +65,7 @@ class Trace:
             if other or not fits:
                 problem = f"{', '.join(names)}: found other shapes, or other experts"
                 raise UserError(f"{path}: {problem}; allowed: of (tokens, experts) {size}")
-            parts.append(decode_choice(experts, weights.float(), probs.float()))
+            parts.append(decode_layer_routing(experts, weights.float(), probs.float()))
         return LayerRouting(*map(torch.cat, zip(*parts, strict=True)))
 
     def beside(self, name: str, items: np.ndarray | None = None) -> Tensor | None:
@@ -75,7 +75,7 @@ class Trace:
                 return None
         values = torch.cat([part.long() for _, (part,) in self._read_parts([name], items)])
         if name == "tokens":
-            check_tokens(values, len(self.card.vocabulary), str(self.folder))
+            check_tokens_in_vocabulary(values, len(self.card.vocabulary), str(self.folder))
         return values
 
     def _read_parts(
@@ -124,8 +124,11 @@ def read_trace_card(path: Path) -> TraceCard:
         raise UserError(f"{path}: {' '.join(problem.split())}") from None
 
 
-def decode_choice(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:
-    """Return what ``encode_choice`` was given: experts and weights (N, T, S), probs (N, T, E)."""
+def decode_layer_routing(experts: Tensor, weights: Tensor, probs: Tensor) -> LayerRouting:
+    """Return what ``encode_experts_and_weights`` was given.
+
+    experts and weights: (N, T, S), probs: (N, T, E).
+    """
     number = probs.shape[-1]
     place = experts.long().where(experts >= 0, number)  # a column more takes what is no expert
     rows = (*probs.shape[:-1], number + 1)

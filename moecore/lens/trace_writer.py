@@ -21,7 +21,7 @@ from moecore.lens.trace_format import (
     ChunkFile,
     LayerShape,
     TraceCard,
-    check_tokens,
+    check_tokens_in_vocabulary,
 )
 
 PROBABILITIES = 2**24  # of a file: 64 MiB; one batch more than they allow
@@ -77,7 +77,7 @@ class TraceWriter:
         self._check_beside(tensors, records)
         layers = []
         for number, record in enumerate(records):
-            experts, weights = encode_choice(record)
+            experts, weights = encode_experts_and_weights(record)
             probs = record.probs.detach()
             parts = {"experts": experts, "weights": weights, "probs": probs}
             tensors |= {f"{number}.{name}": part.cpu() for name, part in parts.items()}
@@ -120,7 +120,7 @@ class TraceWriter:
                 problem = f"found {name} of shape {tuple(value.shape)}"
                 raise UserError(f"trace: {problem}; allowed: {', '.join(BESIDE)}, of {shapes}")
         if "tokens" in beside:
-            check_tokens(beside["tokens"], self.words, "trace")
+            check_tokens_in_vocabulary(beside["tokens"], self.words, "trace")
 
 
 def join_batches(name: str, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -133,7 +133,7 @@ def join_batches(name: str, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return torch.cat([pad(each, (0, widest - each.shape[-1]), value=none) for each in tensors])
 
 
-def encode_choice(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+def encode_experts_and_weights(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     """Return the experts chosen, int16 (B, T, S), most weight first, then −1, and their weights.
 
     Raises UserError where an expert has a weight that was not chosen.

@@ -75,7 +75,7 @@ class Measurement(Config, ABC):
 
 
 @cache
-def own_measurements() -> dict[str, type[Measurement]]:
+def builtin_measurements() -> dict[str, type[Measurement]]:
     """Return our measurements by the names of their sections."""
     return {name: find_class(Measurement, name) for name in list_own_names(Measurement)}
 
@@ -85,7 +85,7 @@ def find_measurement(name: str) -> type[Measurement]:
     try:
         return find_class(Measurement, name)
     except KeyError:
-        allowed = ", ".join(own_measurements())
+        allowed = ", ".join(builtin_measurements())
         raise UserError(f"measure: found {name}; allowed: {allowed}") from None
     except ValueError as error:
         raise UserError(f"measure: {error}") from None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, write_sealed
-from moecore.core.part_families import list_classes
+from moecore.core.part_families import part_classes_by_kind
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
@@ -110,7 +110,7 @@ def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> N
     """Raise UserError where the calibrator is none for the labels of a phase."""
     if task.kind in settings.calibrator.tasks:
         return
-    every = list_classes(Calibrator)
+    every = part_classes_by_kind(Calibrator)
     allowed = [kind for kind, part in every.items() if task.kind in part.tasks]
     if not allowed:
         raise UserError(
@@ -169,8 +169,8 @@ def _calibrate_words(
         at_limit=fitted.at_limit,
         test_images=len(test.labels),
         scores=data.task.encode_scores(before.nats.mean(dim=1)),
-        before=answer_quality(data.task, before.nats.mean(dim=1), before),
-        after=answer_quality(data.task, after.nats.mean(dim=1), after),
+        before=quality_from_losses(data.task, before.nats.mean(dim=1), before),
+        after=quality_from_losses(data.task, after.nats.mean(dim=1), after),
     )
 
 
@@ -191,7 +191,7 @@ def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> Prediction
         top1_hits(rows, right),
     )
     answers = TokenLossAndConfidence(*(values.view(labels.shape) for values in by_row))
-    return answer_quality(task, task.scores(logits, labels), answers)
+    return quality_from_losses(task, task.scores(logits, labels), answers)
 
 
 def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def logits_by_answer(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.reshape(labels.numel(), -1)
 
 
-def answer_quality(
+def quality_from_losses(
     task: Task, scores: Tensor, answers: TokenLossAndConfidence
 ) -> PredictionQuality:
     """Return what answers to N items are worth, as ``prediction_quality`` does."""

@@ -21,8 +21,8 @@ from moecore.measure.probes.ageing_and_rescans import (
     Rescan,
     UnseenPeopleSimulator,
     compare_sessions,
+    measure_simulated_rescans,
     predict_ageing,
-    predict_rescans,
     session_pairs,
 )
 from moecore.measure.probes.region_experts_on_new_data import (
@@ -32,9 +32,9 @@ from moecore.measure.probes.region_experts_on_new_data import (
     measure_generalisation,
 )
 from moecore.measure.probes.single_tissue_errors import (
+    MeanAgeErrors,
     ModelAndProbeErrors,
     TissueErrorDifference,
-    TissueErrors,
     model_and_probe_errors,
     summarize_errors,
     tissue_error_differences,
@@ -116,8 +116,8 @@ class CohortChecks(Measurement):
 class Result(Config):
     """The parts, each where it could be checked; ``reasons`` says why one is None."""
 
-    whole: TissueErrors
-    isolated: dict[str, TissueErrors] | None
+    whole: MeanAgeErrors
+    isolated: dict[str, MeanAgeErrors] | None
     order: tuple[TissueErrorDifference, ...] | None
     ageing: Ageing | None
     rescan: Rescan | None
@@ -161,7 +161,7 @@ def measure_rescans(
     """Simulated people scanned again, or the sessions of a real cohort; None without any."""
     if people is not None:
         ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        compute = partial(predict_rescans, subject.model, people, ages, settings.batch)
+        compute = partial(measure_simulated_rescans, subject.model, people, ages, settings.batch)
     elif pairs := session_pairs(subject.data.subjects("test")):
         compute = partial(compare_sessions, subject.model, subject.data, pairs, settings.batch)
     else:

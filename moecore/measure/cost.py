@@ -13,10 +13,10 @@ from moecore.measure.clock import Quartiles, timing_quartiles
 from moecore.measure.forward_cost import (
     Images,
     WholeAndRoutingCost,
-    flops_per_image,
     pass_and_routing_times,
-    peak_memory,
+    peak_memory_and_counting_method,
     unwatched_times,
+    whole_and_routing_flops,
 )
 from moecore.measure.routing_metrics.sweeps import copy_with_k
 from moecore.nn.backbones.base_model import parameter_counts
@@ -44,10 +44,10 @@ class Cost(Measurement):
         """Counts and timings on images of the test split, which take seconds: no parts are kept."""
         test = subject.data.test.images
         images = np.array(test[evenly_spaced_indices(len(test), self.images)])
-        one = cyclic_batches(images, 1, subject.device)
-        many = cyclic_batches(images, self.batch, subject.device)
-        flops = flops_per_image(subject.model, one(0))
-        memory, counted = peak_memory(subject.model, many(0))
+        one = cyclic_batch_function(images, 1, subject.device)
+        many = cyclic_batch_function(images, self.batch, subject.device)
+        flops = whole_and_routing_flops(subject.model, one(0))
+        memory, counted = peak_memory_and_counting_method(subject.model, many(0))
         latency = quartiles_ms(unwatched_times(subject.model, one, self.rounds))
         whole = quartiles_ms(unwatched_times(subject.model, many, self.rounds))
         alone = pass_and_routing_times(subject.model, one, self.rounds)
@@ -62,7 +62,7 @@ class Cost(Measurement):
             images_per_second=1000 * self.batch / whole.median,
             peak_memory_bytes=memory,
             memory_counted_as=counted,
-            routing_ms=routing_ms(alone),
+            routing_ms=median_routing_ms(alone),
             routing_share=routing_share(alone),
             routing_batch_share=routing_share(together),
             by_k=times_by_k(subject, many, self),
@@ -115,7 +115,7 @@ def times_by_k(subject: MeasuredModel, many: Images, settings: Cost) -> tuple[KT
     return tuple(rows)
 
 
-def cyclic_batches(images: np.ndarray, batch: int, device: str) -> Images:
+def cyclic_batch_function(images: np.ndarray, batch: int, device: str) -> Images:
     """Pass number n gets images n·batch, n·batch + 1, …, from the start again after the last.
 
     images: uint8 (N, C, H, W) or float16 (N, C, D, H, W); a pass: (batch, C, …) fp32 in [0, 1].
@@ -130,7 +130,7 @@ def quartiles_ms(seconds: Sequence[float]) -> Quartiles:
     return timing_quartiles([1000 * value for value in seconds])
 
 
-def routing_ms(passes: Sequence[WholeAndRoutingCost]) -> float:
+def median_routing_ms(passes: Sequence[WholeAndRoutingCost]) -> float:
     """Median milliseconds of the routing in a pass."""
     return quartiles_ms([one.routing for one in passes]).median
 

@@ -17,9 +17,9 @@ from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
-from moecore.measure.item_means import ItemMeans
+from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.coactivation import (
-    coactivation_shares,
+    conditional_coactivation,
     count_coactivation,
     pair_lift_by_image,
 )
@@ -32,13 +32,13 @@ from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.routing_metrics.load_concentration import (
     chance_violation,
     choice_margin,
-    load_coverage,
+    cumulative_load_shares,
     mean_batch_violation,
 )
 from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_image,
     consistency_by_threshold,
-    count_window_uses,
+    window_use_histogram,
 )
 from moecore.measure.routing_metrics.purity import token_kinds
 from moecore.nn.predict import predict_in_batches
@@ -79,11 +79,11 @@ class ExpertRoles(Measurement):
         where = evenly_spaced_indices(len(test.images), self.images)
         images = np.array(test.images[where])
         _, records = predict_in_batches(subject.model, images, prediction=False)
-        classes = class_labels(subject, torch.from_numpy(np.array(test.labels[where])))
+        classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
         layers = []
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-            labels = classes | token_labels(subject, images, layout)
+            labels = classes | token_labels_by_kind(subject, images, layout)
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
                 labels["layer_before"] = first_choices(record_on_finer_grid(*before, layout))
@@ -93,7 +93,7 @@ class ExpertRoles(Measurement):
         # the first layer has none before it
         shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
         return Result.of(
-            {name: mean_over_having(by_image, name) for name in shared},
+            {name: mean_over_layers_with_name(by_image, name) for name in shared},
             test.people_at(where),
             images=len(images),
             batch=self.batch,
@@ -147,7 +147,7 @@ class Result(ItemMeans):
 Values = dict[str, np.ndarray]  # name → one value an image, (N,)
 
 
-def class_labels(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
+def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
     """Return each image's class, (N, 1), where it has one; labels (N, …) as the task has them."""
     members = subject.model.image.task.by_class(labels)
     if members is None or not torch.equal(members[0], torch.arange(len(labels))):
@@ -155,7 +155,7 @@ def class_labels(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
     return {"class": members[1].unsqueeze(-1)}
 
 
-def token_labels(
+def token_labels_by_kind(
     subject: MeasuredModel, images: np.ndarray, layout: TokenLayout
 ) -> dict[str, Tensor]:
     """Return what is known of each token, (N, T), or (1, T) where all images are alike.
@@ -203,11 +203,11 @@ def layer_roles(
     few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
     layer = RolesLayer(
         share=(counts / tokens).tolist(),
-        together=coactivation_shares(count_coactivation(chosen).sum(dim=0)).tolist(),
+        together=conditional_coactivation(count_coactivation(chosen).sum(dim=0)).tolist(),
         labels=information,
         values={name: float(values.mean()) for name, values in by_image.items()} | extra,
         chances=chances,
-        coverage=load_coverage(counts).tolist(),
+        coverage=cumulative_load_shares(counts).tolist(),
         kept=KeptChoices(
             shape=(len(few), *chosen.shape[1:]),
             bits=encode_arrays(np.packbits(chosen[few].numpy())),
@@ -249,12 +249,12 @@ def window_consistency(patches: Tensor, windows: Sequence[int]) -> tuple[Values,
     shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
     for window in [window for window in windows if window < length]:
         name = f"consistency_{window}"
-        values[name] = consistency_by_image(count_window_uses(patches, window).numpy())
-        uses = count_window_uses(shuffled, window).sum(dim=0).numpy()
+        values[name] = consistency_by_image(window_use_histogram(patches, window).numpy())
+        uses = window_use_histogram(shuffled, window).sum(dim=0).numpy()
         chances[name] = float(consistency_by_threshold(uses).max())
     return values, chances
 
 
-def mean_over_having(layers: list[Values], name: str) -> np.ndarray:
+def mean_over_layers_with_name(layers: list[Values], name: str) -> np.ndarray:
     """Return the mean over the layers that have the name: all, or all but the first, (N,)."""
     return np.mean([layer[name] for layer in layers if name in layer], axis=0)

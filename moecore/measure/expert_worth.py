@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, Estimate, MeasuredModel, Measurement, PartStore
-from moecore.measure.item_means import ItemMeans
+from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
     no_barring_reason,
-    removable_experts,
+    removable_expert_count,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.nn.predict import model_device, predict_in_batches, text_block_scores
@@ -44,17 +44,19 @@ class ExpertWorth(Measurement):
         model = subject.model
         layers, experts = len(model.layouts), model.experts_and_router.experts.choices
         known = load_of_validation(subject, self)
-        full = np.array(parts("all", lambda: item_scores(subject, self, [[]] * layers)))
+        full = np.array(parts("all", lambda: scores_without_experts(subject, self, [[]] * layers)))
 
         def lost(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
-            left = np.array(parts(name, lambda: item_scores(subject, self, removed)))
+            left = np.array(parts(name, lambda: scores_without_experts(subject, self, removed)))
             sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
             return sign * (full - left)
 
         alone = np.array(
             [
                 [
-                    lost(f"layer {layer} expert {expert}", one_removed(layers, layer, expert))
+                    lost(
+                        f"layer {layer} expert {expert}", single_removal_plan(layers, layer, expert)
+                    )
                     for expert in range(experts)
                 ]
                 for layer in range(layers)
@@ -65,7 +67,7 @@ class ExpertWorth(Measurement):
 
         most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
         rows = []
-        for number in removal_numbers(removable_experts(model)):
+        for number in expert_counts_to_remove(removable_expert_count(model)):
             values = {
                 "most_used": lost(f"most {number}", [one[:number] for one in most_used]),
                 "least_used": lost(f"least {number}", [one[-number:] for one in most_used]),
@@ -77,7 +79,7 @@ class ExpertWorth(Measurement):
                     axis=0,
                 ),
             }
-            rows.append(RemovalRow.of(values, people, removed=number))
+            rows.append(RemovalCountRow.of(values, people, removed=number))
         return Result.of(
             {"worth": alone.mean(axis=(0, 1))},
             people,
@@ -92,7 +94,7 @@ class ExpertWorth(Measurement):
         )
 
 
-class RemovalRow(ItemMeans):
+class RemovalCountRow(ItemMeans):
     """What the score loses by every layer without so many experts: by which of them are removed.
 
     values, items: most_used, least_used; random, the mean over draws, each layer its own, whose
@@ -109,23 +111,26 @@ class Result(ItemMeans):
     score: float  # the task's, of the same images with all experts
     layers: tuple[tuple[Estimate, ...], ...]  # (L, E), what the score loses without one expert
     load: tuple[tuple[float, ...], ...]  # (L, E), share of the choices on validation images
-    removal: tuple[RemovalRow, ...]
+    removal: tuple[RemovalCountRow, ...]
 
 
 def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
     """Return how often each layer's experts are chosen on validation images, (L, E) fp64."""
-    images = sample_images(subject.data.validation, settings)
+    images = evenly_spaced_images(subject.data.validation, settings)
     _, records = predict_in_batches(subject.model, images, settings.batch, prediction=False)
     return torch.stack([expert_counts(record.chosen) for record in records]).double()
 
 
-def item_scores(
+def scores_without_experts(
     subject: MeasuredModel, settings: ExpertWorth, removed: Sequence[Sequence[int]]
 ) -> list[float]:
     """Return the score of each test image without the ``removed`` experts of each layer."""
     model, split, task = subject.model, subject.data.test, subject.model.image.task
     where = evenly_spaced_indices(len(split.images), settings.images)
-    images, labels = sample_images(split, settings), torch.from_numpy(np.array(split.labels[where]))
+    images, labels = (
+        evenly_spaced_images(split, settings),
+        torch.from_numpy(np.array(split.labels[where])),
+    )
     number = model.experts_and_router.experts.choices
     masks = [torch.isin(torch.arange(number), torch.tensor(one).long()) for one in removed]
     with bar_experts(model, [mask.to(model_device(model)) for mask in masks]):
@@ -135,12 +140,12 @@ def item_scores(
     return task.scores(prediction, model.targets(labels)).double().tolist()
 
 
-def sample_images(split: Split, settings: ExpertWorth) -> np.ndarray:
+def evenly_spaced_images(split: Split, settings: ExpertWorth) -> np.ndarray:
     """Return as many images of the split as are measured, evenly spread."""
     return np.array(split.images[evenly_spaced_indices(len(split.images), settings.images)])
 
 
-def one_removed(layers: int, layer: int, expert: int) -> list[list[int]]:
+def single_removal_plan(layers: int, layer: int, expert: int) -> list[list[int]]:
     """Return the removed experts of each layer: this one of this layer."""
     return [[expert] if place == layer else [] for place in range(layers)]
 
@@ -151,7 +156,7 @@ def draw_experts(layers: int, experts: int, number: int, draw: int) -> list[list
     return [random.permutation(experts)[:number].tolist() for _ in range(layers)]
 
 
-def removal_numbers(most: int) -> list[int]:
+def expert_counts_to_remove(most: int) -> list[int]:
     """Return numbers of experts to remove, at most POINTS of them, evenly spread up to ``most``."""
     spread = np.linspace(0, most, min(most, POINTS) + 1)[1:]
     return [int(number) for number in spread.round()]

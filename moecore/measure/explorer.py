@@ -20,7 +20,7 @@ from moecore.measure.exploring.expert_gallery import (
     LayerGallery,
     expert_galleries_by_layer,
 )
-from moecore.measure.exploring.expert_overlay_data import EncodedPicture, pack_thumbnails
+from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.sweeps import ChangedImages
@@ -29,9 +29,9 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
     look_up_augmentation,
 )
-from moecore.nn.backbones.base_model import Model, truth_of_tokens
+from moecore.nn.backbones.base_model import Model, majority_token_kinds
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import ImageTrace, build_image_trace, finest_layout
+from moecore.nn.routing_traces import ImageTraces, build_image_traces, finest_layout
 from moecore.tasks.base import Task
 
 BATCH = 64  # images a forward pass
@@ -112,8 +112,8 @@ class Explorer(Measurement):
             special=layout.special,
             grid=layout.grid,
             images=places,
-            labels=shown_labels(labels, data.task),
-            kinds=known_kinds(clean, layout) if model.image.truth else None,
+            labels=label_lists_by_image(labels, data.task),
+            kinds=encode_token_kinds(clean, layout) if model.image.truth else None,
             layers=load_or_compute(parts, "experts", ExplorerExperts, experts).layers,
             shown=[one for part in seen for one in part.shown],
         )
@@ -126,7 +126,7 @@ class ShownVariant(Config):
     label: str
     picture: EncodedPicture | None  # None: of volumes only the clean ones are kept
     origins: str | None  # packed uint16 (N, P): the clean image's patch, 65535 for none
-    trace: ImageTrace
+    trace: ImageTraces
 
 
 class Result(Config):
@@ -168,7 +168,7 @@ def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVari
         label=variant.label,
         picture=variant_picture(variant, model.image.channels),
         origins=places,
-        trace=build_image_trace(prediction, records, task, model.layouts),
+        trace=build_image_traces(prediction, records, task, model.layouts),
     )
 
 
@@ -176,15 +176,15 @@ def variant_picture(variant: ChangedImages, channels: int) -> EncodedPicture | N
     """The images as they are shown, without a channel of truth."""
     if variant.pixels.ndim == 5 and variant.kind != "clean":
         return None
-    return pack_thumbnails(variant.pixels[:, :channels])
+    return encode_thumbnails(variant.pixels[:, :channels])
 
 
-def known_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
+def encode_token_kinds(images: torch.Tensor, layout: TokenLayout) -> str:
     """Pack the kinds (N, T) of the tokens of images (N, C, H, W) that say them."""
-    return encode_arrays(truth_of_tokens(images, layout).numpy().astype(np.uint8))
+    return encode_arrays(majority_token_kinds(images, layout).numpy().astype(np.uint8))
 
 
-def shown_labels(labels: torch.Tensor, task: Task) -> list[list[float]]:
+def label_lists_by_image(labels: torch.Tensor, task: Task) -> list[list[float]]:
     """The classes of each image (N,), or its real target; nothing of captions."""
     if labels.ndim == 3:
         return [[] for _ in labels]

@@ -42,7 +42,7 @@ class ForwardPassSegment(NamedTuple):
     padding: float  # share of the experts' rows that no token needs
 
 
-def flops_per_image(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
+def whole_and_routing_flops(model: nn.Module, images: Tensor) -> WholeAndRoutingCost:
     """FLOPs per image in evaluation mode; a multiplication and an addition count as two.
 
     images: (B, C, H, W) in [0, 1], on the model's device. Counted are products of matrices,
@@ -100,7 +100,7 @@ def unwatched_times(model: nn.Module, images: Images, rounds: int) -> list[float
         )
 
 
-def peak_memory(model: nn.Module, images: Tensor) -> tuple[int, str]:
+def peak_memory_and_counting_method(model: nn.Module, images: Tensor) -> tuple[int, str]:
     """The most bytes held during a forward pass without gradients, and how they were counted.
 
     images: (B, C, H, W).  Weights are included.

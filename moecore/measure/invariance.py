@@ -55,7 +55,9 @@ class Invariance(Measurement):
         }
         probs = probs_by_layer(clean)
         between = imed_between(probs, SEED) if len(images) > 1 else None
-        moves = moved_distances(subject.model, images, clean, affines, self.batch, parts, between)
+        moves = imed_rows_by_transform(
+            subject.model, images, clean, affines, self.batch, parts, between
+        )
         marked = task.by_class(torch.from_numpy(test.labels[where]))
         if marked is None:
             raise ValueError("labels are not classes; ask `applies` first")
@@ -95,7 +97,7 @@ class Result(Config):
     """[class][layer][expert]: mean probability; None for a class without images."""
 
 
-def moved_distances(
+def imed_rows_by_transform(
     model: Model,
     images: np.ndarray,
     clean: tuple[RoutingRecord, ...],

@@ -42,7 +42,7 @@ class LinearExperts(Config):
     )
 
 
-class Theorem1OverSeeds(Config):
+class LipschitzRatioRow(Config):
     """Theorem 1 over seeds, on data of one kind."""
 
     targets: Targets
@@ -59,7 +59,7 @@ class Result(Config):
     literal_violations: int  # of theorem 1 as printed
     theorem_2_promises: int  # draws in which it promises something
     theorem_2_violations: int
-    theorem_1: tuple[Theorem1OverSeeds, ...]
+    theorem_1: tuple[LipschitzRatioRow, ...]
 
 
 def measure(settings: LinearExperts) -> Result:
@@ -70,9 +70,9 @@ def measure(settings: LinearExperts) -> Result:
     for targets, experts, angle in product(get_args(Targets), settings.experts, settings.angles):
         clean = theorem_1_over_seeds(experts, angle, targets)
         ratio = Estimate.of(mean_over_seeds([one.ratio for one in clean]))
-        rows.append(Theorem1OverSeeds(targets=targets, experts=experts, angle=angle, ratio=ratio))
+        rows.append(LipschitzRatioRow(targets=targets, experts=experts, angle=angle, ratio=ratio))
         first += clean
-        second += evaluate_theorem_2(experts, angle, targets)
+        second += theorem_2_over_seeds(experts, angle, targets)
     return Result(
         draws=len(first),
         violations=sum(not one.holds for one in first),
@@ -91,7 +91,7 @@ def theorem_1_over_seeds(experts: int, angle: float, targets: Targets) -> list[T
     ]
 
 
-def evaluate_theorem_2(experts: int, angle: float, targets: Targets) -> list[Theorem2]:
+def theorem_2_over_seeds(experts: int, angle: float, targets: Targets) -> list[Theorem2]:
     """Evaluate theorem 2 on one draw per seed of the same subspaces, with a floor and noise."""
     return [
         theorem_2(*draw_expert_data(experts, angle, targets, seed, **SIZES, **FLOOR_AND_NOISE))

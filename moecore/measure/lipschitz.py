@@ -15,9 +15,9 @@ from moecore.measure.base import (
     no_changed_images_reason,
 )
 from moecore.measure.theory.lipschitz_lemma import (
-    Lemma,
-    LemmaOverLayers,
     LemmaPoints,
+    LemmaResult,
+    LemmaSummary,
     evaluate_lemma,
 )
 from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, slopes_at
@@ -56,12 +56,12 @@ class Lipschitz(Measurement):
                 slopes_at(subject.model, images, labels, BATCH, RADIUS, STEPS, HALVINGS)
             )
 
-        def tokens() -> Lemma:
+        def tokens() -> LemmaResult:
             chosen = (self.lemma_tokens, BATCH, SEED)
             return evaluate_lemma(subject.model, images, *chosen, subject.device)
 
         slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
-        lemma1 = load_or_compute(parts, "lemma", Lemma, tokens)
+        lemma1 = load_or_compute(parts, "lemma", LemmaResult, tokens)
         return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
 
 
@@ -80,7 +80,7 @@ class Result(SlopeEstimates):
     """The slopes, and Lemma 1 over all MoE layers and at each token."""
 
     images: int
-    lemma1: LemmaOverLayers
+    lemma1: LemmaSummary
     lemma_terms: tuple[LemmaPoints, ...] = ()
 
 

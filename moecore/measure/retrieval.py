@@ -184,7 +184,7 @@ def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[Cap
     spoken = torch.cat(words).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
     return [
-        tabulate_caption_routing(record, spoken, tokenizer) for record in concat_records(records)
+        summarize_caption_routing(record, spoken, tokenizer) for record in concat_records(records)
     ]
 
 
@@ -193,7 +193,7 @@ def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
     return record.map_tensors(lambda field: field.cpu().transpose(0, 1))
 
 
-def tabulate_caption_routing(
+def summarize_caption_routing(
     record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
 ) -> CaptionRoutingLayer:
     """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""

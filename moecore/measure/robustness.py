@@ -17,10 +17,10 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.base import SEED, MeasuredModel, PartStore, Skipped, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
-    change_after_capacity,
-    change_of_choice,
     changes_by_image,
     iou_by_image,
+    processing_change_by_layer,
+    routing_change_by_layer,
 )
 from moecore.measure.under_attack.audit import AuditSettings, run_audit
 from moecore.measure.under_attack.curves import (
@@ -215,8 +215,8 @@ def measure_attack_at_epsilon(
         target.people,
         loss=float(task.test_loss(prediction, target.labels).mean()),
         unchanged_images=float(unchanged.double().mean()),
-        routing_change=change_of_choice(clean.routing, routing) if moved else (),
-        processing_change=change_after_capacity(clean.routing, routing) if moved else (),
+        routing_change=routing_change_by_layer(clean.routing, routing) if moved else (),
+        processing_change=processing_change_by_layer(clean.routing, routing) if moved else (),
         items=routing_change_items(clean.routing, routing, target.people) if moved else {},
     )
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
-from moecore.measure.item_means import ItemMeans
+from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
     no_barring_reason,
-    removable_experts,
+    removable_expert_count,
 )
 from moecore.measure.routing_metrics.subset_regret import (
     fixed_subset_gain,
@@ -58,7 +58,7 @@ class RouterRegret(Measurement):
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
         experts = subject.model.experts_and_router.experts.choices
-        k = experts - removable_experts(subject.model)
+        k = experts - removable_expert_count(subject.model)
         subsets = list_subsets(experts, k, SEED)
         layers, by_image = [], []
         for layer in range(len(subject.model.layouts)):
@@ -66,7 +66,7 @@ class RouterRegret(Measurement):
                 f"layer {layer}", lambda layer=layer: layer_losses(subject, self, layer, subsets)
             )
             losses = np.array(kept)  # (N, tokens, S + 1)
-            values = regret_by_image(losses)
+            values = regret_metrics_by_image(losses)
             by_image.append(values)
             layers.append({name: float(one.mean()) for name, one in values.items()})
         means = {name: np.mean([one[name] for one in by_image], axis=0) for name in by_image[0]}
@@ -111,7 +111,7 @@ def layer_losses(
             pixels = image.to(model_device(model))
             records = model(pixels).routing
             tokens = random.permutation(records[layer].chosen.shape[1])[: settings.tokens]
-            masks = barred_by_token(records, layer, tokens, torch.from_numpy(subsets))
+            masks = barred_masks_by_pass(records, layer, tokens, torch.from_numpy(subsets))
             rows = []
             for part in masks.split(settings.batch):
                 others = [~record.chosen for record in records[layer + 1 :]]
@@ -124,7 +124,7 @@ def layer_losses(
     return losses
 
 
-def barred_by_token(
+def barred_masks_by_pass(
     records: Sequence[RoutingRecord], layer: int, tokens: np.ndarray, subsets: Tensor
 ) -> Tensor:
     """Return what a layer bars in each pass, (n · (S + 1), T, E) bool: of one token all but a set.
@@ -140,7 +140,7 @@ def barred_by_token(
     return barred
 
 
-def regret_by_image(losses: np.ndarray) -> dict[str, np.ndarray]:
+def regret_metrics_by_image(losses: np.ndarray) -> dict[str, np.ndarray]:
     """Return each number of ``Result`` as one value an image, (N,), from losses (N, n, S + 1)."""
     images, tokens = losses.shape[:2]
     sets, own = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()

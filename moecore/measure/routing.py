@@ -39,11 +39,11 @@ from moecore.measure.routing_metrics.sweeps import (
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
     AugmentedRow,
-    Matching,
+    TwoViewMatchShares,
     augmented_row,
     encode_means_over_layers,
     layer_match_shares,
-    matches_by_image,
+    match_ratios_by_image,
 )
 from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
@@ -113,7 +113,7 @@ class Routing(Measurement):
         labels = test.labels[where]
         _, records = predict_in_batches(model, images, self.batch, prediction=False)
         people = test.people_at(where)
-        layers, by_image = layer_routing_metrics(subject, records, images, self)
+        layers, by_image = routing_metrics_by_layer(subject, records, images, self)
         kept = [encode_means_over_layers([one], people) for one in by_image]
 
         def tried() -> RoutingSweeps:
@@ -138,7 +138,7 @@ class Routing(Measurement):
         )
 
 
-class RoutingLayer(LayerUse, Matching):
+class RoutingLayer(LayerUse, TwoViewMatchShares):
     """One MoE layer's use of its experts, and what corresponding patches of two views share.
 
     items: as those of Result, of this layer alone.
@@ -148,7 +148,7 @@ class RoutingLayer(LayerUse, Matching):
     teacher_agreement: float | None = None  # methods with a teacher's routers only
 
 
-class Result(Use, Matching):
+class Result(Use, TwoViewMatchShares):
     """The means over the MoE layers, each layer, and the same weights under other conditions.
 
     items: of the metrics under their names one number per item, by ``encode_item_values``.
@@ -164,10 +164,10 @@ class Result(Use, Matching):
     sweeps: RoutingSweeps
 
 
-MEANS = (*Use.model_fields, *Matching.model_fields, "teacher_agreement")
+MEANS = (*Use.model_fields, *TwoViewMatchShares.model_fields, "teacher_agreement")
 
 
-def layer_routing_metrics(
+def routing_metrics_by_layer(
     subject: MeasuredModel,
     records: tuple[RoutingRecord, ...],
     images: np.ndarray,
@@ -199,20 +199,20 @@ def layer_routing_metrics(
 
 def view_match_shares(
     model: Model, images: np.ndarray, settings: Routing
-) -> Sequence[tuple[Matching, dict[str, Tensor]]]:
+) -> Sequence[tuple[TwoViewMatchShares, dict[str, Tensor]]]:
     """Return how often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
 
     And the match ratios as one value an image, (N,). Text has none.
     """
     if images.ndim == TEXT:
         layers = len(model.experts_and_router.indices(model.config.depth))
-        return [(Matching(), {})] * layers
+        return [(TwoViewMatchShares(), {})] * layers
     asked = TwoViewAugmentation(name="views", views=settings.views)
     views = draw_two_views(images, asked, SEED)
     _, records = predict_in_batches(model, views.images, settings.batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
     return [
-        (layer_match_shares(record, *pairs), matches_by_image(record, *pairs))
+        (layer_match_shares(record, *pairs), match_ratios_by_image(record, *pairs))
         for record, pairs in zip(records, paired, strict=True)
     ]
 

@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.measure.forward_cost import flops_per_image
+from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.tasks.classification import Classification
 from moecore.training.live_bytes import LiveBytes, live_training_tensors
 from moecore.training.method import Method
@@ -98,7 +98,7 @@ def count_sized_model(one: PaperModel) -> SizeRow:
         layers = len(model.moe.indices(one.model.depth))
         counts["parameters"] += one.teacher_width * model.moe.experts.choices * layers
     pixels = torch.empty(1, model.image.channels, *model.image.shape, device="meta")
-    flops = flops_per_image(model, pixels)
+    flops = whole_and_routing_flops(model, pixels)
     memory = None
     if one.batch:
         memory = training_step_memory(model, pixels.expand(one.batch, *pixels.shape[1:]))
@@ -126,7 +126,7 @@ def training_step_memory(model: BackboneModel, pixels: Tensor) -> int:
         optimizer.zero_grad()
 
     model.train()
-    with on_meta_device():
+    with meta_device_context():
         run_step()
         with LiveBytes(live_training_tensors([model], optimizer, pixels)) as live:
             run_step()

@@ -10,7 +10,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.corruptions.digital import to_uint8
-from moecore.data.corruptions.draws import SIGMAS, add_noise, noise_directions
+from moecore.data.corruptions.draws import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import (
     SEED,
@@ -62,7 +62,7 @@ class Stability(Measurement):
         where = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[where]
         labels = model.targets(torch.from_numpy(test.labels[where]))
-        drawn = noise_directions(where, images.shape[1:], SEED)
+        drawn = standard_normal_noise(where, images.shape[1:], SEED)
         _, clean = predict_in_batches(model, images)
 
         def noisy(sigma: float) -> NoiseRow:

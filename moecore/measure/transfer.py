@@ -43,7 +43,7 @@ class Transfer(Config):
     )
 
 
-class TransferScores(Config):
+class PairScores(Config):
     """What images made on one model left of another's scores."""
 
     scores: str | tuple[float, ...] = Field(description="one an image, as the task packs them")
@@ -73,7 +73,7 @@ class Result(Config):
     reading: AuditLine
 
 
-class TargetsAndImages(NamedTuple):
+class TargetsAndAttackedImages(NamedTuple):
     """The models on the same images, and the images that were attacked on each."""
 
     targets: Mapping[str, Target]
@@ -110,13 +110,13 @@ def measure(
         methods=tuple(models),
         skipped=skipped,
         cells=cells,
-        reading=compare_with_direct(task, cells),
+        reading=check_no_stronger_transfer(task, cells),
     )
 
 
 def build_transfer_targets(
     models: Mapping[str, Model], data: Prepared, settings: Transfer
-) -> TargetsAndImages:
+) -> TargetsAndAttackedImages:
     """The targets; an attack is made when its images are first asked for."""
     test = data.test
     places = draw_image_indices(len(test.labels), settings.images, SEED)
@@ -141,20 +141,20 @@ def build_transfer_targets(
     def attacked(name: str) -> Tensor:
         return targets[name].attacked(settings.attack, settings.epsilon)
 
-    return TargetsAndImages(targets, attacked)
+    return TargetsAndAttackedImages(targets, attacked)
 
 
 def transferred_scores(
-    made: TargetsAndImages, source: str, target: str, parts: PartStore
+    made: TargetsAndAttackedImages, source: str, target: str, parts: PartStore
 ) -> Tensor:
     """Return what images made on ``source`` leave of the scores of ``target``; (N,)."""
     task = made.targets[target].task
 
-    def compute() -> TransferScores:
+    def compute() -> PairScores:
         left = made.targets[target].worse_scores(made.images(source))
-        return TransferScores(scores=task.encode_scores(left))
+        return PairScores(scores=task.encode_scores(left))
 
-    kept = load_or_compute(parts, f"{source} on {target}", TransferScores, compute)
+    kept = load_or_compute(parts, f"{source} on {target}", PairScores, compute)
     return task.decode_scores(kept.scores, len(made.targets[target].labels))
 
 
@@ -183,7 +183,7 @@ def transfer_cells(
     )
 
 
-def compare_with_direct(task: Task, cells: tuple[TransferCell, ...]) -> AuditLine:
+def check_no_stronger_transfer(task: Task, cells: tuple[TransferCell, ...]) -> AuditLine:
     """No attack from another model does more harm than the direct one, by more than chance."""
     foreign = {
         f"from {cell.made_on} on {cell.scored_by}": cell.difference
@@ -192,14 +192,16 @@ def compare_with_direct(task: Task, cells: tuple[TransferCell, ...]) -> AuditLin
     }
     if not foreign:
         return unevaluated_audit_line("transfer", "there is no second model that can be attacked")
-    stronger = [pair for pair, difference in foreign.items() if is_beyond_chance(task, difference)]
+    stronger = [
+        pair for pair, difference in foreign.items() if is_worse_beyond_chance(task, difference)
+    ]
     text = f"{len(stronger)} of {len(foreign)} transferred attacks do more harm than the direct one"
     if stronger:
         text = f"{text}: {', '.join(stronger)}"
     return AuditLine(name="transfer", holds=not stronger, text=text)
 
 
-def is_beyond_chance(task: Task, difference: Estimate) -> bool:
+def is_worse_beyond_chance(task: Task, difference: Estimate) -> bool:
     """Return whether the interval of (transferred − direct) is all on the worse side."""
     limit = difference.high if task.score.better == "higher" else difference.low
     value = difference.value if limit is None else limit

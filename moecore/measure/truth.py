@@ -82,7 +82,7 @@ class Truth(Measurement):
             changed=()
             if subject.model.image.task.long  # words have no pixels to change
             else load_or_compute(
-                parts, "changed", ChangedRouting, lambda: purity_of_changed(subject)
+                parts, "changed", ChangedPurityRows, lambda: measure_perturbed_purity(subject)
             ).rows,
         )
 
@@ -113,7 +113,7 @@ class ChangedPurity(Config):
     purity_high: float | None
 
 
-class ChangedRouting(Config):
+class ChangedPurityRows(Config):
     """A part that is kept over a kill."""
 
     rows: tuple[ChangedPurity, ...]
@@ -167,7 +167,7 @@ def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> T
     )
 
 
-def purity_of_changed(subject: MeasuredModel) -> ChangedRouting:
+def measure_perturbed_purity(subject: MeasuredModel) -> ChangedPurityRows:
     """Return the purity under noise and under attack, of the same images evenly spread."""
     model, test = subject.model, subject.data.test
     few = evenly_spaced_indices(len(test.labels), CHANGED)
@@ -205,4 +205,4 @@ def purity_of_changed(subject: MeasuredModel) -> ChangedRouting:
     truth = model.image.truth
     variants = [ChangedImages("clean", "clean", clean), *noisy, *attacked]
     strengths = (0.0, *SIGMAS, *EPSILONS)
-    return ChangedRouting(rows=[row(*pair) for pair in zip(variants, strengths, strict=True)])
+    return ChangedPurityRows(rows=[row(*pair) for pair in zip(variants, strengths, strict=True)])

@@ -88,7 +88,7 @@ class ZeroShot(Measurement):
             raise UserError(
                 f"zero_shot.names: {problem}; allowed: {data.task.outputs}, one a class"
             )
-        classes, unknown = class_prompt_vectors(subject, names, self.templates)
+        classes, unknown = class_vectors_and_unknown_words(subject, names, self.templates)
         sides, _ = predict_in_batches(subject.model, images, routing=False)
         order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
         right = order[:, 0] == labels
@@ -135,7 +135,7 @@ class Result(Config):
     items: str | None = None  # 1 or 0 an image, as ``encode_item_values`` packs them
 
 
-def class_prompt_vectors(
+def class_vectors_and_unknown_words(
     subject: MeasuredModel, names: tuple[str, ...], templates: tuple[str, ...]
 ) -> tuple[Tensor, list[int]]:
     """The mean unit vector (K, w + 3) of each class's prompts, and the unknown words."""

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
-class RowPairs(NamedTuple):
+class RowOrigins(NamedTuple):
     """Which token and choice each row stands for: order (R,), of B · T · k; shape (B, T, k)."""
 
     order: Tensor
@@ -33,16 +33,16 @@ class Rows(NamedTuple):
     values: Tensor
     offsets: Tensor
     projected: bool = False
-    pairs: RowPairs | None = None  # None: rows are no pairs
+    pairs: RowOrigins | None = None  # None: rows are no pairs
     shares: Tensor | None = None
 
 
-def dense_rows(tokens: Tensor) -> Rows:
+def single_expert_rows(tokens: Tensor) -> Rows:
     """Tokens (B, T, d) as the rows (B · T, d) of one expert that sees them all."""
     values = to_autocast(tokens).flatten(0, 1)
     ends = torch.full((1,), len(values), dtype=torch.int32, device=values.device)
     order = torch.arange(len(values), device=values.device)
-    return Rows(values, ends, pairs=RowPairs(order, (*tokens.shape[:2], 1)))
+    return Rows(values, ends, pairs=RowOrigins(order, (*tokens.shape[:2], 1)))
 
 
 class SparsePlan(NamedTuple):
@@ -125,7 +125,7 @@ class SparsePlan(NamedTuple):
         """
         flat = to_autocast(tokens).flatten(0, 1)
         values = _GatherTokens.apply(flat, self.tokens, self.rows, self.weights.shape[-1])
-        return Rows(values, self.offsets, pairs=RowPairs(self.order, tuple(self.weights.shape)))
+        return Rows(values, self.offsets, pairs=RowOrigins(self.order, tuple(self.weights.shape)))
 
     def combine(self, rows: Tensor) -> Tensor:
         """Rows (R, d) to tokens (B, T, d) in the rows' dtype, summed in the weights' (fp32)."""
@@ -179,7 +179,7 @@ class _WeightedSum(Function):
         total = values.index_select(0, rows[::k]) * weights[:, :1]
         for choice in range(1, k):
             total.addcmul_(values.index_select(0, rows[choice::k]), weights[:, choice : choice + 1])
-        return finish_sums(total, values.dtype)
+        return cast_function_output(total, values.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -210,7 +210,7 @@ def cat_or_single(pieces: list[Tensor]) -> Tensor:
     return torch.cat(pieces)
 
 
-def finish_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_function_output(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """The sums in that dtype, as the output of a Function.
 
     In a compiled graph always as a new tensor: torch 2.11 gives a gradient of 0 where the output

@@ -13,7 +13,7 @@ NEW_DRAWS = (torch.randn, torch.rand)
 
 
 @contextmanager
-def on_meta_device() -> Iterator[None]:
+def meta_device_context() -> Iterator[None]:
     """Give what is built inside shapes and no values; nothing is drawn."""
     with torch.device("meta"), _NoDraws():
         yield

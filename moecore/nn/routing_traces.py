@@ -22,21 +22,21 @@ CHOSEN = 128  # the highest bit of a mark
 SURE = 127  # a probability of 1 in the other bits
 
 
-class ImageTrace(Config):
+class ImageTraces(Config):
     """N images in one model. Their tokens lie as the finest of its layers' layouts says."""
 
     # Places in task.answers, of each image the best first; of a mosaic each cell's best
     answers: tuple[tuple[int, ...], ...]
     values: tuple[tuple[float, ...], ...]  # their probabilities; of a real target the prediction
-    layers: tuple[str, ...]  # of each MoE layer what ``encode_record`` says
+    layers: tuple[str, ...]  # of each MoE layer what ``encode_top_experts`` says
 
 
-def build_image_trace(
+def build_image_traces(
     prediction: Tensor,
     records: tuple[RoutingRecord, ...],
     task: Task,
     layouts: Sequence[TokenLayout] = (),
-) -> ImageTrace:
+) -> ImageTraces:
     """prediction: (N, K); records: fields (N, T, E), of the same images; all on the CPU.
 
     layouts: where the tokens of each layer lie, if they may differ; then as ``spread_to_one_grid``
@@ -45,10 +45,10 @@ def build_image_trace(
     answers, values = best_answers(prediction, task)
     if layouts:
         records = spread_to_one_grid(records, layouts)
-    return ImageTrace(
+    return ImageTraces(
         answers=answers.tolist(),
         values=[[round(value, 4) for value in row] for row in values.tolist()],
-        layers=[encode_record(record) for record in records],
+        layers=[encode_top_experts(record) for record in records],
     )
 
 
@@ -109,7 +109,7 @@ def best_answers(prediction: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     return answers, values
 
 
-def encode_record(record: RoutingRecord) -> str:
+def encode_top_experts(record: RoutingRecord) -> str:
     """Return the first EXPERTS_PER_TOKEN experts of every token as text (``encode_arrays``).
 
     Three arrays: (N, T) the expert with the largest combine weight, the highest number of its type

@@ -18,17 +18,17 @@ from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project_answers import version_range, write_answers
-from moecore.pipeline.study_folders import (
+from moecore.pipeline.write_studies import (
     list_studies,
-    project_overlay_texts,
+    project_texts_from_overlay,
     refuse_study_name,
 )
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.overlay import OVERLAY, resolve_overlay
 from moecore.study.writing.write_params import (
     dump_inline_yaml,
-    paths_from_project,
+    rewrite_data_paths,
     shipped_params_text,
 )
 
@@ -67,11 +67,11 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
     try:
         write_texts(part, template_texts(name, is_of_user=True))
         file, text = "params.yaml", shipped_params_text(None if study == MAIN_STUDY else study)
-        values = parse_yaml(text).data
+        values = parse_yaml_document(text).data
         if is_overlay:
             file, text = OVERLAY, (SHIPPED / "pipelines" / study / OVERLAY).read_text("utf-8")
-        write_whole(part / file, _add_example(paths_from_project(text), values, name))
-        texts = project_texts(part, name, study)
+        write_whole(part / file, _add_example(rewrite_data_paths(text), values, name))
+        texts = upgradable_project_texts(part, name, study)
         write_texts(part, texts)
         write_answers(part, name, study, texts)
         _begin_repository(part, folder)
@@ -97,7 +97,7 @@ def list_shipped_studies() -> list[str]:
     return [MAIN_STUDY, *(folder.name for folder in list_studies(SHIPPED))]
 
 
-def project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
+def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
     """Return path → text of the files that are as moecore writes them, also after an upgrade.
 
     folder: the project, of which its overlay is read where it has one.
@@ -108,7 +108,7 @@ def project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
 def _dvc_texts(folder: Path, study: str) -> dict[str, str]:
     """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay."""
     if (folder / OVERLAY).is_file():
-        return project_overlay_texts(folder)
+        return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
         return {"dvc.yaml": (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")}
     resolved = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED)
@@ -144,7 +144,7 @@ def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
     study: what the whole params.yaml says.
     """
     text = re.sub("^run:", f"packages: [{name}]  # in src/\n\nrun:", text, flags=re.M)
-    sections = parse_yaml(text).data
+    sections = parse_yaml_document(text).data
     if "vmoe" not in sections.get("methods", ()) or "methods" not in sections["run"]:
         return text
     vmoe = study["methods"]["vmoe"]

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from moecore.core.files import read_json
 from moecore.data.raw_data_changes import describe_change
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw
 RECORD = Path("tables/raw.json")
 
 
-def changed_raw_data(params: Path) -> Iterator[str]:
+def describe_changed_raw_data(params: Path) -> Iterator[str]:
     """Yield a line for each folder under ``data`` that is not as ``prepare`` saw it."""
-    sections = load_yaml(str(params)).data.get("data")
+    sections = load_yaml_document(str(params)).data.get("data")
     with chdir(params.parent):
         for name in sections if isinstance(sections, dict) else ():
             record = HISTORY / name / RECORD

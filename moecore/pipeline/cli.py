@@ -64,10 +64,10 @@ class _Group(TyperGroup):
 
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
-    from moecore.report.tables.metrics_by_method import unfit_metrics
-    from moecore.study.checking.preflight import describe_check
+    from moecore.report.tables.metrics_by_method import unfit_metric_problems
+    from moecore.study.checking.preflight import check_and_describe_study
 
-    typer.echo(describe_check(params, also=unfit_metrics))
+    typer.echo(check_and_describe_study(params, also=unfit_metric_problems))
     _say_changed_raw_data(params)
 
 
@@ -88,10 +88,10 @@ def plan_command(
         print_plan()
         return
     from moecore.pipeline.multi_gpu_estimate import GpuPeaks, multi_gpu_estimate_table
-    from moecore.study.reading.document import load_yaml
+    from moecore.study.reading.document import load_yaml_document
     from moecore.study.reading.study import read_study
 
-    study = read_study(load_yaml(str(PARAMS_FILE)))
+    study = read_study(load_yaml_document(str(PARAMS_FILE)))
     for line in multi_gpu_estimate_table(
         study, GpuPeaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)
     ):
@@ -119,18 +119,18 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project_lock import hold_project
-    from moecore.report.tables.metrics_by_method import unfit_metrics
+    from moecore.report.tables.metrics_by_method import unfit_metric_problems
     from moecore.study.checking.preflight import check_study
-    from moecore.study.reading.document import load_yaml
+    from moecore.study.reading.document import load_yaml_document
 
-    load_yaml(PARAMS_FILE)  # nothing is written where there is no project
+    load_yaml_document(PARAMS_FILE)  # nothing is written where there is no project
     with hold_project():  # who is refused has written nothing
         if sets:
             from moecore.study.writing.assignments import write_assignments
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
-        for line in check_study(also=unfit_metrics).untried:
+        for line in check_study(also=unfit_metric_problems).untried:
             typer.echo(line)
         _say_changed_raw_data(PARAMS_FILE)
         run_pipeline(jobs)
@@ -221,9 +221,9 @@ def schema_command() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
     from moecore.core.outside_packages import allow_packages
     from moecore.study.checking.validate import params_schema
-    from moecore.study.reading.document import load_yaml
+    from moecore.study.reading.document import load_yaml_document
 
-    document = load_yaml(PARAMS_FILE)
+    document = load_yaml_document(PARAMS_FILE)
     allow_packages(document.packages, document.folders)
     try:
         schema = params_schema()
@@ -235,7 +235,7 @@ def schema_command() -> None:
 
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
-    from moecore.pipeline.study_folders import list_studies
+    from moecore.pipeline.write_studies import list_studies
     from moecore.report.claims.claims_page import TARGET, write_claims_page
 
     if not TARGET.is_file() or not list_studies():
@@ -245,7 +245,7 @@ def claims_write() -> None:
 
 def claims_check() -> None:
     """Compute intervals again from the items that studies keep; look when each was asked."""
-    from moecore.pipeline.study_folders import list_studies
+    from moecore.pipeline.write_studies import list_studies
     from moecore.report.claims.asked_before import find_late_questions, has_whole_history
     from moecore.report.claims.claims_page import TARGET, render_claims_page
     from moecore.report.claims.kept_items import verify_kept_items
@@ -267,10 +267,10 @@ def claims_check() -> None:
 
 def claims_plan() -> None:
     """Say of each open claim and question what would decide it: seeds, items, minutes."""
-    from moecore.report.claims.claims_page import load_studies
+    from moecore.report.claims.claims_page import load_studies_and_answers
     from moecore.report.claims.what_would_decide import describe_open_answers
 
-    studies, answers = load_studies(Path())
+    studies, answers = load_studies_and_answers(Path())
     for line in describe_open_answers(answers, studies):
         typer.echo(line)
 
@@ -281,7 +281,7 @@ def study_write(
     ] = None,
 ) -> None:
     """Write params.yaml and dvc.yaml of studies from their overlays; says what changes."""
-    from moecore.pipeline.study_folders import list_studies, write_study
+    from moecore.pipeline.write_studies import list_studies, write_study
 
     for folder in folders or list_studies():
         for line in write_study(folder):
@@ -290,7 +290,7 @@ def study_write(
 
 def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
     """Begin a study: a folder under pipelines/ with an overlay to edit, written once."""
-    from moecore.pipeline.study_folders import begin_study
+    from moecore.pipeline.write_studies import begin_study
 
     typer.echo(f"{begin_study(name)}: edit it, then `moecore study write pipelines/{name}`")
 
@@ -300,9 +300,9 @@ def study_preset(
     names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
 ) -> None:
     """Write a study's params.yaml with presets; without names: list them."""
-    from moecore.pipeline.study_folders import list_study_presets, write_study
+    from moecore.pipeline.write_studies import list_presets_of_study, write_study
 
-    lines = write_study(folder, names) if names else list_study_presets(folder)
+    lines = write_study(folder, names) if names else list_presets_of_study(folder)
     for line in lines or ["nothing changes"]:
         typer.echo(line)
 
@@ -316,9 +316,9 @@ def study_run(folder: StudyFolder, jobs: JobCount = None, sets: SetValues = None
 
 
 def _say_changed_raw_data(params: Path) -> None:
-    from moecore.pipeline.changed_raw_data import changed_raw_data
+    from moecore.pipeline.changed_raw_data import describe_changed_raw_data
 
-    for line in changed_raw_data(params):
+    for line in describe_changed_raw_data(params):
         typer.echo(line)
 
 

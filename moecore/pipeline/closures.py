@@ -31,7 +31,7 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "brain",
 )
 OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
-BY_NAME = Path("moecore/face/families.py")  # offers all parts of families, and imports none
+BY_NAME = Path("moecore/face/family_parts.py")  # offers all parts of families, and imports none
 PASSED_THROUGH = ("run", "face")  # decide none either, but what they import does
 PUBLIC_MODULES = {  # what only passes names on, which live elsewhere
     "moecore": Path("moecore/face/__init__.py"),
@@ -89,7 +89,7 @@ def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
     return set()
 
 
-def outside_files(name: str, root: Path = ROOT) -> list[Path]:
+def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
     """Return the file of a module of a package that may be imported from; none of another name."""
     allowed = name.partition(".")[0] in allowed_packages()
     file = _module_file(name.replace(".", "/"), root) if allowed else None
@@ -170,7 +170,7 @@ def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
     if not isinstance(kind, str):
         return []
     if "." in kind:
-        return outside_files(kind, root)
+        return outside_module_files(kind, root)
     files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
     there = [file for file in files if (root / file).is_file()]
     named = [file for file in there if file.parent.name == FAMILY_AT_KEY.get(under, under)]

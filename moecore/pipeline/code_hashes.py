@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import whole_folder, write_json
-from moecore.core.outside_packages import allow_packages, allowed_packages, list_modules
+from moecore.core.outside_packages import allow_packages, allowed_packages, list_allowed_modules
 from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline.closures import (
     DECIDING,
     hash_files,
     import_closure,
-    outside_files,
+    outside_module_files,
     part_files,
 )
-from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.document import Document, load_yaml_document
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 
@@ -39,7 +39,7 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     """Write the whole folder, in the place of what was there."""
-    hashed = hash_code_files(load_yaml(str(params)), root)
+    hashed = hash_code_files(load_yaml_document(str(params)), root)
     with whole_folder(folder) as temporary:
         for name, hashes in hashed.items():
             write_json(temporary / name, hashes)
@@ -68,7 +68,7 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
         if key in allowed_packages() and isinstance(section, dict):
             for name, settings in section.items():
                 files = part_files(settings, root, name)
-                for file in outside_files(f"{key}.{name}", root):
+                for file in outside_module_files(f"{key}.{name}", root):
                     files |= import_closure(file, root)
                 yield f"measure/{key}.{name}.json", files
             continue
@@ -82,10 +82,10 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
 def _report_files(root: Path) -> list[Path]:
     """The files that say what the page shows: they are found by their folder, not imported."""
     own = sorted((root / "moecore/report/measures").glob("[a-z]*.py"))
-    others = list_modules(lambda file: "\nSHOWN = " in file.read_text(encoding="utf-8"))
+    others = list_allowed_modules(lambda file: "\nSHOWN = " in file.read_text(encoding="utf-8"))
     return [
         *(file.relative_to(root) for file in own),
-        *(file for name in others for file in outside_files(name, root)),
+        *(file for name in others for file in outside_module_files(name, root)),
     ]
 
 

@@ -37,7 +37,7 @@ def job_environments(jobs: int) -> list[dict[str, str]]:
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
 
 
-def requested_gpus(stages: Sequence[str]) -> int:
+def job_gpu_count(stages: Sequence[str]) -> int:
     """Return how many GPUs of this machine the stages of a job want; 1 without a cluster file."""
     if CLUSTER not in os.environ:
         return 1
@@ -54,7 +54,7 @@ def choose_places(
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
     if not by_gpu:
         return [free[-1]]
-    wanted = requested_gpus(stages)
+    wanted = job_gpu_count(stages)
     return list(by_gpu.values())[:wanted] if len(by_gpu) >= wanted else None
 
 
@@ -77,7 +77,7 @@ def list_gpus() -> list[str]:
     return [card.strip() for card in given.split(",")][:count]
 
 
-def start_server_for_jobs(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return the environments with a server of stages, where they may be forked.
 
     Where not, ``python`` is the one that runs this process, first in the PATH.

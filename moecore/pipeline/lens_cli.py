@@ -41,7 +41,7 @@ def lens_read(
     ] = None,
 ) -> None:
     """Print what the routing of a trace is like, and write a page of it."""
-    from moecore.lens.page import describe_trace
+    from moecore.lens.page import write_lens_page
 
-    describe_trace(trace, page, items, against)
+    write_lens_page(trace, page, items, against)
     typer.echo(f"{page}: written")

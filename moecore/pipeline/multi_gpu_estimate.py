@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 
 from moecore.core.files import UserError
-from moecore.measure.forward_cost import flops_per_image
+from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.base_model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.report.tables.number_format import NumberFormat
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_build_rules import image_spec
@@ -66,7 +66,7 @@ def count_model(model: BackboneModel, views: int = 1) -> ModelCost:
     one, two = (torch.empty(n, image.stored_channels, *image.shape, device="meta") for n in (1, 2))
     counts = parameter_counts(model)
     kept = _kept_bytes(model, two) - _kept_bytes(model, one)
-    flops = flops_per_image(model, one).whole
+    flops = whole_and_routing_flops(model, one).whole
     size = counts["parameters"], counts["active_parameters"]
     layers = [layer for layer in model.modules() if isinstance(layer, MoEFeedForward)]
     experts = sum(one.numel() for layer in layers for one in layer.experts.parameters())
@@ -137,7 +137,7 @@ def multi_gpu_estimate_table(study: Study, peaks: GpuPeaks) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for name in study.run.methods:
         method = study.methods[name]
-        with on_meta_device():
+        with meta_device_context():
             model = method.merge_model_settings(study.model).build(image_spec(preview), method.moe)
             model_counts = count_model(model, method.views)
         for ranks in GPU_COUNTS:

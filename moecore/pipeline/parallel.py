@@ -19,11 +19,11 @@ from threading import Event
 from moecore.core.files import UserError
 from moecore.pipeline.job_resources import (
     THREAD_VARIABLES,
+    add_stage_server,
     choose_places,
     default_jobs,
     job_environments,
     merge_environments,
-    start_server_for_jobs,
 )
 from moecore.pipeline.plan import (
     HASHING,
@@ -45,7 +45,7 @@ EARLY_KINDS = ("teacher", "teacher_router", "transfer")
 DvcJob = tuple[str, ...]  # stages that one process runs one after the other
 
 
-def next_job(
+def next_job_stages(
     above: Mapping[str, Collection[str]], done: Collection[str], taken: Collection[str]
 ) -> DvcJob | None:
     """Return the stages that a free process should run now, or None where it has to wait.
@@ -100,7 +100,7 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
     return method, seed, phase
 
 
-def list_pending_stages() -> dict[str, set[str]]:
+def query_pending_stage_graph() -> dict[str, set[str]]:
     """Return the stages that have to run, each after its ancestors, and those right above it."""
     pipeline = query_pipeline_status()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
@@ -118,7 +118,7 @@ def dvc_target(stage: str) -> str:
     return f"{file}:{stage}" if file.is_file() else stage
 
 
-def run_job(
+def run_job_stages(
     job: DvcJob, environment: Mapping[str, str], started: list[subprocess.Popen], ending: Event
 ) -> int:
     """Return DVC's exit code for the stages of a job; its output is passed on line by line.
@@ -164,7 +164,11 @@ def run_stages(
     with ThreadPoolExecutor(jobs) as pool:
         try:
             while True:
-                while len(running) < jobs and not failed and (job := next_job(above, done, taken)):
+                while (
+                    len(running) < jobs
+                    and not failed
+                    and (job := next_job_stages(above, done, taken))
+                ):
                     places = choose_places(job, free)
                     if places is None:
                         break
@@ -174,7 +178,10 @@ def run_stages(
                     given = merge_environments(places)
                     if _is_exclusive(job[0], above):
                         given = {key: given[key] for key in given if key not in THREAD_VARIABLES}
-                    running[pool.submit(run_job, job, given, started, ending)] = (job, places)
+                    running[pool.submit(run_job_stages, job, given, started, ending)] = (
+                        job,
+                        places,
+                    )
                 if not running:
                     return [stage for stage in above if stage not in done]
                 finished: set[Future] = wait(running, return_when=FIRST_COMPLETED).done
@@ -196,12 +203,12 @@ def run_pipeline(jobs: int | None = None) -> None:
     Raises UserError where some are not done; what stopped them is printed before.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    stages = list_pending_stages()
+    stages = query_pending_stage_graph()
     if not stages:
         print("Nothing to do: everything is up to date.")
         return
     jobs = jobs or default_jobs()
-    unfinished = run_stages(stages, start_server_for_jobs(job_environments(jobs)), jobs)
+    unfinished = run_stages(stages, add_stage_server(job_environments(jobs)), jobs)
     if unfinished:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"

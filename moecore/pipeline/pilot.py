@@ -27,7 +27,7 @@ from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told, ToldRouter
-from moecore.report.tables.metrics_by_method import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.progress import report_progress
 from moecore.study.checking.data_rules import (
     PREPARED_DATA,
@@ -35,13 +35,13 @@ from moecore.study.checking.data_rules import (
     read_matching_data_card,
 )
 from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.document import Document, load_yaml_document
 from moecore.study.reading.setting_errors import format_error_line
 from moecore.study.reading.stage_params import ParamsKeyTemplate, extract_declared_settings
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch
-from moecore.training.loop import forward_and_relabel, iterate_training, total_steps
+from moecore.training.loop import forward_and_embed_labels, iterate_training, total_steps
 from moecore.training.method import Method
 from moecore.training.phase_trainings import build_pretraining
 from moecore.training.runtime import Runtime, tune_runtime
@@ -101,7 +101,7 @@ class PilotResult(NamedTuple):
         return ahead if self.score.better == "higher" else -ahead
 
 
-class Verdict(NamedTuple):
+class PilotCondition(NamedTuple):
     """One condition of a study."""
 
     holds: bool
@@ -114,8 +114,8 @@ def run_pilot(path: Path, seeds: int) -> PilotResult:
     Nothing is written beside it. Raises UserError where the file is not in order, or has no dense
     method or none that is told.
     """
-    check_study(path, also=unfit_metrics)
-    document = load_yaml(path)
+    check_study(path, also=unfit_metric_problems)
+    document = load_yaml_document(path)
     params = extract_declared_settings(PilotParams, document)
     methods = choose_pilot_methods(params, document)
     with TemporaryDirectory() as scratch:
@@ -180,7 +180,7 @@ def _train_all(
             build_pretraining(method, params.model, own, data, guide, seed, "cpu").job
             for method, own in zip(methods.values(), settings, strict=True)
         ]
-        shares.append(begin_as_told(jobs[3], jobs[1], settings[1], seed))
+        shares.append(fit_learner_to_oracle(jobs[3], jobs[1], settings[1], seed))
         for row, job, own in zip(rows, jobs, settings, strict=True):
             score, seconds = _train_once(job, own, seed, runtime, f"{row.name} {seed}")
             row.scores.append(score)
@@ -188,7 +188,7 @@ def _train_all(
     return PilotResult(pilot_score_for_task(data.task), *rows, fitted=fmean(shares))
 
 
-def begin_as_told(
+def fit_learner_to_oracle(
     learner: TrainingJob, oracle: TrainingJob, settings: Training, seed: int
 ) -> float:
     """Give ``learner.model`` the oracle's weights, and routers fitted to what the oracle chooses.
@@ -224,7 +224,7 @@ def _oracle_choices(
         if isinstance(module, ToldRouter)
     ]
     for step in range(oracle.updates(settings)):
-        forward_and_relabel(oracle, training_batch(oracle, settings, seed, step), None, 0.0)
+        forward_and_embed_labels(oracle, training_batch(oracle, settings, seed, step), None, 0.0)
         if all(sum(len(chosen) for _, chosen in own) >= FITTED_TOKENS for own in pairs.values()):
             break
     for hook in hooks:
@@ -268,7 +268,7 @@ def pilot_score_for_task(task: Task) -> Score:
     return Score("ppl", "perplexity", "", "number", "lower") if task.long else task.score
 
 
-def pilot_verdicts(result: PilotResult) -> tuple[Verdict, Verdict, Verdict]:
+def pilot_verdicts(result: PilotResult) -> tuple[PilotCondition, PilotCondition, PilotCondition]:
     """Return whether routing is worth enough, a learned router leaves some of it, and it is fast.
 
     Differences are in points of a share, and of other scores in percent of dense's mean. The
@@ -285,11 +285,11 @@ def pilot_verdicts(result: PilotResult) -> tuple[Verdict, Verdict, Verdict]:
         f"the longest training took {slowest:.0f} s of one thread; allowed: {MOST_SECONDS:g}",
     )
     holds = (room >= LEAST_ROOM, gap > scatter, slowest <= MOST_SECONDS)
-    first, second, third = map(Verdict, holds, lines)
+    first, second, third = map(PilotCondition, holds, lines)
     return first, second, third
 
 
-def print_pilot(result: PilotResult, verdicts: Sequence[Verdict]) -> None:
+def print_pilot(result: PilotResult, verdicts: Sequence[PilotCondition]) -> None:
     """Print the scores of every seed, how the router that began as told fares, and the verdicts."""
     from rich.console import Console
     from rich.table import Table

@@ -12,7 +12,7 @@ from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
@@ -121,7 +121,7 @@ def stages_changed_by_code(
 def _edited_hash_files(params: Path, root: Path) -> dict[Path, tuple[str, ...]]:
     """The files of hashes that will change, with the source files that differ."""
     edits = {}
-    for name, hashes in hash_code_files(load_yaml(str(params)), root).items():
+    for name, hashes in hash_code_files(load_yaml_document(str(params)), root).items():
         file = CODE / name
         before = read_json(file) if file.exists() else {}
         differing = {path for path in before | hashes if before.get(path) != hashes.get(path)}

@@ -18,7 +18,7 @@ from typer import Argument, Option, Typer
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
-from moecore.predict.continuation import Sampling, print_continuation
+from moecore.predict.continuation import Sampling, continue_and_print
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
 from moecore.tracking.model import SCHEME, model_folder
 
@@ -48,7 +48,7 @@ def predict_files(
     path = model_folder(model) if model.startswith(SCHEME) else Path(model)
     if prompt is not None:
         sampling = Sampling(words, temperature, top_p, seed)
-        print_continuation(path, prompt, out or Path("continued.html"), sampling)
+        continue_and_print(path, prompt, out or Path("continued.html"), sampling)
     elif folder is not None:
         given = PredictionRequest(
             path, folder, out or Path("predictions.csv"), calibrator, batch, texts

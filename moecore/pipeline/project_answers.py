@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from moecore.core.config import Config, read_settings
+from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS
 
@@ -33,7 +33,7 @@ def read_answers(folder: Path) -> ProjectAnswers:
     if not path.is_file():
         raise UserError(f"{path}: found no such file; start from a folder of `moecore new`")
     try:
-        answers = read_settings(path, ProjectAnswers, "answers")
+        answers = read_json_settings(path, ProjectAnswers, "answers")
     except UserError as error:
         problem = str(error).removeprefix(f"{path}: ").partition(";")[0]
         raise UserError(f"{path}: {problem}; restore it: git checkout {path}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import write_whole
-from moecore.pipeline.begin_project import project_texts
+from moecore.pipeline.begin_project import upgradable_project_texts
 from moecore.pipeline.plan import print_plan
 from moecore.pipeline.project_answers import (
     ProjectAnswers,
@@ -18,9 +18,9 @@ from moecore.pipeline.project_answers import (
     version_range,
     write_answers,
 )
-from moecore.pipeline.study_folders import write_study
+from moecore.pipeline.write_studies import write_study
 from moecore.study.reading.overlay import OVERLAY
-from moecore.study.writing.renamed_keys import RENAMED_KEYS, rename_keys
+from moecore.study.writing.renamed_keys import RENAMED_KEYS, rename_keys_in_text
 
 HERE = Path()
 REQUIREMENT = re.compile(r"(?<=[\"'])moecore *[<>=~!][^\"']*")
@@ -40,7 +40,7 @@ def upgrade_project(answers: ProjectAnswers, is_written: bool) -> None:
     """Print how the project here changes and what runs again; write it where that is wanted."""
     renamed = _renamed_texts(answers)
     with _files_as(renamed):  # an overlay has to be in order to be read
-        texts = project_texts(HERE, answers.name, answers.study)
+        texts = upgradable_project_texts(HERE, answers.name, answers.study)
         ours = _changed_texts(answers, texts)
     changes = renamed | _required_version() | ours.written
     print(f"moecore {answers.moecore} → {version('moecore')}")
@@ -70,7 +70,7 @@ def _renamed_texts(answers: ProjectAnswers) -> dict[str, str | None]:
         for path in [Path(name), *sorted(Path("pipelines").glob(f"*/{name}"))]:
             if path.is_file():
                 before = path.read_text(encoding="utf-8")
-                after = rename_keys(before, steps, str(path))
+                after = rename_keys_in_text(before, steps, str(path))
                 if after != before:
                     texts[path.as_posix()] = after
     return texts

@@ -21,12 +21,12 @@ from moecore.brain.training_cohort import (
     out_of_range_flags,
     unknown_site_flags,
 )
-from moecore.core.config import read_settings
+from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.nn.predict import predict_in_batches
-from moecore.predict.input_volumes import NewVolume, find_volumes, prepare_volumes
+from moecore.predict.input_volumes import NewVolumeFile, find_volumes, prepare_volumes
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
@@ -44,7 +44,7 @@ class NewAges(NamedTuple):
     rows: list[PredictionRow]  # of those that could be used
     volumes: np.ndarray  # of these, (N, 1, D, H, W)
     routing: tuple[RoutingRecord, ...]  # of these, one per MoE layer
-    left_out: list[tuple[NewVolume, str]]  # and why
+    left_out: list[tuple[NewVolumeFile, str]]  # and why
 
 
 def predict_ages(
@@ -72,7 +72,10 @@ def predict_ages(
 
 
 def new_age_rows(
-    new_volumes: Sequence[NewVolume], volumes: np.ndarray, raw: np.ndarray, calibration: Calibration
+    new_volumes: Sequence[NewVolumeFile],
+    volumes: np.ndarray,
+    raw: np.ndarray,
+    calibration: Calibration,
 ) -> list[PredictionRow]:
     """Return the rows of predictions.csv, with flags for all in which a volume is unlike training.
 
@@ -109,7 +112,7 @@ def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
         problem = f"{folder}: holds no reference.json, which says how volumes are prepared"
         ways = "the stage `calibrate` writes it, --calibrator names another folder"
         raise UserError(f"{problem} and what is usual; {ways}")
-    reference = read_settings(place, TrainingCohortRanges, "a reference")
+    reference = read_json_settings(place, TrainingCohortRanges, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"

@@ -86,7 +86,7 @@ def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Matc
     ]
 
 
-def write_matches(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
+def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
     """Write the best pictures of each text: text, place from 1 on, file, cosine."""
     lines = [
         (text, str(place), file, f"{cosine:.6g}")

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config, read_settings
+from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.streams import generator_for
-from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_words
+from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_prompt_words
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.report.figures.drawing import expert_colours
@@ -42,7 +42,7 @@ class WordSplittingSettings(Config):
     reading: ReadingStyle
 
 
-class Word(NamedTuple):
+class WordWithExperts(NamedTuple):
     """One word of the page."""
 
     word: str
@@ -53,11 +53,11 @@ class Word(NamedTuple):
 class Continued(NamedTuple):
     """The prompt and what the model added."""
 
-    words: list[Word]
+    words: list[WordWithExperts]
     remarks: list[str]
 
 
-def print_continuation(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
+def continue_and_print(folder: Path, prompt: Path, out: Path, sampling: Sampling) -> None:
     """Print how the prompt goes on, and on stderr what there is to know of it."""
     continuation = continue_file(folder, prompt, out, sampling)
     print(" ".join(word.word for word in continuation.words if not word.given))
@@ -93,8 +93,8 @@ def read_prompt_words(prompt: Path, folder: Path) -> list[str]:
         raise UserError(f"{prompt}: {reason}; --prompt is a file of text in UTF-8") from error
     if not text.strip():
         raise UserError(f"{prompt}: found no word; --prompt is a file with the beginning of a text")
-    known = read_settings(folder / "text.json", WordSplittingSettings, "the reading of a text")
-    return split_words(text, known.reading)
+    known = read_json_settings(folder / "text.json", WordSplittingSettings, "the reading of a text")
+    return split_prompt_words(text, known.reading)
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def continue_words(
     drawing = generator_for(sampling.seed)
     tokens = torch.tensor([numbers.get(word, numbers[UNKNOWN]) for word in words], device=device)
     states = model.initial_states(1, device)
-    shown: list[Word] = []
+    shown: list[WordWithExperts] = []
     ahead = torch.empty(0)
     for part in tokens.split(model.image.shape[0]):
         ahead, records, states = _read_tokens(model, part, states)
@@ -138,11 +138,12 @@ def _read_tokens(
 
 def _words_with_experts(
     words: Sequence[str], records: Sequence[RoutingRecord], given: bool
-) -> list[Word]:
+) -> list[WordWithExperts]:
     """Return M words with their experts in every layer."""
     layers = [experts_by_weight(record.combine[0].cpu(), MOST) for record in records]
     return [
-        Word(word, given, [layer[place] for layer in layers]) for place, word in enumerate(words)
+        WordWithExperts(word, given, [layer[place] for layer in layers])
+        for place, word in enumerate(words)
     ]
 
 
@@ -172,7 +173,9 @@ def render_continuation(model: str, continuation: Continued, experts: int) -> st
     return template.render(model=model, continuation=continuation, colours=colours, layers=layers)
 
 
-def expert_word_counts(words: Sequence[Word], layer: int, expert: int) -> list[tuple[str, int]]:
+def expert_word_counts(
+    words: Sequence[WordWithExperts], layer: int, expert: int
+) -> list[tuple[str, int]]:
     """Return the words whose first expert this is, with how often, most often first."""
     counts = Counter(word.word for word in words if word.experts[layer][:1] == [expert])
     return counts.most_common()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from moecore.core.files import UserError, whole_file
-from moecore.core.torch_internals import compile_error_class, metadata_assertion
+from moecore.core.torch_internals import compile_error_class, metadata_assertion_operator
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.layers.plain_moe import compute_plainly
+from moecore.nn.layers.exportable_moe import exportable_moe_layers
 from moecore.nn.predict import coupled_image_count
 from moecore.training.artifacts import load_model
 from moecore.training.guide import GuidedModel
@@ -102,7 +102,7 @@ def draw_inputs(model: Model, number: int) -> Tensor:
 
 def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
     """Return the program of a model, for a batch of any size, without what no output needs."""
-    with compute_plainly(wrapped):
+    with exportable_moe_layers(wrapped):
         program = torch.export.export(
             wrapped,
             (draw_inputs(wrapped.model, TRACED),),
@@ -111,7 +111,7 @@ def trace_model(wrapped: TensorsOnly) -> ExportedProgram:
         ).run_decompositions({})
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        if node.target is metadata_assertion():  # it would keep the rows' order alive
+        if node.target is metadata_assertion_operator():  # it would keep the rows' order alive
             graph.erase_node(node)
     graph.eliminate_dead_code()
     program.graph_module.recompile()

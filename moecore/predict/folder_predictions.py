@@ -20,7 +20,7 @@ from moecore.predict.captions import (
     nearest_caption_reader,
     read_texts,
     texts_with_experts,
-    write_matches,
+    write_best_pictures,
 )
 from moecore.predict.page import (
     SHOWN,
@@ -58,7 +58,7 @@ def predict_folder(given: PredictionRequest) -> int:
     before anything is computed where the model, the folder or the table cannot be used.
     """
     model, folder, out = given.model, given.folder, given.out
-    card = model_card(model)
+    card = load_trained_model_card(model)
     if card.image.task.long:
         raise UserError(f"{model}: found a model of text; it takes --prompt FILE and no FOLDER")
     has_texts = isinstance(card.image.task, ImageText)
@@ -109,7 +109,7 @@ def _pictures(given: PredictionRequest, files: Sequence[Path]) -> PredictedPage:
         return content
     matches = match_texts_to_pictures(texts, rows)
     table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
-    write_matches(table, texts, matches)
+    write_best_pictures(table, texts, matches)
     remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
     return content._replace(
@@ -150,7 +150,7 @@ def _slices(card: ModelCard, ages: NewAges) -> list[Shown]:
     ]
 
 
-def model_card(folder: Path) -> ModelCard:
+def load_trained_model_card(folder: Path) -> ModelCard:
     """Return the settings of the trained model in ``folder``.
 
     Raises UserError that names ``folder`` where it is none, and where there may be one.

@@ -11,8 +11,8 @@ import numpy as np
 
 from moecore.brain.training_cohort import TrainingCohortRanges
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
-from moecore.data.volumes.bids_table import SEX, read_tsv
+from moecore.core.paths_below_root import join_below_root
+from moecore.data.volumes.bids_table import SEX, read_delimited_table
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.stored_volumes import read_volume
 
@@ -22,7 +22,7 @@ MASKS = ("_desc-brain_mask", "_mask")
 Participants = dict[tuple[str, str], dict[str, str]]  # (participant, session or "") → facts
 
 
-class NewVolume(NamedTuple):
+class NewVolumeFile(NamedTuple):
     """One volume of a folder, and what is known of its subject."""
 
     path: Path
@@ -31,7 +31,7 @@ class NewVolume(NamedTuple):
     root: Path  # the folder; no link leads out of it
 
 
-def find_volumes(folder: str | Path) -> list[NewVolume]:
+def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
     """Every T1-weighted volume below ``folder``, in the order of their names.
 
     BIDS form: sub-*/[ses-*/]anat/*_T1w.nii[.gz]; else every .nii[.gz] or .mgz that is directly in
@@ -52,11 +52,11 @@ def find_volumes(folder: str | Path) -> list[NewVolume]:
             "or .mgz files in it"
         )
     table = _participants(folder / "participants.tsv")
-    return [NewVolume(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
+    return [NewVolumeFile(path, _mask(path), _subject(path, bids, table), folder) for path in paths]
 
 
 def prepare_volumes(
-    new_volumes: list[NewVolume], reference: TrainingCohortRanges
+    new_volumes: list[NewVolumeFile], reference: TrainingCohortRanges
 ) -> tuple[list[np.ndarray], list[str]]:
     """Return the usable volumes, float16 (1, D, H, W), and for each of all why not, or ""."""
     edge, *others = set(reference.data.voxel_mm)
@@ -68,7 +68,7 @@ def prepare_volumes(
     for one in new_volumes:
         try:
             for path in filter(None, (one.path, one.mask)):
-                path_inside(one.root, path)
+                join_below_root(one.root, path)
             volumes.append(read_volume(one.path, grid, one.mask))
             reasons.append("")
         except UserError as error:
@@ -106,9 +106,9 @@ def _subject(path: Path, bids: bool, table: Participants) -> dict[str, str]:
 
 def _participants(path: Path) -> Participants:
     """Age, sex, site as in predictions.csv; {} where there is no such file."""
-    if not path_inside(path.parent, path).exists():
+    if not join_below_root(path.parent, path).exists():
         return {}
-    columns, rows = read_tsv(path)
+    columns, rows = read_delimited_table(path)
     if rows and "participant_id" not in columns:
         raise UserError(f"{path}: lacks the column participant_id")
     problems = []

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError, atomic_text_file
-from moecore.core.inside import path_inside
-from moecore.core.plain import spreadsheet_cell
+from moecore.core.paths_below_root import join_below_root
+from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.calibrators.temperature import FittedTemperature
@@ -118,7 +118,7 @@ def predict_pictures(
 
     def decode_file(path: Path) -> np.ndarray | str:
         try:
-            return decode_image(path_inside(folder, path), spec.shape[0], spec.channels)
+            return decode_image(join_below_root(folder, path), spec.shape[0], spec.channels)
         except (UnreadableImage, UserError) as error:
             return str(error)
 

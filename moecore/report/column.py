@@ -200,7 +200,7 @@ class ResultColumn(NamedTuple):
         return self.column.hits(model)
 
 
-def score_key(score: Score) -> str:
+def score_slug(score: Score) -> str:
     """The score inside the name of a column: claims call the precision at 1 accuracy, too."""
     return {"share": "accuracy"}.get(score.form, score.name)
 

@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.column import Column, score_key
+from moecore.report.column import Column, score_slug
 from moecore.report.measures.attacked_scores import (
     WORST,
     attack_title,
     attacked_name,
     attacks_of,
-    largest_epsilon,
+    format_largest_epsilon,
 )
 from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.cells import Cell, Cells
@@ -183,14 +183,14 @@ def phase_quantities(
                 return QuantityByMethod(words, column, having, unit, remains)
         return None
 
-    attacked, moved = attacked_names(phase)
-    steady = {moved: f"under {last_attack(phase)} routing overlap is {{}}"}
+    attacked, moved = attacked_score_and_change_names(phase)
+    steady = {moved: f"under {describe_last_attack(phase)} routing overlap is {{}}"}
     swaps = [name for name in columns if name.startswith(SWAPPED)]
     if swaps:  # of most words
         part = columns[swaps[-1]].label.rpartition(", ")[2].removesuffix(" swapped")
         steady[swaps[-1]] = f"with {part} swapped routing overlap is {{}}"
     return PhaseQuantities(
-        choose({f"test_{score_key(phase.task.score)}": SCORED[0]}),
+        choose({f"test_{score_slug(phase.task.score)}": SCORED[0]}),
         choose({attacked: SCORED[1] if attacked.endswith(WORST) else SCORED[2]}),
         choose(steady | STEADY),
         choose({"gflops": "GFLOPs", "active_parameters": "active parameters"}),
@@ -203,7 +203,7 @@ def cells_by_method(name: str, cells: Cells) -> dict[str, Cell]:
     return {method: cell for method, row in cells.items() if (cell := row[name]) is not None}
 
 
-def attacked_names(phase: Phase) -> tuple[str, str]:
+def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
     """The columns of the score under attack, and of the change of the routing; "" for none.
 
     Those of the worst case, or else of the last attack; the routing's is of the last attack.
@@ -211,7 +211,7 @@ def attacked_names(phase: Phase) -> tuple[str, str]:
     attack = shown_attack(phase)
     if not attack:
         return "", ""
-    score = attacked_name(score_key(phase.task.score), attack)
+    score = attacked_name(score_slug(phase.task.score), attack)
     return score, f"routing_change_{names_of_attacks(phase)[-1]}"
 
 
@@ -223,11 +223,11 @@ def shown_attack(phase: Phase) -> str:
     return next(reversed(names), "")
 
 
-def last_attack(phase: Phase) -> str:
+def describe_last_attack(phase: Phase) -> str:
     """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
     for name in names_of_attacks(phase)[-1:]:
         met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
-        return f"{attack_title(name)} (ε\u00a0=\u00a0{largest_epsilon(met, name)})"
+        return f"{attack_title(name)} (ε\u00a0=\u00a0{format_largest_epsilon(met, name)})"
     return ""
 
 
@@ -243,7 +243,7 @@ def first_columns(phase: Phase, columns: Collection[str]) -> list[str]:
     Under attack those of the worst case, or else of the last attack; of each kind of column about
     swapped words the last, of most words.
     """
-    score, moved = attacked_names(phase)
+    score, moved = attacked_score_and_change_names(phase)
     swapped = {}
     for name in columns:
         if phase.task.long and name.startswith(("swapped_ppl", SWAPPED)):

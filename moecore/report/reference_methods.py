@@ -6,7 +6,7 @@ And the columns that are relative to the baseline.
 from moecore.measure import routing
 from moecore.report.column import Column, ColumnContext, mean_or_none
 from moecore.report.figures.training_figures import steps_until_baseline_loss
-from moecore.report.typed_results import Measured, Models, Phase, drop_none
+from moecore.report.typed_results import Measured, Models, Phase, list_without_none
 from moecore.training.outcome import Outcome
 
 BASELINE = "vmoe"
@@ -55,7 +55,7 @@ def column_context(phase: Phase, kind: type) -> ColumnContext:
         if seed in rivals
     ]
     of_baseline, of_dense = (
-        drop_none(model.of(kind) for model in phase.models.get(name, {}).values())
+        list_without_none(model.of(kind) for model in phase.models.get(name, {}).values())
         for name in (method, DENSE)
     )
     beside = [pair for pair in pairs if None not in pair]

@@ -22,7 +22,7 @@ from moecore.report.page.explorer import FILE, explorer, has_explorer_images
 from moecore.report.page.report_page import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
-from moecore.report.tables.headline_metrics import render_metrics_json
+from moecore.report.tables.headline_metrics import render_metrics_files
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome
 
@@ -44,10 +44,10 @@ def render_report_files(results: Results, evaluated: Sequence[EvaluatedClaim]) -
         files["curves/robustness.csv"] = robustness_csv(results)
     if any(phase.task.kind == "regression" for phase in phases):
         files["curves/table_s1.csv"] = table_s1_csv(results)
-    return files | render_metrics_json(results) | plot_files(results)
+    return files | render_metrics_files(results) | plot_svg_files(results)
 
 
-def plot_files(results: Results) -> dict[str, str]:
+def plot_svg_files(results: Results) -> dict[str, str]:
     """Path below reports/ → SVG: how trainings went and what attacks leave, and the sizes."""
     pictures = {}
     for phase in results.phases.values():

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import read_task
+from moecore.data.expected_data import parse_card_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
@@ -77,7 +77,7 @@ def read_card_and_task(root: Path, phase: str) -> tuple[dict[str, Any], Task]:
     path = root / "artifacts/data" / phase / "card.json"
     card = read_json(path)
     try:
-        return card, read_task(card["task"])
+        return card, parse_card_task(card["task"])
     except (KeyError, TypeError, ValidationError) as error:
         reason = " ".join(str(error).split())
         again = "run `dvc repro prepare`"

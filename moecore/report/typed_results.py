@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from moecore.study.reading.run_section import Selection
 from moecore.tasks.base import Task
 from moecore.training.regularizers.group_sparsity import GroupSparsity
@@ -58,13 +58,13 @@ class Phase(NamedTuple):
 
     def results(self, kind: type[R]) -> list[R]:
         """The results of this type of all models that have one."""
-        return drop_none(model.of(kind) for model in self.every)
+        return list_without_none(model.of(kind) for model in self.every)
 
     def of(self, kind: type[R]) -> dict[str, list[R]]:
         """method → the results of all its seeds; [] where a seed has none."""
         results: dict[str, list[R]] = {}
         for method, seeds in self.models.items():
-            of_seeds: list[R] = drop_none(model.of(kind) for model in seeds.values())
+            of_seeds: list[R] = list_without_none(model.of(kind) for model in seeds.values())
             results[method] = of_seeds if len(of_seeds) == len(seeds) else []
         return results
 
@@ -134,7 +134,7 @@ class Results(NamedTuple):
 @cache
 def parse_methods_section(settings: str) -> Mapping[str, Any]:
     """The entry ``methods`` of a params.yaml; {} where it has none."""
-    return (parse_yaml(settings).data or {}).get("methods") or {}
+    return (parse_yaml_document(settings).data or {}).get("methods") or {}
 
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
@@ -144,6 +144,6 @@ def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]
     return set(stages)
 
 
-def drop_none(values: Iterable[V | None]) -> list[V]:
+def list_without_none(values: Iterable[V | None]) -> list[V]:
     """Those that are not None."""
     return [value for value in values if value is not None]

@@ -22,9 +22,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.core.source_layout import ROOT, STAGE_MODULES
-from moecore.run.local_ranks import LAUNCHED, rank_by_slurm, threads_by_slurm
+from moecore.run.local_ranks import LAUNCHED, rank_variables_from_slurm, thread_variables_from_slurm
 from moecore.run.stage_entry import MEETING, end_with_parent, has_failed_rank
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.stage_params import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
@@ -91,7 +91,7 @@ LAUNCH_FIELDS = {*StageResources.model_fields, "stage", "tasks"}
 
 def read_cluster(path: str) -> Cluster:
     """The file; raises UserError with file, line and what is allowed, a line for each mistake."""
-    document = load_yaml(path)
+    document = load_yaml_document(path)
     cluster = validate_whole(Cluster, document)
     problems = [(["launch"], _launch_problem(cluster)), *_stage_problems(cluster)]
     wrong = [
@@ -169,7 +169,9 @@ def launch_command(cluster: Cluster, words: Sequence[str]) -> list[str]:
 def hand_stage_to_launcher() -> None:
     """Run this stage with the launcher and exit; in what it started, say which rank it is."""
     if LAUNCHED in os.environ:
-        os.environ.update(rank_by_slurm(os.environ) | threads_by_slurm(os.environ))
+        os.environ.update(
+            rank_variables_from_slurm(os.environ) | thread_variables_from_slurm(os.environ)
+        )
         return
     words = sys.orig_argv[1:]
     if (

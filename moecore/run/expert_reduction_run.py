@@ -8,7 +8,7 @@ from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
 from moecore.run.run_record import record_run
 from moecore.training.artifacts import load_model, save_model, save_words
-from moecore.training.outcome import summarize_model
+from moecore.training.outcome import evaluate_model_outcome
 from moecore.training.runtime import tune_runtime
 from moecore.training.surgery.expert_reduction import ExpertReduction
 
@@ -34,5 +34,5 @@ def record_expert_reduction(
             save_model(folder, model)
             save_words(folder, data)
         run.dataset(data.card)
-        run.result(summarize_model(model, data, seconds))
+        run.result(evaluate_model_outcome(model, data, seconds))
         run.model(target)

@@ -10,9 +10,9 @@ import psutil
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.core.source_layout import list_dvc_files
-from moecore.run.history_file import HISTORY_FILE, GrowingHistory, execution_path, read_dvc_locks
-from moecore.study.reading.document import load_yaml
+from moecore.core.source_layout import list_project_dvc_files
+from moecore.run.history_file import HISTORY_FILE, GrowingHistory, execution_subpath, read_dvc_locks
+from moecore.study.reading.document import load_yaml_document
 
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
 
@@ -30,7 +30,9 @@ class ExecutionHistory(NamedTuple):
     @property
     def item(self) -> str:
         """Its path in artifacts/history, and that of its result in artifacts/measured."""
-        return execution_path(*(self.header[name] for name in ("stage", "phase", "method", "seed")))
+        return execution_subpath(
+            *(self.header[name] for name in ("stage", "phase", "method", "seed"))
+        )
 
     @property
     def has_ended(self) -> bool:
@@ -42,12 +44,12 @@ class ExecutionHistory(NamedTuple):
         if self.has_ended:
             return end["status"], end["t"]
         writer = next(line for line in reversed(self.lines) if "pid" in line)
-        return "RUNNING" if is_running(
+        return "RUNNING" if is_process_running(
             writer["host"], writer["pid"], writer["t"]
         ) else "KILLED", end["t"]
 
 
-def is_running(host: str, pid: int, at: float) -> bool:
+def is_process_running(host: str, pid: int, at: float) -> bool:
     """Whether a process runs that was there ``at`` seconds since 1970; True on another host.
 
     Numbers of ended processes are used again: one that began later is another.
@@ -91,7 +93,7 @@ def read_histories(study: Path, readers: dict[Path, GrowingHistory]) -> dict[str
 
 def paths_in_dvc_locks(study: Path) -> frozenset[str] | None:
     """Return the folders in DVC's lock files; None where DVC was not used."""
-    locks = list_dvc_files(study, "dvc.lock")
+    locks = list_project_dvc_files(study, "dvc.lock")
     newest = max((lock.stat().st_mtime_ns for lock in locks), default=None)
     if newest is None:
         return None
@@ -107,7 +109,7 @@ def _read_lock(study: Path, written: int) -> frozenset[str]:
 def study_methods(study: Path) -> list[str]:
     """Return the methods that params.yaml runs; none where it cannot be read."""
     try:
-        return list(load_yaml(study / "params.yaml").data["run"]["methods"])
+        return list(load_yaml_document(study / "params.yaml").data["run"]["methods"])
     except (UserError, KeyError, TypeError):
         return []  # `moecore check` says what is wrong with the file
 
@@ -117,7 +119,7 @@ def allow_study_packages(study: Path) -> None:
     read. Its models have such parts, and its measurements such pages.
     """
     try:
-        document = load_yaml(study / "params.yaml")
+        document = load_yaml_document(study / "params.yaml")
     except UserError:
         allow_packages((), ())
     else:

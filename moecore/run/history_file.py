@@ -25,8 +25,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, explain_full_disk
 from moecore.core.outside_packages import allowed_packages
 from moecore.core.package_versions import package_versions
-from moecore.core.plain import to_jsonable
-from moecore.core.source_layout import list_dvc_files
+from moecore.core.plain_values import to_jsonable
+from moecore.core.source_layout import list_project_dvc_files
 from moecore.training.monitor import RoutingPoint
 
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
@@ -55,7 +55,7 @@ def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]
     }
 
 
-def execution_path(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
+def execution_subpath(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
     """Return the path of an execution in artifacts/history and artifacts/measured."""
     return "/".join(str(part) for part in (stage, phase, method, seed) if part is not None)
 
@@ -228,7 +228,7 @@ def keep_numbers(value: Mapping[str, Any]) -> dict[str, Any]:
 def read_dvc_locks(folder: Path = Path()) -> dict[str, dict[str, Any]]:
     """Return the stages of a project's lock files; UserError for a damaged one."""
     stages: dict[str, dict[str, Any]] = {}
-    for lock in list_dvc_files(folder, "dvc.lock"):
+    for lock in list_project_dvc_files(folder, "dvc.lock"):
         stages |= _read_lock(lock)
     return stages
 

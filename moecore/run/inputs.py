@@ -9,9 +9,9 @@ from typing import Any
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.core.plain import to_jsonable
+from moecore.core.plain_values import to_jsonable
 from moecore.run.history_file import flatten_keys
-from moecore.study.reading.document import Document, load_yaml
+from moecore.study.reading.document import Document, load_yaml_document
 from moecore.study.reading.stage_params import params_keys_by_field, read_params
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
@@ -25,7 +25,7 @@ def params_path() -> str:
 def allow_params_packages() -> None:
     """Let this process import parts of the packages that its params.yaml lists, if there is one."""
     if Path(params_path()).is_file():
-        document = load_yaml(params_path())
+        document = load_yaml_document(params_path())
         allow_packages(document.packages, document.folders)
 
 
@@ -45,7 +45,9 @@ def refuse_changed_params(params: Config, **item: object) -> None:
 
 def refuse_changed_document(before: Document) -> None:
     """Raise UserError, naming the key, where the file of ``before`` holds other values now."""
-    _refuse_changed_values(flatten_keys(before.data), flatten_keys(load_yaml(before.path).data))
+    _refuse_changed_values(
+        flatten_keys(before.data), flatten_keys(load_yaml_document(before.path).data)
+    )
 
 
 def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -55,7 +57,9 @@ def _refuse_changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         was, is_now = (repr(side[key]) if key in side else "not there" for side in (before, now))
         keys = [int(word) if word.isdigit() else word for word in key.split(".")]
         changed = f"was {was} when this stage read it, and is {is_now}"
-        raise UserError(f"{load_yaml(params_path()).place(keys)}: {key}: {changed}; {GO_ON}")
+        raise UserError(
+            f"{load_yaml_document(params_path()).place(keys)}: {key}: {changed}; {GO_ON}"
+        )
 
 
 def list_input_files(inputs: Iterable[str | Path]) -> list[Path]:

@@ -20,7 +20,7 @@ POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
-def start_ranks(size: int, words: Sequence[str]) -> int:
+def run_local_ranks(size: int, words: Sequence[str]) -> int:
     """Run ``python WORDS`` as ``size`` ranks; the exit code of the first that fails, or 0.
 
     Where one fails, or this process is told to end, all others are ended.
@@ -73,7 +73,7 @@ def end_ranks(running: Sequence[subprocess.Popen]) -> None:
             one.wait()
 
 
-def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a rank, from those of a SLURM task; {} where there are none, or one task."""
     size = int(environment.get("SLURM_NTASKS", "1"))
     if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
@@ -86,7 +86,7 @@ def rank_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def threads_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+def thread_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return as many threads as the task has cores: not every cluster binds tasks to theirs."""
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
@@ -101,4 +101,4 @@ if __name__ == "__main__":
         )
         sys.exit(2)
     end_with_parent()
-    sys.exit(start_ranks(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(run_local_ranks(int(sys.argv[1]), sys.argv[2:]))

@@ -22,7 +22,7 @@ DVC_ITEMS = Path("artifacts/items.safetensors")
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 
 
-def list_unselected_methods_and_seeds(params: Path, run: Selection) -> list[str]:
+def list_left_out_of_overlay(params: Path, run: Selection) -> list[str]:
     """Return the methods and seeds of the overlay beside ``params`` that ``run`` leaves out."""
     folder = params.parent
     root = Path(os.path.relpath(folder.resolve().parents[1]))

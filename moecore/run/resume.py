@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, sealed_object, verify_and_remove_seal, write_whole
+from moecore.core.files import UserError, is_intact_once_unsealed, sealed_object, write_whole
 from moecore.core.source_layout import CODE
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
@@ -23,7 +23,7 @@ CODE_KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, b
 
 
 @contextmanager
-def work_folder(
+def hold_work_folder(
     item: str, params: Config, inputs: Sequence[str | Path], script: str | Path
 ) -> Iterator[Path]:
     """A folder ``.state/<item>/<key>`` for checkpoint and history, removed after success.
@@ -85,7 +85,7 @@ class KeptParts:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        lines = list(whole_lines(content, verify_and_remove_seal))
+        lines = list(whole_lines(content, is_intact_once_unsealed))
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
         whole = b"".join(line for line, _ in lines)
         if whole != content:
@@ -118,7 +118,7 @@ def record_resumable(
     inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
     files = [*inputs, *stage_hash_files(item, params, script)]
     with (
-        work_folder(item, params, inputs, script) as work,
+        hold_work_folder(item, params, inputs, script) as work,
         record_run(stage, params, phase=phase, method=method, seed=seed, inputs=files) as run,
     ):
         yield run, KeptParts(work)

@@ -16,12 +16,12 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import FullDisk, whole_folder, write_json, write_sealed, write_whole
-from moecore.core.plain import to_jsonable
+from moecore.core.plain_values import to_jsonable
 from moecore.run.history_file import (
     HISTORY_FILE,
     append_line,
     encode_line,
-    execution_path,
+    execution_subpath,
     flatten_keys,
     json_number,
     keep_numbers,
@@ -141,7 +141,7 @@ def record_run(
     inputs: artifacts that the stage reads; UserError at the end where they or the settings changed.
     """
     hashes = hash_inputs(inputs)
-    path = execution_path(stage, phase, method, seed)
+    path = execution_subpath(stage, phase, method, seed)
     published = Path("artifacts/history", path)
     folder = (work or Path(".state/runs", path)) / "history"
     earlier = []

@@ -21,14 +21,14 @@ from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
 from moecore.run.progress import ProgressBar, ProgressLines, report_progress
-from moecore.run.resume import stage_hash_files, work_folder
+from moecore.run.resume import hold_work_folder, stage_hash_files
 from moecore.run.run_record import Run, record_run
 from moecore.study.reading.stage_params import read_params
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.compilation_and_tracing import trace_file
 from moecore.training.job import TrainingJob
 from moecore.training.loop import Metrics, iterate_training, total_steps
-from moecore.training.monitor import Monitor, describe_point, next_point
+from moecore.training.monitor import Monitor, build_routing_point, describe_point
 from moecore.training.outcome import TrainingLog
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training
@@ -100,7 +100,7 @@ class TrainingRun:
     ) -> None:
         """Record and show what the routing did since the point before."""
         before = self.run.last_routing
-        point = next_point(metrics.step, metrics.routing, before, monitor, agreement)
+        point = build_routing_point(metrics.step, metrics.routing, before, monitor, agreement)
         self.run.routing(point)
         bar.show_note(describe_point(point))
         for line in point.warnings:
@@ -153,7 +153,7 @@ def training_run(
         return
     files = [data.folder, *inputs]
     with (
-        work_folder(name, params, files, script) as work,
+        hold_work_folder(name, params, files, script) as work,
         record_run(
             stage,
             params,
@@ -168,7 +168,7 @@ def training_run(
         yield TrainingRun(run, work, name.replace("/", " "), monitor)
 
 
-def log_progress(
+def log_points_with_progress(
     points: Iterable[tuple[int, dict[str, float]]], steps: int, title: str, run: Run
 ) -> dict[str, float]:
     """Show and log (step, values) as they come; return the last values."""

@@ -50,7 +50,7 @@ def mean_over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def mean_over_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
+def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     """Mean of one value per pair of S seeds with a jackknife interval over seeds (t, S − 1).
 
     values: (S, S), symmetric; the diagonal is not read. Pairs share seeds, so that they are not
@@ -58,7 +58,7 @@ def mean_over_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     """
     seeds = len(values)
     if seeds < 2:
-        raise ValueError("mean_over_pairs: fewer than two seeds")
+        raise ValueError("mean_over_seed_pairs: fewer than two seeds")
     pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
     mean = float(pairs.sum() / (seeds * (seeds - 1)))
     if seeds == 2:

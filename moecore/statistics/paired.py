@@ -49,7 +49,7 @@ def mcnemar(first_only: int, second_only: int) -> float:
     return float(binomtest(first_only, first_only + second_only).pvalue)
 
 
-def paired_difference(table: PairedHits, level: float = 0.95) -> Interval:
+def paired_share_difference(table: PairedHits, level: float = 0.95) -> Interval:
     """Share of the first model minus that of the second, with the interval of Newcombe (1998,
     Statistics in Medicine 17, method 10).
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
-from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
+from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
 from moecore.tasks.base import ExtraTestMetrics, Reduction
 from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification_metrics import class_nll, confusion_counts, top1_hits, topk_hits
@@ -72,7 +72,7 @@ class Classification(ClassTask):
         """Return the difference of paired shares (Newcombe, 1998), or of people by bootstrap."""
         if indices_by_person(people) is not None:
             return paired_bootstrap(one.numpy(), other.numpy(), level=level, people=people)
-        return paired_difference(count_paired_hits(one.numpy(), other.numpy()), level)
+        return paired_share_difference(count_paired_hits(one.numpy(), other.numpy()), level)
 
     def details(self, prediction: Tensor, labels: Tensor, train_labels: Tensor) -> ExtraTestMetrics:
         """Return how many are right, and which class is taken for which."""

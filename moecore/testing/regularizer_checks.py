@@ -13,7 +13,7 @@ from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.testing.check_helpers import assert_that, settings_of
-from moecore.testing.small_models import EXPERTS, IMAGE, small_step, small_vit
+from moecore.testing.small_models import EXPERTS, IMAGE, small_objective_inputs, small_vit
 from moecore.training.regularizers.base import Regularizer
 
 OWN = {  # routers and experts that alone provide what a regularizer needs
@@ -40,7 +40,7 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     """
     settings = settings_of(regularizer)
     model = small_vit(SAID, moe=next((OWN[need] for need in settings.needs & set(OWN)), None))
-    step = small_step(model)
+    step = small_objective_inputs(model)
     unknown = sorted(settings.needs - NEEDS)
     assert_that(settings, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")
     before = torch.get_rng_state()

@@ -13,7 +13,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.balances.base import Balance
-from moecore.nn.dispatch import Rows, dense_rows
+from moecore.nn.dispatch import Rows, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import (
@@ -72,7 +72,7 @@ def check_balance(balance: Balance | type[Balance]) -> None:
     settings = NoisyTopK(score="sigmoid", balance=settings_of(balance))
     check_router(settings)
     layer = build_drawn_layer(settings).eval()
-    tokens, context = make_inputs(settings, layer)
+    tokens, context = make_tokens_and_context(settings, layer)
     before = copy.deepcopy(layer.state_dict())
     update_routers(layer, layer(tokens, context)[1])
     kept = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
@@ -86,7 +86,9 @@ def build_drawn_layer(router: Any, experts: Any = EXPERTS) -> MoEFeedForward:
     return layer
 
 
-def make_inputs(router: Any, layer: MoEFeedForward, seed: int = 1) -> tuple[Tensor, RoutingContext]:
+def make_tokens_and_context(
+    router: Any, layer: MoEFeedForward, seed: int = 1
+) -> tuple[Tensor, RoutingContext]:
     """Return tokens (B, T, d), three groups of those that may share a capacity, and a context.
 
     The context has what the router wants; its attention looks back only.
@@ -95,7 +97,7 @@ def make_inputs(router: Any, layer: MoEFeedForward, seed: int = 1) -> tuple[Tens
     tokens = seeded_randn(batch, TOKENS, WIDTH, seed=seed)
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     scores = seeded_randn(batch, TOKENS, TOKENS, seed=seed + 1).masked_fill(later, -torch.inf)
-    experts = count_choices(layer)
+    experts = count_candidate_experts(layer)
     fields = {
         "attention": scores.softmax(dim=-1),
         "attended": seeded_randn(batch, TOKENS, WIDTH, seed=seed + 2),
@@ -109,13 +111,15 @@ def make_inputs(router: Any, layer: MoEFeedForward, seed: int = 1) -> tuple[Tens
     return tokens, RoutingContext(**wanted, progress=0.0)
 
 
-def count_choices(layer: MoEFeedForward) -> int:
+def count_candidate_experts(layer: MoEFeedForward) -> int:
     """Return how many experts the layer's router chooses among."""
     others = layer.zero_computation
     return layer.number + (0 if others is None else sum(others.sizes))
 
 
-def map_fields(context: RoutingContext, change: Callable[[Tensor], Tensor]) -> RoutingContext:
+def map_context_tensors(
+    context: RoutingContext, change: Callable[[Tensor], Tensor]
+) -> RoutingContext:
     """Return the context with each of its tensors changed."""
     changed: dict[str, Any] = {
         name: change(field)
@@ -135,10 +139,10 @@ def is_causal(router: Any) -> bool:
 
 
 def _check_record(router: Any, layer: MoEFeedForward) -> None:
-    tokens, context = make_inputs(router, layer)
+    tokens, context = make_tokens_and_context(router, layer)
     for training in (True, False):
         output, (record,) = layer.train(training)(tokens, context)
-        shape = (*tokens.shape[:2], count_choices(layer))
+        shape = (*tokens.shape[:2], count_candidate_experts(layer))
         assert_that(router, output.shape == tokens.shape, "tokens keep their shape")
         if record.penalty is not None:
             is_right = training and record.penalty.shape == tokens.shape[:2]
@@ -161,8 +165,8 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
 
 def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
     """Where experts see whole tokens: the layer and every expert on every token agree."""
-    tokens, context = make_inputs(router, layer)
-    if not sees_whole_tokens(layer.eval(), tokens, context):
+    tokens, context = make_tokens_and_context(router, layer)
+    if not has_whole_token_rows(layer.eval(), tokens, context):
         return
 
     def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
@@ -173,7 +177,7 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
             routed = routed + twin.zero_computation(values, others)
         if twin.shared is None:
             return routed
-        return routed + twin.shared(dense_rows(values)).view_as(values)
+        return routed + twin.shared(single_expert_rows(values)).view_as(values)
 
     promise = "the layer is the sum of all experts, weighted by combine"
     for training in (True, False):
@@ -185,7 +189,7 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, agree, f"{promise}, in gradients too")
 
 
-def sees_whole_tokens(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
+def has_whole_token_rows(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
     """Return whether each row of the experts is a token, and no mixture of several, and each expert
     itself.
     """
@@ -226,7 +230,7 @@ def _check_gradient(router: Any, layer: MoEFeedForward) -> None:
     parameters = list(layer.router.parameters())
     if not parameters:
         return
-    tokens, context = make_inputs(router, layer)
+    tokens, context = make_tokens_and_context(router, layer)
     with torch.random.fork_rng(devices=[]):
         output, (record,) = layer.train()(tokens, context)
     loss = output.square().sum() + record.probs.square().sum() + record.load.square().sum()
@@ -238,13 +242,13 @@ def _check_gradient(router: Any, layer: MoEFeedForward) -> None:
 
 
 def _check_evaluation(router: Any, layer: MoEFeedForward) -> None:
-    tokens, context = make_inputs(router, layer.eval())
+    tokens, context = make_tokens_and_context(router, layer.eval())
     before = torch.get_rng_state()
     first, again = layer(tokens, context), layer(tokens, context)
     assert_that(router, torch.equal(before, torch.get_rng_state()), "evaluation draws no number")
     assert_that(router, _is_same(first, again), "evaluation gives the same twice")
     group = coupled_image_count(layer)
-    alone = layer(tokens[:group], map_fields(context, lambda field: field[:group]))
+    alone = layer(tokens[:group], map_context_tensors(context, lambda field: field[:group]))
     promise = "in evaluation an image is routed alike in any batch"
     assert_that(router, is_close(alone[0], first[0][:group]), promise)
     assert_that(router, torch.equal(alone[1][0].chosen, first[1][0].chosen[:group]), promise)
@@ -258,7 +262,7 @@ def _is_same(
 
 
 def _check_autocast(router: Any, layer: MoEFeedForward) -> None:
-    tokens, context = make_inputs(router, layer.eval())
+    tokens, context = make_tokens_and_context(router, layer.eval())
     _, (expected,) = layer(tokens, context)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, (record,) = layer(tokens, context)
@@ -285,7 +289,7 @@ def _check_resuming(router: Any, experts: Any) -> None:
 def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
     layer.train()
     for step in steps:
-        tokens, context = make_inputs(router, layer, seed=100 + 10 * step)
+        tokens, context = make_tokens_and_context(router, layer, seed=100 + 10 * step)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(step)
             output, (record,) = layer(tokens, context)
@@ -300,9 +304,9 @@ def _train_steps(router: Any, layer: MoEFeedForward, steps: range) -> None:
 
 def _check_causality(router: Any, layer: MoEFeedForward) -> None:
     layer = copy.deepcopy(layer).double()
-    tokens, context = make_inputs(router, layer)
+    tokens, context = make_tokens_and_context(router, layer)
     tokens = tokens.double()
-    context = map_fields(context, Tensor.double)
+    context = map_context_tensors(context, Tensor.double)
     promise = "it says that it is causal: a later token, or another text, never moves a token"
     for training in (True, False)[router.looks_ahead_in_training :]:
         layer.train(training)

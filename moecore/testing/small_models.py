@@ -31,7 +31,7 @@ def small_vit(image: ImageSpec = IMAGE, moe: MoESettings | None = None) -> Patch
     return model
 
 
-def small_step(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInputs:
+def small_objective_inputs(model: PatchTransformer, progress: float = 0.0) -> ObjectiveInputs:
     """Return one step as objectives see it: two views of three images, a teacher's routing."""
     images = seeded_randn(6, model.image.stored_channels, SIDE, SIDE).sigmoid()
     labels = torch.arange(6) % len(CLASSES.classes)

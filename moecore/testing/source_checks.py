@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from moecore.core.files import UserError, read_json
-from moecore.core.outside_packages import more_packages, outside_kinds
+from moecore.core.outside_packages import more_packages, outside_kinds_in_settings
 from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
@@ -26,7 +26,7 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
     card, again = settings.prepare(folder / "first"), settings.prepare(folder / "second")
     assert_that(settings, again == card, "the same settings write the same bytes")
     try:
-        with more_packages({kind.partition(".")[0] for kind in outside_kinds(card)}):
+        with more_packages({kind.partition(".")[0] for kind in outside_kinds_in_settings(card)}):
             data = Prepared.open(folder / "first", verify=True)
     except UserError as error:
         raise AssertionError(f"{type(settings).__name__}: what it wrote opens: {error}") from error

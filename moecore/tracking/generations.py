@@ -73,13 +73,13 @@ def group_by_method_and_seed(histories: Iterable[ExecutionHistory]) -> list[Mode
         method, seed = history.header["method"], history.header["seed"]
         groups[(SHARED, 0) if None in (method, seed) else (method, seed)].append(history)
     generations = [
-        ModelHistories(*key, group, {} if key[0] == SHARED else newest_trainings(group))
+        ModelHistories(*key, group, {} if key[0] == SHARED else newest_training_by_phase(group))
         for key, group in groups.items()
     ]
     return sorted(generations, key=lambda one: (one.method == SHARED, one.method != DENSE))
 
 
-def newest_trainings(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
+def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str, ExecutionHistory]:
     """Return phase → its training: that which runs, else the published one.
 
     A fine-tuning from before the pretraining is left out.

@@ -64,7 +64,9 @@ def curve_name(name: str) -> str:
     return "loss/total" if name == "loss" else f"loss/{name}"
 
 
-def stage_numbers(stage: str, summary: Mapping[str, Any]) -> tuple[dict[str, float], dict]:
+def stage_metrics_and_params(
+    stage: str, summary: Mapping[str, Any]
+) -> tuple[dict[str, float], dict]:
     """Return the result of a stage, without limits: what is drawn, and what is only listed."""
     metrics: dict[str, float] = {}
     params: dict[str, Any] = {}

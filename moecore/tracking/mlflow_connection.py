@@ -29,7 +29,7 @@ ENVIRONMENT = {
 }
 
 
-def repository_root() -> Path:
+def project_root() -> Path:
     """Return the project: DVC's inside a stage, else the one around this folder, or the folder."""
     if root := outermost_dvc_project():
         return root
@@ -45,7 +45,7 @@ def _is_root(folder: Path) -> bool:
 
 def store_address() -> str:
     """Return the store's address; absolute, as an experiment of DVC runs in another folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{repository_root() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{project_root() / 'mlflow.db'}"
 
 
 def sqlite_file() -> Path | None:
@@ -60,7 +60,7 @@ def mask_password(text: str) -> str:
     return text.replace(f":{password}@", ":***@") if password else text
 
 
-def configure_mlflow() -> None:
+def set_mlflow_timeouts_and_logging() -> None:
     """Let MLflow give up within seconds, and say nothing beside what it raises."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -95,9 +95,9 @@ def error_cause(error: BaseException) -> str:
     return mask_password(line) or type(error).__name__
 
 
-def lock_imports() -> FileLock:
+def mlflow_import_lock() -> FileLock:
     """Return the lock of imports: two at a time would make two runs of a history."""
-    file = repository_root() / ".state" / "import.lock"
+    file = project_root() / ".state" / "import.lock"
     file.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(file)
 
@@ -105,9 +105,9 @@ def lock_imports() -> FileLock:
 def connect_store() -> Any:
     """Return an MlflowClient of the store; a sqlite file that does not exist is made.
 
-    To be called within ``lock_imports``. Raises UserError where the store does not answer.
+    To be called within ``mlflow_import_lock``. Raises UserError where the store does not answer.
     """
-    configure_mlflow()
+    set_mlflow_timeouts_and_logging()
     # Here, as importing it takes a second and reads the environment that is set above.
     from mlflow import MlflowClient
 
@@ -154,7 +154,7 @@ def experiment_name(folder: Path) -> str:
 def get_experiment(client: Any, name: str) -> Any:
     """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/."""
     if client.get_experiment_by_name(name) is None:
-        files = (repository_root() / "mlruns" / name).as_uri() if sqlite_file() else None
+        files = (project_root() / "mlruns" / name).as_uri() if sqlite_file() else None
         kind = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
         client.create_experiment(name, artifact_location=files, tags=kind)
     return client.get_experiment_by_name(name)

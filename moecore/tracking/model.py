@@ -14,9 +14,9 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import allowed_packages, package_folder
 from moecore.core.source_layout import ROOT
 from moecore.tracking.mlflow_connection import (
-    configure_mlflow,
     error_cause,
     mask_password,
+    set_mlflow_timeouts_and_logging,
     store_address,
 )
 from moecore.tracking.stored_run import StoredRun
@@ -120,7 +120,7 @@ def model_folder(address: str) -> Path:
     address: ``models:/moecore.vmoe.pretrain.0@current``, or ``…/1`` for a version, in the store of
     ``moecore ui``. Nothing is unpickled. Raises UserError where there is no such model.
     """
-    configure_mlflow()
+    set_mlflow_timeouts_and_logging()
     import mlflow
     from mlflow.artifacts import download_artifacts
     from mlflow.exceptions import MlflowException

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory
 from moecore.run.history_file import GrowingHistory, routing_points
@@ -29,7 +29,7 @@ from moecore.tracking.metric_names import (
     mlflow_safe_name,
     parent_run_points,
     routing_curve_points,
-    stage_numbers,
+    stage_metrics_and_params,
 )
 from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun, list_runs
 from moecore.tracking.view import CURRENT, save_view
@@ -62,17 +62,17 @@ class Importer:
     def import_all(self) -> Counter[str]:
         """Import once; returns what was done. Raises UserError where anything hinders it."""
         counts: Counter[str] = Counter()
-        with mlflow_connection.lock_imports():
+        with mlflow_connection.mlflow_import_lock():
             client = mlflow_connection.connect_store()
             with mlflow_connection.store_errors_as_user_errors():
-                root = mlflow_connection.repository_root()
+                root = mlflow_connection.project_root()
                 for study in (root, *sorted((root / "pipelines").glob("*"))):
                     if histories := records.read_histories(study, self.readers):
-                        counts += StudyImport(client, study, histories, self.sent).import_all()
+                        counts += StudyImporter(client, study, histories, self.sent).import_all()
         return counts
 
 
-class StudyImport:
+class StudyImporter:
     """One import of the histories of a study into its experiment."""
 
     def __init__(
@@ -210,7 +210,7 @@ class StudyImport:
     def _send_line(self, history: ExecutionHistory, line: dict, run: StoredRun) -> None:
         run.set_tags(line.get("tags", {}))
         if "summary" in line:
-            metrics, params = stage_numbers(history.header["stage"], line["summary"])
+            metrics, params = stage_metrics_and_params(history.header["stage"], line["summary"])
             run.set_numbers(metrics, int(line["t"] * 1000))
             run.add_params(params)
         if "dataset" in line:
@@ -220,7 +220,7 @@ class StudyImport:
         if "file" in line:
             # A stage that ends moves its history: from the working folder to the published one.
             places = (history.folder, self.study / "artifacts/history" / history.item)
-            files = [path_inside(place, line["file"]) for place in places]
+            files = [join_below_root(place, line["file"]) for place in places]
             for file in [file for file in files if file.is_file()][:1]:
                 self.client.log_artifact(run.id, str(file), line["file"].split("/")[0])
 
@@ -228,7 +228,7 @@ class StudyImport:
         self, history: ExecutionHistory, run: StoredRun, parent: StoredRun | None
     ) -> None:
         for folder in [line["model"] for line in history.lines if "model" in line][-1:]:
-            place, experiment = path_inside(self.study, folder), self.experiment.experiment_id
+            place, experiment = join_below_root(self.study, folder), self.experiment.experiment_id
             try:
                 # Of a method's parent, whose row shows it under the name of the stage.
                 stage = history.header["stage"]
@@ -265,11 +265,11 @@ class StudyImport:
         self.client.log_figure(run.id, figure, "figures/expert_load.png", save_kwargs=PIXELS)
 
     def _send_headline(self, generation: ModelHistories, parent: StoredRun) -> None:
-        from moecore.report.tables.headline_metrics import headline_numbers
+        from moecore.report.tables.headline_metrics import read_headline_numbers
 
         method, seed = generation.method, generation.seed
         items = {name: self.items.get((name, seed), frozenset()) for name in (method, DENSE)}
-        numbers, counts = headline_numbers(self.study, method, seed, items)
+        numbers, counts = read_headline_numbers(self.study, method, seed, items)
         named = {mlflow_safe_name(name): value for name, value in numbers.items()}
         parent.set_numbers(named, int(time.time() * 1000))
         parent.add_params(counts)
@@ -283,7 +283,7 @@ class StudyImport:
         for run in [run for uid, run in self.runs.items() if uid not in self.histories]:
             run.set_tags({CURRENT: "false"})
             writer = (run.tags["host"], int(run.tags["pid"]), run.started)
-            if run.status == "RUNNING" and not records.is_running(*writer):
+            if run.status == "RUNNING" and not records.is_process_running(*writer):
                 run.set_state("KILLED", time.time())
                 self.counts["ended"] += 1
 

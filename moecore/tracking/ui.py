@@ -58,7 +58,7 @@ def start_server(port: int) -> subprocess.Popen:
     # In its environment, as a list of processes shows the words of a command.
     settings = mlflow_connection.ENVIRONMENT | {
         "MLFLOW_BACKEND_STORE_URI": mlflow_connection.store_address(),
-        "MLFLOW_ARTIFACTS_DESTINATION": str(mlflow_connection.repository_root() / "mlartifacts"),
+        "MLFLOW_ARTIFACTS_DESTINATION": str(mlflow_connection.project_root() / "mlartifacts"),
         # Its workers for evaluations of language models: nine processes, a gigabyte.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "PYTHONWARNINGS": "ignore",

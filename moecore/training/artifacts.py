@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.core.config import Config, read_settings
+from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, read_json, write_json, write_sealed, write_whole
 from moecore.core.outside_packages import (
     allowed_packages,
     import_module_of_package,
     more_packages,
-    outside_kinds,
+    outside_kinds_in_settings,
 )
 from moecore.core.package_versions import package_versions
 from moecore.core.routing_records import Feature
@@ -23,7 +23,7 @@ from moecore.data.text.tokenizers import load_tokenizer
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, Model
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.tasks.image_text import ImageText
 from moecore.training.guide import Guide, GuidedModel
 
@@ -61,7 +61,7 @@ def save_model(folder: str | Path, model: Model) -> None:
     guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     settings = card.model_dump(mode="json")
-    named = [kind.partition(".")[0] for kind in outside_kinds(settings)]
+    named = [kind.partition(".")[0] for kind in outside_kinds_in_settings(settings)]
     settings["versions"] = package_versions(dict.fromkeys([*allowed_packages(), *named]))
     if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
@@ -90,12 +90,12 @@ def load_card(folder: str | Path) -> ModelCard:
         )
     path = Path(folder) / "model.json"
     _refuse_unknown_packages(path, read_json(path))
-    return read_settings(path, ModelCard, "the settings of a model")
+    return read_json_settings(path, ModelCard, "the settings of a model")
 
 
 def _refuse_unknown_packages(path: Path, settings: Any) -> None:
     """Raise UserError where a part of a model is of a package that is not allowed or has none."""
-    for kind in outside_kinds(settings):
+    for kind in outside_kinds_in_settings(settings):
         package = kind.partition(".")[0]
         versions = settings.get("versions") if isinstance(settings, dict) else None
         version = versions.get(package) if isinstance(versions, dict) else None
@@ -134,10 +134,10 @@ def load_unguided(folder: str | Path) -> BackboneModel:
     weights, _ = read_tensors(path)
     # The first weights are drawn, and then replaced: the caller's draws stay what they were.
     with torch.random.fork_rng(devices=[]):
-        with on_meta_device():  # settings of another size are refused before they take memory
-            load_weights(card.build(), weights, path, assign=True)
+        with meta_device_context():  # settings of another size are refused before they take memory
+            check_and_load_state_dict(card.build(), weights, path, assign=True)
         model = card.build()
-    load_weights(model, weights, path)
+    check_and_load_state_dict(model, weights, path)
     return model.eval()
 
 
@@ -233,7 +233,7 @@ def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
 
 def read_guide_card(folder: Path) -> GuideSettings:
     """Return what is said of the guide in ``folder``; raises UserError that names its file."""
-    return read_settings(folder / "guide.json", GuideSettings, "the settings of a guide")
+    return read_json_settings(folder / "guide.json", GuideSettings, "the settings of a guide")
 
 
 def _load_guide(folder: Path, settings: GuideSettings, size: Size | None = None) -> Guide:
@@ -244,11 +244,11 @@ def _load_guide(folder: Path, settings: GuideSettings, size: Size | None = None)
     guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
         path = folder / "routers.safetensors"
-        load_weights(guide.routers, read_tensors(path)[0], path)
+        check_and_load_state_dict(guide.routers, read_tensors(path)[0], path)
     return guide.eval()
 
 
-def load_weights(
+def check_and_load_state_dict(
     module: nn.Module,
     weights: Mapping[str, Tensor],
     path: Path,

@@ -19,14 +19,14 @@ from torch import Tensor, distributed, nn
 from moecore.core.files import UserError, file_checksum, read_json, write_sealed
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.training.artifacts import load_weights
+from moecore.training.artifacts import check_and_load_state_dict
 from moecore.training.sharded_state import (
     at_least_1d,
-    collect_state,
+    collect_rank_state,
     is_sharded_tensor,
     local_shard,
     optimizer_parameters,
-    read_sharded,
+    read_distributed_checkpoint,
     restore_optimizer,
     shard_like,
     short_error,
@@ -57,7 +57,7 @@ class Checkpoint:
         Raises UserError where the checkpoint before could not be written.
         """
         self.wait()
-        tensors = collect_state(model, optimizer)
+        tensors = collect_rank_state(model, optimizer)
         if any(is_sharded_tensor(value) for value in tensors.values()):
             self._start_writing(self._shard_writer(step, tensors, note))
             return
@@ -98,7 +98,7 @@ class Checkpoint:
             if prefixed.startswith("model."):
                 name = prefixed.removeprefix("model.")
                 weights[name] = shard_like(value, state.get(name, value))
-        load_weights(model, weights, there, mend=AGAIN)
+        check_and_load_state_dict(model, weights, there, mend=AGAIN)
         restore_optimizer(optimizer, tensors)
         return int(about["step"]), json.loads(about["note"])
 
@@ -121,7 +121,7 @@ class Checkpoint:
                 return state[rest]
             return parameters[int(rest.split(".")[0])].detach()
 
-        return read_sharded(folder, of), about
+        return read_distributed_checkpoint(folder, of), about
 
     def _start_writing(self, write: Callable[[], None]) -> None:
         def kept() -> None:

@@ -30,7 +30,7 @@ TRACED = 4  # steps
 Compile = Literal["off", "tried", "required"]
 
 
-def requested_compile(device: str) -> Compile:
+def compile_policy(device: str) -> Compile:
     """Return whether blocks are compiled: $MOECORE_COMPILE, one of auto (the default), true, false.
 
     auto tries it on CUDA, in trainings of at least ``LONG`` steps: compiling takes up to a minute.
@@ -130,7 +130,7 @@ def trace_file(title: str) -> Path | None:
     return Path(folder) / f"{title.replace(' ', '_')}.json.gz"
 
 
-def profile_steps(steps: range, path: Path | None, device: str) -> Iterator[int]:
+def iterate_traced_steps(steps: range, path: Path | None, device: str) -> Iterator[int]:
     """The steps, one by one; where there is a ``path``, a few of them are traced into it.
 
     A Chrome trace, gzipped, of what the host and the device do while the caller computes these

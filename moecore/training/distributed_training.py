@@ -28,7 +28,7 @@ from moecore.training.sharded_state import optimizer_parameters, shard_like, to_
 FEW = 8  # up to so many shards parameters stay whole between forward and backward
 
 
-class Spread:
+class DistributedTraining:
     """A job's training on this rank and all others."""
 
     def __init__(self, job: TrainingJob, settings: Training, device: str) -> None:

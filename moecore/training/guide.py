@@ -107,7 +107,7 @@ def attach_required_guide(model: BackboneModel, guide: Guide | None) -> Model:
     return GuidedModel(model, guide)
 
 
-def aligned_blocks(
+def aligned_teacher_blocks(
     student: tuple[int, ...], ours: tuple[int, ...], theirs: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The teacher's blocks at the same relative depth as the student's (indices from 0; equal where
@@ -130,7 +130,7 @@ def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...])
     moe = method.moe
     if moe is None:
         return Guide(teacher, (), 0, method.teacher_router.features)
-    blocks = aligned_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
+    blocks = aligned_teacher_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
     return Guide(teacher, blocks, moe.experts.choices, method.teacher_router.features, method.joint)
 
 

@@ -17,9 +17,9 @@ from moecore.core.routing_records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, BatchDraws, generator_for
 from moecore.data.loader import Loaded, batch_indices, load_split_for_device, steps_per_epoch
 from moecore.data.prepared import Prepared, Split
-from moecore.data.text.reading_order import Stream
+from moecore.data.text.reading_order import TextStreams
 from moecore.data.views.mix import mix_images
-from moecore.data.views.views import draw_views
+from moecore.data.views.views import make_random_views
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
@@ -32,7 +32,7 @@ class TrainingJob(NamedTuple):
     """A model and what it learns from."""
 
     model: BackboneModel
-    train: Loaded | Stream
+    train: Loaded | TextStreams
     validation: Loaded
     objective: Objective
     guide: Guide | None = None  # a frozen teacher, for the losses that need one
@@ -48,7 +48,7 @@ class TrainingJob(NamedTuple):
         """Return the updates of an epoch: as set, or once over all that there is."""
         if settings.updates is not None:
             return settings.updates
-        if isinstance(self.train, Stream):
+        if isinstance(self.train, TextStreams):
             return self.train.steps(settings.batch)
         return steps_per_epoch(len(self.train.labels), settings.batch)
 
@@ -90,10 +90,10 @@ def build_training_job(
         train = Split(train.images, places.permutation(train.labels))
     if guide is not None:
         guide = guide.to(device)
-    learned: Loaded | Stream
+    learned: Loaded | TextStreams
     if "tokens" in data.card:  # a text is read as a stream; its windows are not moved
         tokens = torch.from_numpy(np.array(data.text_rows("train")))
-        learned = Stream(tokens.to(device), *data.card["size"])
+        learned = TextStreams(tokens.to(device), *data.card["size"])
     else:
         learned = load_split_for_device(train, device)
     validation = load_split_for_device(data.validation, device)
@@ -107,7 +107,7 @@ def training_batch(job: TrainingJob, settings: Training, seed: int, step: int) -
     are never mixed with other images: a patch would lose its partner (PRC, §IV).
     """
     rows = current_ranks().rows(settings.batch)
-    if isinstance(job.train, Stream):
+    if isinstance(job.train, TextStreams):
         words, following, anew = job.train.take(settings.batch, seed, step, rows)
         return Batch(words, following, torch.empty(0), anew=anew)
     made = make_batch_views(job, settings, seed, step, rows)
@@ -144,7 +144,7 @@ def make_batch_views(
     """The views of the images at ``places`` of the batch; None for all of them."""
     draws = BatchDraws(generator_for(seed, step, VIEWS), settings.batch, places)
     indices = draws.select_rows(batch_indices(len(job.train.labels), settings.batch, seed, step))
-    assert not isinstance(job.train, Stream)
+    assert not isinstance(job.train, TextStreams)
     images, labels = job.train.take(indices)
     labels = job.task.drawn(labels, draws)
     epoch = step // job.updates(settings)
@@ -152,7 +152,7 @@ def make_batch_views(
     if job.isolation is not None and isinstance(images, Tensor):
         images, region = job.isolation.isolated(images, indices, step, epoch, draws)
         region = region.repeat(job.views)
-    made = [draw_views(images, settings.views, draws) for _ in range(job.views)]
+    made = [make_random_views(images, settings.views, draws) for _ in range(job.views)]
     views, affines = made[0]
     if job.views > 1:
         views = torch.cat([images for images, _ in made])

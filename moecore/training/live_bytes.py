@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moecore.core.torch_internals import TorchDispatchMode, storage_address, tree_leaves
+from moecore.core.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage_address(tensor)
+        key = storage_identity(tensor)
         if key in self._known:
             return
         self._known[key] = weakref.finalize(storage, self._free, key, storage.nbytes())

@@ -21,11 +21,11 @@ from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.compilation_and_tracing import CompiledBlocks, profile_steps
+from moecore.training.compilation_and_tracing import CompiledBlocks, iterate_traced_steps
 from moecore.training.guide import attach_required_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
 from moecore.training.live_bytes import live_training_tensors
-from moecore.training.meter import WEIGHED, Meter, check_finite_predictions, take_finite_metrics
+from moecore.training.meter import WEIGHED, Meter, check_finite_predictions, take_and_check_metrics
 from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import Runtime
@@ -33,7 +33,7 @@ from moecore.training.settings import Training
 from moecore.training.sharded_state import optimizer_parameters
 
 if TYPE_CHECKING:
-    from moecore.training.distributed_training import Spread
+    from moecore.training.distributed_training import DistributedTraining
 
 
 class Metrics(NamedTuple):
@@ -80,7 +80,7 @@ def iterate_training(
     meter = Meter(torch.device(runtime.device), f"train_{job.task.history_name}", monitor)
     batch_of = batch_maker(job, settings, seed, range(saved, steps), runtime.device)
     blocks = CompiledBlocks([job.model, job.guide], runtime.compile, steps - saved)
-    for step in profile_steps(range(saved, steps), trace, runtime.device):
+    for step in iterate_traced_steps(range(saved, steps), trace, runtime.device):
         rate = learning_rate(step, steps, settings.warmup_epochs * per_epoch, settings)
         batch = batch_of(step)
         torch.manual_seed(generator_for(seed, step, NOISE).initial_seed())
@@ -97,7 +97,7 @@ def iterate_training(
             reorthonormalise_bases(whole.model, spread)
         if after % settings.log_every and after % per_epoch:
             continue
-        values, routing = take_finite_metrics(
+        values, routing = take_and_check_metrics(
             meter, job.model, after, rate, _last_checkpoint(checkpoint, saved)
         )
         if after % per_epoch == 0 and current_ranks().first:
@@ -113,15 +113,17 @@ def iterate_training(
         checkpoint.wait()
 
 
-def spread_over_ranks(job: TrainingJob, settings: Training, device: str) -> "Spread | None":
+def spread_over_ranks(
+    job: TrainingJob, settings: Training, device: str
+) -> "DistributedTraining | None":
     """Put the model on its device; this rank's part, or None. UserError if it does not divide."""
     job.model.to(device)
     if has_process_group():
         from moecore.training.distributed_training import (
-            Spread,  # half a second, for several ranks only
+            DistributedTraining,  # half a second, for several ranks only
         )
 
-        return Spread(job, settings, device)
+        return DistributedTraining(job, settings, device)
     for key in ("shard", "expert_parallel"):
         if getattr(settings, key) > 1:
             one = "there is one rank; allowed: 1, or more ranks"
@@ -154,7 +156,7 @@ def total_steps(job: TrainingJob, settings: Training) -> int:
     return settings.epochs * job.updates(settings)
 
 
-def reorthonormalise_bases(model: nn.Module, spread: "Spread | None" = None) -> None:
+def reorthonormalise_bases(model: nn.Module, spread: "DistributedTraining | None" = None) -> None:
     """Run what parts do once per epoch: bases are made orthonormal again (ERMoE, supplement §11).
 
     model: the whole one, which ``spread`` brings up to date before and takes over afterwards.
@@ -175,7 +177,7 @@ def train_step(
     rate: float,
     dtype: torch.dtype,
     progress: float,
-    spread: "Spread | None" = None,
+    spread: "DistributedTraining | None" = None,
 ) -> tuple[dict[str, Tensor], Tensor, ModelOutput]:
     """One update.
 
@@ -192,7 +194,7 @@ def train_step(
         with record_function("teacher"):
             guidance = job.guide(batch.images) if job.guide is not None else None
         with record_function("forward"):
-            output, batch = forward_and_relabel(job, batch, guidance, progress)
+            output, batch = forward_and_embed_labels(job, batch, guidance, progress)
     with record_function("losses"):
         seen = ObjectiveInputs(batch, output, job.model, guidance, progress)
         terms = job.objective.terms(seen)
@@ -213,7 +215,7 @@ def train_step(
     return {"loss": loss.detach()} | detached, score, output
 
 
-def forward_and_relabel(
+def forward_and_embed_labels(
     job: TrainingJob, batch: Batch, guidance: Guidance | None, progress: float
 ) -> tuple[ModelOutput, Batch]:
     """Return what the model says, and the batch with what the task compares it with."""

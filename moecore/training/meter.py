@@ -62,7 +62,7 @@ class Meter:
         self.count += 1
         if self.monitor is not None and step % self.monitor.every == 0:
             for name, record in name_records(output).items():
-                self.routing[name] = self.routing.get(name, 0) + sum_routing(record)
+                self.routing[name] = self.routing.get(name, 0) + sum_layer_routing(record)
 
     @contextmanager
     def memory(self, held: Iterable[Tensor], when: bool) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Meter:
 
 
 @torch.no_grad()
-def sum_routing(record: RoutingRecord) -> Tensor:
+def sum_layer_routing(record: RoutingRecord) -> Tensor:
     """Return a layer's ``LayerTotals`` of one step, (E + 4,) fp64, on the record's device.
 
     The margin is of the clean probs: a record has no other scores that a choice went by.
@@ -144,7 +144,7 @@ def name_records(output: ModelOutput) -> dict[str, RoutingRecord]:
     return named | {f"text MoE {place}": record for place, record in texts}
 
 
-def take_finite_metrics(
+def take_and_check_metrics(
     meter: Meter, model: nn.Module, step: int, rate: float, last_good: str
 ) -> tuple[dict[str, float], dict[str, LayerTotals]]:
     """Return what the meter holds, with the learning rate, and the routing of each layer.

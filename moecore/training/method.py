@@ -11,9 +11,9 @@ from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import Blocks, MoESettings
 from moecore.nn.routers.base import Router
 from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.region_routing import RegionRouting, Regions
+from moecore.training.regularizers.region_routing import RegionExpertSettings, RegionRouting
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.text_tower_method import TextTowerMethod, add_text_tower_experts
+from moecore.training.text_tower_method import TextTowerMethod, merge_text_tower_settings
 from moecore.training.upcycling_kinds import Upcycling
 
 
@@ -54,7 +54,7 @@ class Method(Config):
         description="start from the teacher's weights, MLPs copied into experts; granular: cut "
         "into several experts each; drop: copies of which some hidden units are drawn anew",
     )
-    regions: Regions | None = Field(
+    regions: RegionExpertSettings | None = Field(
         None, description="region experts and their warm start (data with tissue maps)"
     )
     permuted: bool = Field(False, description="null control: training labels are permuted")
@@ -103,7 +103,7 @@ class Method(Config):
         sized = replace_and_validate("model", model, self.model, Backbone)
         if self.text is None:
             return sized
-        return add_text_tower_experts(self.text, sized)
+        return merge_text_tower_settings(self.text, sized)
 
     def merge_pretrain_settings(self, settings: AnySettings) -> AnySettings:
         """The section ``pretrain``, likewise."""

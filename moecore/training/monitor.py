@@ -39,7 +39,7 @@ class LayerTotals(NamedTuple):
 
     @classmethod
     def of(cls, numbers: list[float]) -> "LayerTotals":
-        """The totals of the meter's ``sum_routing``."""
+        """The totals of the meter's ``sum_layer_routing``."""
         return cls(tuple(numbers[:-4]), *numbers[-4:])
 
 
@@ -73,7 +73,7 @@ class RoutingPoint(Config):
         return values
 
 
-def next_point(
+def build_routing_point(
     step: int,
     totals: Mapping[str, LayerTotals],
     before: RoutingPoint | None,

@@ -11,7 +11,7 @@ from moecore.data.prepared import Prepared, Split
 from moecore.nn.backbones.base_model import Model, parameter_counts
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches, text_block_scores, text_perplexity
-from moecore.nn.routing_traces import ImageTrace
+from moecore.nn.routing_traces import ImageTraces
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate
 from moecore.tasks.base import ExtraTestMetrics, Task
@@ -42,7 +42,7 @@ class WatchedEpoch(Config):
 
     epoch: int
     images: tuple[int, ...]  # their places in the split
-    trace: ImageTrace
+    trace: ImageTraces
 
 
 class Settling(Config):
@@ -90,7 +90,7 @@ class Outcome(ExtraTestMetrics, Settling):
         return self.model_copy(update=dict(settling))
 
 
-class RouterFitLosses(Config):
+class FinalRouterLosses(Config):
     """The losses of the teacher's routers after the last step of their fit (TGR-MoE, §3.2)."""
 
     loss: float
@@ -122,15 +122,23 @@ def evaluate_trained_model(
         ),
         "routing_warnings": tuple(log.warnings),
     }
-    return summarize_model(model, data, log.seconds, settings.batch).model_copy(update=learned)
+    return evaluate_model_outcome(model, data, log.seconds, settings.batch).model_copy(
+        update=learned
+    )
 
 
-def summarize_model(model: Model, data: Prepared, seconds: float, streams: int = 1) -> Outcome:
+def evaluate_model_outcome(
+    model: Model, data: Prepared, seconds: float, streams: int = 1
+) -> Outcome:
     """Return what is reported of a model that ``seconds`` made; UserError for predictions that are
     NaN. streams: in which a text is read.
     """
     task = model.image.task
-    test = evaluate_text(model, data, streams) if task.long else evaluate_images(model, data)
+    test = (
+        evaluate_held_out_text(model, data, streams)
+        if task.long
+        else evaluate_held_out_images(model, data)
+    )
     score = test.scores
     parameters = parameter_counts(model)
     return Outcome(
@@ -149,7 +157,7 @@ def summarize_model(model: Model, data: Prepared, seconds: float, streams: int =
     )
 
 
-class SplitScores(NamedTuple):
+class HeldOutScores(NamedTuple):
     """A model's scores (N,) on the test and validation split, and the test split's mean loss."""
 
     scores: torch.Tensor
@@ -158,14 +166,14 @@ class SplitScores(NamedTuple):
     details: ExtraTestMetrics
 
 
-def evaluate_images(model: Model, data: Prepared) -> SplitScores:
+def evaluate_held_out_images(model: Model, data: Prepared) -> HeldOutScores:
     """Evaluate predictions that fit into memory."""
     task = model.image.task
     prediction, labels = _predict_split(model, data.test)
     check_finite_predictions(prediction, "test")
     # A loss is reported in the unit of the training, which a target's deviation sets.
     _, deviation = task.head
-    return SplitScores(
+    return HeldOutScores(
         task.scores(prediction, labels),
         task.scores(*_predict_split(model, data.validation)),
         float(task.test_loss(prediction, labels).mean()) / deviation,
@@ -173,7 +181,7 @@ def evaluate_images(model: Model, data: Prepared) -> SplitScores:
     )
 
 
-def evaluate_text(model: Model, data: Prepared, streams: int) -> SplitScores:
+def evaluate_held_out_text(model: Model, data: Prepared, streams: int) -> HeldOutScores:
     """Evaluate text: blocks are scored one by one, and perplexity is that of whole streams."""
     scores = text_block_scores(model, data.test.images, _label_tensor(data.test))
     validation = text_block_scores(model, data.validation.images, _label_tensor(data.validation))
@@ -181,7 +189,7 @@ def evaluate_text(model: Model, data: Prepared, streams: int) -> SplitScores:
     assert isinstance(model, LanguageTransformer)
     printed = text_perplexity(model, text, streams)
     every = text_perplexity(model, text, 1, whole=False)
-    return SplitScores(
+    return HeldOutScores(
         scores, validation, float(scores.mean()), ExtraTestMetrics(ppl=printed, ppl_all=every)
     )
 

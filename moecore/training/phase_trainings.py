@@ -41,7 +41,7 @@ def build_unfitted_guide(
     return build_guide(teacher, method, method.merge_model_settings(backbone).stages).to(device)
 
 
-def words_per_stream(data: Prepared, batch: int) -> int | None:
+def text_stream_length(data: Prepared, batch: int) -> int | None:
     """Words of each of ``batch`` streams of a training text; None where the data are no text.
 
     Raises UserError where the test text, read in as many streams, leaves them no block.
@@ -75,7 +75,7 @@ def build_pretraining(
         sized = inherit_pretrained_windows(sized, image, teacher.teacher)
     torch.manual_seed(seed)  # only now: to load a teacher draws numbers
     model = sized.build(image, method.moe)
-    model.remember(settings.batch, words_per_stream(data, settings.batch))
+    model.remember(settings.batch, text_stream_length(data, settings.batch))
     if method.upcycle and teacher is not None:
         upcycle_model(model, teacher.teacher, method.upcycle)
     if isinstance(method.upcycle, Drop):

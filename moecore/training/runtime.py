@@ -16,7 +16,7 @@ from moecore.core.files import UserError, read_json, write_json, write_sealed
 from moecore.core.operating_system import available_cores
 from moecore.core.ranks import current_ranks
 from moecore.data.thread_map import requested_threads
-from moecore.training.compilation_and_tracing import Compile, requested_compile
+from moecore.training.compilation_and_tracing import Compile, compile_policy
 
 # oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
 # (``nn.dispatch.round_row_counts``), the rows of 32 experts come in some hundred shapes, and with
@@ -49,7 +49,7 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
     """Set allocator, threads and matmul precision for this process and probe bf16.
 
     Device: env MOECORE_DEVICE, else CUDA, else CPU. Whether blocks are compiled: see
-    ``requested_compile``. work: the folder of a stage that may be resumed; see ``resumed_threads``.
+    ``compile_policy``. work: the folder of a stage that may be resumed; see ``resumed_threads``.
     Raises UserError where the environment names no device or no number of threads.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KEPT_PRODUCTS)  # before any product
@@ -67,7 +67,7 @@ def tune_runtime(device: str | None = None, work: Path | None = None) -> Runtime
     precision, error = _matmul_precision(device)
     name = device_name(device)
     speedup = _remembered_speedup(device, name)
-    compiled = requested_compile(device)
+    compiled = compile_policy(device)
     return Runtime(device, name, threads, allocator, precision, error, speedup, compiled)
 
 

@@ -34,7 +34,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(value.to(target.device), mesh, placements)
 
 
-def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def collect_rank_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights as ``model.<name>`` and the optimizer's state as ``optimizer.<number>.<field>``."""
     state = optimizer.state_dict()["state"]
     return {f"model.{name}": value for name, value in model.state_dict().items()} | {
@@ -50,7 +50,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Take up the optimizer's state of ``collect_state``."""
+    """Take up the optimizer's state of ``collect_rank_state``."""
     whole = optimizer.state_dict()
     parameters = optimizer_parameters(optimizer)
     for name, value in tensors.items():
@@ -65,7 +65,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Te
     optimizer.load_state_dict(whole)
 
 
-def read_sharded(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def read_distributed_checkpoint(folder: Path, of: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return what all ranks wrote into a folder of torch.distributed.checkpoint, as this process
     holds it: sharded anew, or whole. of: the tensor here that a name's values are for.
     """

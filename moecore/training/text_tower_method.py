@@ -53,7 +53,7 @@ class TextTowerMethod(Config):
         return tower.model_copy(update={"moe": moe, "frozen": self.frozen or tower.frozen})
 
 
-def add_text_tower_experts(part: TextTowerMethod, model: AnySettings) -> AnySettings:
+def merge_text_tower_settings(part: TextTowerMethod, model: AnySettings) -> AnySettings:
     """The section ``model`` with the text tower that ``part`` makes. UserError without one."""
     tower = getattr(model, "text", None)
     if not isinstance(tower, TextTowerSettings):

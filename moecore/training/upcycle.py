@@ -19,7 +19,7 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.training.upcycling_kinds import (
     WHOLE_MLP,
     Granular,
-    MlpPieces,
+    MlpPieceScales,
     Upcycling,
     repeat_router_rows,
 )
@@ -111,7 +111,7 @@ def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) 
         raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
 
 
-def _cut_mlp(model: BackboneModel, layer: MoEFeedForward, kind: Upcycling) -> MlpPieces:
+def _cut_mlp(model: BackboneModel, layer: MoEFeedForward, kind: Upcycling) -> MlpPieceScales:
     """Return how the MLPs are cut; of several pieces the router begins with equal rows."""
     if not isinstance(kind, Granular):
         return WHOLE_MLP
@@ -126,7 +126,7 @@ def fill_experts(
     experts: ExpertsModule,
     weights: dict[str, torch.Tensor],
     prefix: str,
-    pieces: MlpPieces = WHOLE_MLP,
+    pieces: MlpPieceScales = WHOLE_MLP,
 ) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its ``pieces``
     one after the other.

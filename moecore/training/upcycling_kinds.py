@@ -21,7 +21,7 @@ from moecore.nn.routers.capacity import exact_fraction
 ALIKE_ROWS = ("noisy_top_k", "top_k_softmax")  # routers whose equal rows give equal logits
 
 
-class MlpPieces(NamedTuple):
+class MlpPieceScales(NamedTuple):
     """Into how many experts a dense MLP is cut, and what its second map and that one's bias are
     times in them.
     """
@@ -31,7 +31,7 @@ class MlpPieces(NamedTuple):
     bias_scale: float = 1.0
 
 
-WHOLE_MLP = MlpPieces()
+WHOLE_MLP = MlpPieceScales()
 
 
 class Granular(Config):
@@ -75,15 +75,15 @@ class Granular(Config):
             problem = "whose size at the start nobody knows; allowed: softmax, or renormalise: true"
             yield ("router", "score"), f"found {getattr(router, 'score', '')}, {problem}"
 
-    def cut_mlp(self, router: Router, experts: int) -> MlpPieces:
+    def cut_mlp(self, router: Router, experts: int) -> MlpPieceScales:
         """Return the pieces for a router of so many experts.
 
         Where weights sum to 1 the layer begins as the dense MLP; else it would if all were 1/E.
         """
         if _is_renormalised(router):
-            return MlpPieces(self.pieces, self.pieces)
+            return MlpPieceScales(self.pieces, self.pieces)
         share = experts / router.active(experts)
-        return MlpPieces(self.pieces, self.pieces * share, share)
+        return MlpPieceScales(self.pieces, self.pieces * share, share)
 
 
 class Drop(Config):

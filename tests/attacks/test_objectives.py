@@ -17,7 +17,7 @@ from moecore.attacks.objectives import (
     dlr_loss,
     make_objective,
     routing_change_surrogate,
-    summed_balance_losses,
+    total_balance_loss,
 )
 from moecore.attacks.pgd import Pgd
 from moecore.core.routing_records import ModelOutput, RoutingRecord
@@ -43,9 +43,9 @@ def test_balance_by_hand():
     layer = record(
         torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     )
-    assert float(summed_balance_losses((layer,))) == pytest.approx(1.25)
-    assert float(summed_balance_losses((layer, layer))) == pytest.approx(2.5)
-    assert summed_balance_losses(()) == 0
+    assert float(total_balance_loss((layer,))) == pytest.approx(1.25)
+    assert float(total_balance_loss((layer, layer))) == pytest.approx(2.5)
+    assert total_balance_loss(()) == 0
 
 
 @pytest.mark.parametrize("images", [3, 7])
@@ -55,9 +55,9 @@ def test_the_balance_losses_count_as_often_as_there_are_images(images):
     leaf = pixels.clone().requires_grad_()
     output = model(leaf)
     # a mean, as training has it
-    paper = torch.nn.functional.cross_entropy(
-        output.prediction, labels
-    ) + 0.3 * summed_balance_losses(output.routing)
+    paper = torch.nn.functional.cross_entropy(output.prediction, labels) + 0.3 * total_balance_loss(
+        output.routing
+    )
     (expected,) = torch.autograd.grad(paper, leaf)
     values, gradient = ModelGradient(
         model, make_objective("balance", 0.3, model, CLASSES, pixels, labels)

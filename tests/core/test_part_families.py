@@ -11,14 +11,14 @@ import torch
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, more_packages
-from moecore.core.part_families import find_class, list_classes, list_own_names
+from moecore.core.part_families import find_class, list_own_names, part_classes_by_kind
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.data.sources.base import Source
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from moecore.study.reading.study import Study, read_study
 from moecore.tasks.base import Task
 from moecore.training.method import Method
@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def read(text: str = PARAMS) -> Study:
-    return read_study(parse_yaml(text))
+    return read_study(parse_yaml_document(text))
 
 
 def refusal(text: str = PARAMS) -> str:
@@ -63,7 +63,9 @@ def test_every_family_is_a_folder_whose_parts_are_files():
     assert folders == {ROOT / "moecore" / family for family in FAMILIES}
     assert "noisy_top_k" in list_own_names(Router) and "capacity" not in list_own_names(Router)
     for base in BASES:
-        assert not any(inspect.isabstract(part) for part in list_classes(base).values()), base
+        assert not any(inspect.isabstract(part) for part in part_classes_by_kind(base).values()), (
+            base
+        )
 
 
 def test_a_part_from_outside_is_read_written_and_used(folder):
@@ -169,5 +171,5 @@ def test_what_no_package_is(folder, listed, words):
 def test_a_package_may_lie_beside_params_yaml_or_in_its_src(tmp_path, folder):
     write_my_lab(tmp_path / "project/src")
     (tmp_path / "project/params.yaml").write_text(PARAMS, encoding="utf-8")
-    text = parse_yaml(PARAMS, str(tmp_path / "project/params.yaml"))
+    text = parse_yaml_document(PARAMS, str(tmp_path / "project/params.yaml"))
     assert read_study(text).methods["mine"].router is not None

@@ -11,7 +11,7 @@ import pytest
 import moecore
 from moecore import face
 from moecore.core.source_layout import ROOT
-from moecore.face.families import FamilyParts
+from moecore.face.family_parts import FamilyParts
 
 SAID = "import sys, moecore; print(*dir(moecore)); print(*sys.modules)"
 

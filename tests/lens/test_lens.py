@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens import trace_writer
 from moecore.lens.analyses import analyse_trace
-from moecore.lens.page import describe_trace, render_lens
+from moecore.lens.page import render_lens, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.lens.trace_reader import Trace
 from moecore.lens.trace_writer import write_trace
@@ -261,7 +261,7 @@ PROBS = torch.ones(6, 5, 3)
 def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
     damage(recorded)
     with pytest.raises(UserError, match=problem) as error:
-        describe_trace(recorded, tmp_path / "lens.html")
+        write_lens_page(recorded, tmp_path / "lens.html")
     assert "\n" not in str(error.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from moecore.core.config import read_settings
+from moecore.core.config import read_json_settings
 from moecore.core.files import UserError
 from moecore.core.outside_packages import more_packages
 from moecore.data.prepared import Prepared
@@ -119,7 +119,7 @@ def test_one_temperature_is_fitted_to_all_cells(tmp_path):
 
 def test_the_test_split_before_and_after(made):
     subject, found, folder = made
-    fitted = read_settings(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
+    fitted = read_json_settings(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
     assert (found.temperature, found.at_limit) == (fitted.temperature, fitted.at_limit)
     test = subject.data.test
     labels = labels_as_tensor(test.labels)
@@ -160,11 +160,11 @@ def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
     path = tmp_path / "artifacts/measured/calibrate/pretrain/dense/0.json"
     found = read_result(path, Result, "calibrate")
     path = tmp_path / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
-    written = read_settings(path, FittedTemperature, "a calibrator")
+    written = read_json_settings(path, FittedTemperature, "a calibrator")
     assert written.temperature == found.temperature
     path.write_text(path.read_text().replace(f"{found.temperature}", "9.25"))
     with pytest.raises(UserError, match="calibrator.json: damaged, its content is not what was"):
-        read_settings(path, FittedTemperature, "a calibrator")
+        read_json_settings(path, FittedTemperature, "a calibrator")
 
 
 BIASED = """

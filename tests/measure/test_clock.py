@@ -13,12 +13,12 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.clock import Quartiles, time_calls, timing_quartiles
 from moecore.measure.cost import Cost
 from moecore.measure.forward_cost import (
-    flops_per_image,
     padding_share,
     pass_and_routing_times,
-    peak_memory,
+    peak_memory_and_counting_method,
     record_spans,
     unwatched_times,
+    whole_and_routing_flops,
 )
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
@@ -79,7 +79,7 @@ def test_peak_of_a_chain_of_linears():
     # weights 3 · (100 · 100 + 100) · 4 = 121,200 bytes, images 10 · 100 · 4 = 4000; input and
     # output of a layer live together, and the one before is gone
     model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(3)))
-    found, counted = peak_memory(model, torch.zeros(10, 100))
+    found, counted = peak_memory_and_counting_method(model, torch.zeros(10, 100))
     assert (found, counted) == (121_200 + 4000 + 2 * 4000, "live tensors")
 
 
@@ -105,9 +105,9 @@ def by_hand(tokens: int, width: int, hidden: int, depth: int, sparse: int = 0) -
 def test_flops_of_a_vit_by_hand(batch):
     images = torch.rand(batch, 1, 8, 8)
     vit = Vit(patch=4, width=16, depth=2, heads=2, mlp_ratio=2)
-    whole, routing = flops_per_image(vit.build(IMAGE), images)
+    whole, routing = whole_and_routing_flops(vit.build(IMAGE), images)
     assert (whole, routing) == (by_hand(5, 16, 32, 2), 0)
-    whole, routing = flops_per_image(
+    whole, routing = whole_and_routing_flops(
         vit.build(IMAGE, MoESettings(router=TOP2, experts=MLP, blocks=[1])), images
     )
     # 5 tokens: 4 logits each; 2 experts each, two maps 16 → 16
@@ -124,7 +124,7 @@ def test_padding_is_taken_off():
         and len(plan.order) > 514
         and padding_share(plan) == 1 - 514 / len(plan.order)
     )
-    whole, routing = flops_per_image(moe, tokens)
+    whole, routing = whole_and_routing_flops(moe, tokens)
     assert routing == 2 * 257 * 16 * 4 and whole == pytest.approx(
         routing + 257 * 2 * 2 * (2 * 16 * 16), abs=1e-6
     )
@@ -132,22 +132,22 @@ def test_padding_is_taken_off():
 
 def test_the_grouped_product_counts_like_the_loop(monkeypatch):
     tokens, moe = torch.randn(2, 40, 16), layer()
-    loop = flops_per_image(moe, tokens)
+    loop = whole_and_routing_flops(moe, tokens)
     monkeypatch.setattr("moecore.nn.kernels.grouped._LOOPED_ROWS", 0)
-    assert flops_per_image(moe, tokens) == loop
+    assert whole_and_routing_flops(moe, tokens) == loop
 
 
 def test_routing_is_all_but_the_experts():
     # soft slots, T = 12, E = 4, p = 3: scores, mixing and back are three products of 2·T·E·p·d; the
     # experts see 4 · 3 rows
-    whole, routing = flops_per_image(
+    whole, routing = whole_and_routing_flops(
         layer({"kind": "soft_slots", "slots": 3}), torch.randn(2, 12, 16)
     )
     assert routing == 3 * (2 * 12 * 4 * 3 * 16) and whole == routing + 12 * 2 * (2 * 16 * 16)
     # an eigenbasis router projects every token onto all four bases of rank 8; its experts start
     # from there: 8 → 16 → 16
     eigen = {"kind": "eigen", "number": 4, "hidden_ratio": 1, "rank": 8}
-    whole, routing = flops_per_image(
+    whole, routing = whole_and_routing_flops(
         layer({"kind": "noisy_top_k", "k": 1}, eigen), torch.randn(1, 12, 16)
     )
     assert routing == 2 * 12 * 16 * 4 and whole == routing + 12 * (
@@ -225,7 +225,7 @@ def test_counts_of_the_routed_model(results):
 
 def test_the_passes_go_through_the_images_in_turn():
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).numpy() * 51
-    source = cost.cyclic_batches(images, 3, "cpu")
+    source = cost.cyclic_batch_function(images, 3, "cpu")
     assert [(source(number).flatten() * 5).round().int().tolist() for number in range(3)] == [
         [0, 1, 2],
         [3, 4, 0],

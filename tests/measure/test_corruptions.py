@@ -24,8 +24,8 @@ from moecore.measure.routing_metrics.layer_metrics import changes_by_image
 from moecore.measure.transfer import (
     Result,
     Transfer,
-    compare_with_direct,
-    is_beyond_chance,
+    check_no_stronger_transfer,
+    is_worse_beyond_chance,
     measure,
     transfer_cells,
 )
@@ -34,7 +34,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import transfer as stage
 from moecore.statistics.intervals import Estimate, bootstrap_mean
-from moecore.statistics.paired import count_paired_hits, paired_difference
+from moecore.statistics.paired import count_paired_hits, paired_share_difference
 from moecore.tasks.classification import Classification
 from moecore.testing import check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS, Blind, Smooth, vit
@@ -247,20 +247,20 @@ def test_more_pairs_need_wider_intervals():
         CLASSES, {("a", "a"): none, ("b", "b"): none, ("a", "b"): one, ("b", "a"): one}
     )
     level = 1 - 0.05 / 2
-    expected = paired_difference(count_paired_hits(one.numpy(), none.numpy()), level)
+    expected = paired_share_difference(count_paired_hits(one.numpy(), none.numpy()), level)
     assert two[2].difference == Estimate.of(expected) and two[2].difference.value == -0.75
     alone = transfer_cells(CLASSES, {("b", "b"): none, ("a", "b"): one})
     assert alone[1].difference.high < two[2].difference.high
 
 
 def test_what_is_beyond_chance():
-    assert is_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.5, high=-0.1))
-    assert not is_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.7, high=0.1))
-    assert not is_beyond_chance(CLASSES, Estimate(value=0.3, low=0.1, high=0.5))
-    assert is_beyond_chance(YEARS, Estimate(value=2.0, low=1.0, high=3.0))
-    assert not is_beyond_chance(YEARS, Estimate(value=-2.0, low=-3.0, high=-1.0))
-    assert not is_beyond_chance(YEARS, Estimate(value=0.0, low=0.0, high=0.0))
-    assert compare_with_direct(CLASSES, ()).holds is None
+    assert is_worse_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.5, high=-0.1))
+    assert not is_worse_beyond_chance(CLASSES, Estimate(value=-0.3, low=-0.7, high=0.1))
+    assert not is_worse_beyond_chance(CLASSES, Estimate(value=0.3, low=0.1, high=0.5))
+    assert is_worse_beyond_chance(YEARS, Estimate(value=2.0, low=1.0, high=3.0))
+    assert not is_worse_beyond_chance(YEARS, Estimate(value=-2.0, low=-3.0, high=-1.0))
+    assert not is_worse_beyond_chance(YEARS, Estimate(value=0.0, low=0.0, high=0.0))
+    assert check_no_stronger_transfer(CLASSES, ()).holds is None
 
 
 def test_a_model_without_routing_lends_no_attack_on_it():

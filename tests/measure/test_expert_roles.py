@@ -10,7 +10,7 @@ from moecore.core.files import UserError
 from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.routing_metrics.coactivation import (
     coactivation_lift,
-    coactivation_shares,
+    conditional_coactivation,
     count_coactivation,
     pair_lift_by_image,
 )
@@ -19,13 +19,13 @@ from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max
 from moecore.measure.routing_metrics.load_concentration import (
     chance_violation,
     choice_margin,
-    load_coverage,
+    cumulative_load_shares,
     mean_batch_violation,
 )
 from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_image,
     consistency_by_threshold,
-    count_window_uses,
+    window_use_histogram,
 )
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.hash import Hash
@@ -53,8 +53,8 @@ def test_coactivation():
     counts = count_coactivation(chosen)[0]
     third = 1 / 3
     expected = [[0, 1, 2 * third, third], [1, 0, 2 * third, third], [1, 1, 0, 0], [1, 1, 0, 0]]
-    assert coactivation_shares(counts).tolist() == pytest.approx(np.array(expected))
-    assert coactivation_shares(counts).sum(dim=1).tolist() == pytest.approx([2] * 4)
+    assert conditional_coactivation(counts).tolist() == pytest.approx(np.array(expected))
+    assert conditional_coactivation(counts).sum(dim=1).tolist() == pytest.approx([2] * 4)
     # 2 was chosen by two of three tokens: of those of 0 as many, of those of 3 none
     assert coactivation_lift(counts, 3)[0, 2] == pytest.approx(1)
     assert coactivation_lift(counts, 3)[3, 2] == 0
@@ -100,17 +100,17 @@ def test_margin_and_load():
     counts = batches.flatten(0, 1).sum(dim=0)
     assert max_load_violation(counts) == 1 and mean_batch_violation(batches, 1) == 1
     assert dead_expert_share(counts, 0.1) == 0.25
-    assert load_coverage(counts)[1] == 0.75 and load_coverage(counts)[-1] == 1
+    assert cumulative_load_shares(counts)[1] == 0.75 and cumulative_load_shares(counts)[-1] == 1
     assert chance_violation(10**6, 4) < 0.01 < chance_violation(100, 4) < 0.5
 
 
 def test_local_consistency():
     """Windows (0, 0), (0, 1), (1, 2): of the six uses at θ = 1 all are served by five sets."""
-    uses = count_window_uses(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
+    uses = window_use_histogram(sets_of((0,), (0,), (1,), (2,), experts=3), 2)
     assert consistency_by_threshold(uses[0].numpy()).tolist() == pytest.approx([0.5, 0.75, 0.5])
     assert consistency_by_image(uses.numpy()).tolist() == pytest.approx([0.75])
     with pytest.raises(UserError, match="a window of 5"):
-        count_window_uses(sets_of((0,), (1,), experts=2), 5)
+        window_use_histogram(sets_of((0,), (1,), experts=2), 5)
 
 
 @pytest.mark.parametrize("made", [subject, text_subject])

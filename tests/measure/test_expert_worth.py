@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.measure.expert_worth import ExpertWorth, draw_experts, removal_numbers
+from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
 from moecore.measure.routing_metrics.barred_experts import bar_experts, list_routers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
@@ -12,7 +12,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.expert_groups import ExpertGroups
+from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.told import Told
@@ -25,7 +25,7 @@ from tests.measure.test_truth import IMAGE, subject, text_subject
 ROUTERS = [
     NoisyTopK(k=2),
     NoisyTopK(k=2, score="sigmoid", balance=LossFree()),
-    NoisyTopK(k=2, groups=ExpertGroups(number=2, kept=1)),
+    NoisyTopK(k=2, groups=GroupLimitedChoice(number=2, kept=1)),
     Relu(k=1),
     TopP(threshold=0.9),
     Eigenbasis(k=2),
@@ -106,8 +106,8 @@ def test_an_expert_that_nobody_uses_is_worth_nothing():
 
 
 def test_what_is_removed():
-    assert removal_numbers(3) == [1, 2, 3] and removal_numbers(62)[-1] == 62
-    assert len(removal_numbers(62)) == 8
+    assert expert_counts_to_remove(3) == [1, 2, 3] and expert_counts_to_remove(62)[-1] == 62
+    assert len(expert_counts_to_remove(62)) == 8
     few, more = draw_experts(2, 8, 2, 1), draw_experts(2, 8, 5, 1)
     assert few == [layer[:2] for layer in more] and few[0] != few[1]
 

@@ -77,7 +77,7 @@ def test_the_identity_moves_nothing(vit, images):
     still = {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}
     probs = invariance.probs_by_layer(clean)
     between = imed_between(probs, 0)
-    (row,) = invariance.moved_distances(
+    (row,) = invariance.imed_rows_by_transform(
         vit, images, clean, still, 16, compute_without_cache, between
     )
     assert row.name == "still"

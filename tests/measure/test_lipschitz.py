@@ -23,9 +23,9 @@ from moecore.measure.theory.output_lipschitz_slopes import (
     ImagePairSlope,
     bisect_pair,
     find_steepest_pair,
-    largest_singular_value,
     project_to_l2_ball,
     slopes_at,
+    top_singular_pair,
 )
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
@@ -239,7 +239,7 @@ def test_the_margin_of_a_linear_model_by_hand():
 
 def test_the_strongest_direction_by_hand():
     # [[3, 0], [0, 4]]: the second pixel, by 4; zeros have no direction
-    value, direction = largest_singular_value(
+    value, direction = top_singular_pair(
         torch.tensor([[[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
     )
     assert value.tolist() == [4, 0] and direction.abs().tolist() == [[0, 1], [0, 0]]
@@ -251,7 +251,7 @@ def test_the_strongest_direction_is_the_svds(seed, classes, pixels):
     jacobian = torch.randn(
         2, classes, pixels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    value, direction = largest_singular_value(jacobian)
+    value, direction = top_singular_pair(jacobian)
     torch.testing.assert_close(value, torch.linalg.svdvals(jacobian)[:, 0], rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(
         (jacobian @ direction.unsqueeze(-1)).squeeze(-1).norm(dim=1), value, rtol=1e-6, atol=1e-9

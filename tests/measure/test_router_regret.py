@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.router_regret import RouterRegret, layer_losses, regret_by_image
+from moecore.measure.router_regret import RouterRegret, layer_losses, regret_metrics_by_image
 from moecore.measure.routing_metrics.barred_experts import list_routers
 from moecore.measure.routing_metrics.subset_regret import (
     fixed_subset_gain,
@@ -19,7 +19,7 @@ from moecore.measure.routing_metrics.subset_regret import (
 )
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.expert_groups import ExpertGroups
+from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing import check_measurement
 from tests.measure.subjects import compute_without_cache
@@ -117,13 +117,13 @@ def test_sets_are_of_pieces_where_experts_are_split():
 def test_regret_by_image():
     """Image 0: its two tokens lose 1 and 0 beside a best of 1; image 1 nothing, and has no room."""
     losses = np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]])
-    values = regret_by_image(losses)
+    values = regret_metrics_by_image(losses)
     assert values["regret"].tolist() == [0.5, 0] and values["better"].tolist() == [0.25, 0]
     assert values["normalised"].mean() == pytest.approx(0.25 / 0.5)
 
 
 def test_where_it_does_not_apply():
-    groups = NoisyTopK(k=1, groups=ExpertGroups(number=3, kept=1))
+    groups = NoisyTopK(k=1, groups=GroupLimitedChoice(number=3, kept=1))
     assert "groups" in RouterRegret.applies(subject(groups))
     assert "capacity" in RouterRegret.applies(subject(NoisyTopK(eval_capacity_factor=1)))
     assert "words of a text" in RouterRegret.applies(text_subject(NoisyTopK(k=2)))

@@ -10,13 +10,13 @@ from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import draw_views
+from moecore.data.views.views import make_random_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.expert_overlay_data import (
     CROPS,
-    expert_grid,
     overlapping_crops,
+    parse_expert_grid,
 )
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
@@ -103,7 +103,7 @@ def test_the_tail_is_beyond_all_pieces_that_a_token_chooses(data):
     images = np.array(data.test.images[:10])
     _, records = predict_in_batches(model, images)
     subject = MeasuredModel(model, data)
-    layers, _ = routing.layer_routing_metrics(subject, records, images, SETTINGS)
+    layers, _ = routing.routing_metrics_by_layer(subject, records, images, SETTINGS)
     for layer, record in zip(layers, records, strict=True):
         rest = 1 - record.probs.topk(2).values.sum(dim=-1)
         assert layer.tail_of_probs == pytest.approx(float(rest.mean()), abs=1e-6)
@@ -119,7 +119,8 @@ def test_the_matches_of_the_views_by_hand(models, images, results):
     model, pixels = models["vmoe"], torch.from_numpy(np.array(images))
     drawn = derived_seed("measured_views", 0)
     views = [
-        draw_views(pixels, SETTINGS.views, generator_for(drawn, 0, number)) for number in (0, 1)
+        make_random_views(pixels, SETTINGS.views, generator_for(drawn, 0, number))
+        for number in (0, 1)
     ]
     pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
     _, records = predict_in_batches(model, pixels, 80)
@@ -151,7 +152,7 @@ def test_two_crops_and_their_corresponding_patches(images):
     layout = TokenLayout(1, (4, 4), (12, 12))
     found = overlapping_crops(images[:8], layout, 3)
     assert found == overlapping_crops(images[:8], layout, 3)
-    first, second = (expert_grid(rows).flatten().tolist() for rows in found.numbers)
+    first, second = (parse_expert_grid(rows).flatten().tolist() for rows in found.numbers)
     assert found.views.shape == (2, 1, 12, 12)
     shared = {number for number in first if number >= 0}
     assert shared and shared == {number for number in second if number >= 0}

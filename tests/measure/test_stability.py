@@ -11,13 +11,13 @@ from moecore.attacks.attack_setup import Target
 from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
-from moecore.data.corruptions.draws import add_noise, noise_directions
+from moecore.data.corruptions.draws import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
-from moecore.measure.exploring.expert_overlay_data import expert_grid
+from moecore.measure.exploring.expert_overlay_data import parse_expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
-from moecore.measure.routing_metrics.layer_metrics import change_of_choice, expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import expert_agreement, routing_change_by_layer
 from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
     draw_two_views,
@@ -144,10 +144,10 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     where = evenly_spaced_indices(60, 30)
     images = data.test.images[where]
     _, clean = predict_in_batches(models["vit"], images, 30)
-    pixels = add_noise(images, noise_directions(where, (1, 12, 12), 0), 0.05)
+    pixels = add_noise(images, standard_normal_noise(where, (1, 12, 12), 0), 0.05)
     _, noisy = predict_in_batches(models["vit"], pixels, 30)
     row = results["vit"].noise[0]
-    assert row.selection_change == pytest.approx(change_of_choice(clean, noisy))
+    assert row.selection_change == pytest.approx(routing_change_by_layer(clean, noisy))
     same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
     assert row.agreement == pytest.approx(sum(same) / 2)
 
@@ -170,7 +170,7 @@ def test_every_method_saw_the_same_noisy_images(data, results):
         clean.shape == noisy.shape == (3, 1, 12, 12)
         and 10 < np.abs(clean.astype(int) - noisy).mean() < 60
     )
-    assert len(vit[0].grids) == 2 and expert_grid(vit[0].grids[0][0]).shape == (3, 3)
+    assert len(vit[0].grids) == 2 and parse_expert_grid(vit[0].grids[0][0]).shape == (3, 3)
     assert np.array_equal(clean, data.test.images[[0, 28, 59]])
 
 
@@ -240,7 +240,7 @@ def test_noise_and_attacks_are_those_of_the_other_measurements(model, found):
     clean = model.data.test.images[where]
     labels = torch.from_numpy(model.data.test.labels[where])
     by_label = {one.label: one for one in found.shown}
-    drawn = noise_directions(np.array(where), (1, 12, 12), 0)
+    drawn = standard_normal_noise(np.array(where), (1, 12, 12), 0)
     noisy = add_noise(clean, drawn, 0.4)
     target = Target(model.model, model.data.task, clean, labels, 3)
     attacked = target.attacked(FEW.attack, 0.1)

@@ -11,7 +11,7 @@ import torch
 
 from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError, write_json
-from moecore.core.plain import to_jsonable
+from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared, evenly_spaced_indices
@@ -20,12 +20,12 @@ from moecore.measure import routing
 from moecore.measure.base import (
     MeasuredModel,
     Skipped,
+    builtin_measurements,
     find_measurement,
-    own_measurements,
     read_result,
 )
-from moecore.measure.exploring.expert_overlay_data import expert_grid, overlay_middle_slices
-from moecore.measure.forward_cost import flops_per_image
+from moecore.measure.exploring.expert_overlay_data import overlay_middle_slices, parse_expert_grid
+from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
@@ -107,7 +107,7 @@ def test_why_something_was_skipped_is_read_back(tmp_path):
 
 def test_a_dense_model_is_skipped_where_routing_is_measured(flat):
     dense = MeasuredModel(built(SingleLayer(), None, flat, 1), flat)
-    skipped = {what for what, found in own_measurements().items() if found.applies(dense)}
+    skipped = {what for what, found in builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
     routed |= {"expert_roles", "expert_worth", "fewer_experts", "router_regret"}
     assert skipped == routed | ELSEWHERE
@@ -180,7 +180,7 @@ def test_mid_slices_by_hand():
     assert found.images()[0, 0].tolist() == [[51, 153, 255, 0], [0, 102, 204, 0]], (
         "anterior up, right to the right"
     )
-    assert expert_grid(found.grids[0][0]).tolist() == [[4, 2]]
+    assert parse_expert_grid(found.grids[0][0]).tolist() == [[4, 2]]
     special = combine.clone()
     special[0, 0] = 9  # the class token's expert is not shown
     assert overlay_middle_slices(volume, (RoutingRecord(*[special] * 5),), layout) == found
@@ -249,7 +249,7 @@ def test_without_memory_the_counts_are_those_of_a_real_model(name):
         "parameters": counts.parameters,
         "active_parameters": counts.active_parameters,
     }
-    flops = flops_per_image(real, torch.rand(1, 3, 32, 32))
+    flops = whole_and_routing_flops(real, torch.rand(1, 3, 32, 32))
     assert counts.flops_per_image == pytest.approx(flops.whole)
     if one.method.moe is not None:
         assert counts.routing_flops_per_layer == pytest.approx(flops.routing / 2)
@@ -334,7 +334,7 @@ def test_every_number_that_is_off_has_a_word(paper_sizes):
 
 def test_the_readme_has_the_table_that_the_summary_prints(paper_sizes):
     text = (STUDY / "README.md").read_text(encoding="utf-8")
-    for line in sizes.size_table_rows(sizes.size_differences(paper_sizes))[1:]:
+    for line in sizes.terminal_size_rows(sizes.size_differences(paper_sizes))[1:]:
         assert f"| {' | '.join(line)} |" in text
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
-from moecore.data.corruptions.draws import SIGMAS, add_noise, noise_directions
+from moecore.data.corruptions.draws import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
@@ -174,7 +174,7 @@ def test_purity_of_changed_images():
     assert clean.purity == pytest.approx(np.mean([layer.purity for layer in result.layers]))
     assert clean.purity_low <= clean.purity <= clean.purity_high
     images = measured.data.test.images
-    directions = noise_directions(np.arange(40), (2, 8, 8), 0)
+    directions = standard_normal_noise(np.arange(40), (2, 8, 8), 0)
     pixels = add_noise(images, directions, 0.2)
     pixels[:, 1] = torch.from_numpy(images[:, 1]) / 255
     kinds = images[:, 1, ::4, ::4].reshape(40, 4)

@@ -13,7 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, draw_views
+from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, make_random_views
 from moecore.nn.correspondence import (
     align_teacher_probs,
     match_patches,
@@ -180,7 +180,7 @@ def test_partners_show_the_same_place(settings):
             torch.full((32, 32), 255, dtype=torch.uint8),
         ]
     )
-    views = draw_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
+    views = make_random_views(painted.expand(2 * count, -1, -1, -1), settings, generator_for(3))
     colours = torch.nn.functional.avg_pool2d(views.images, 4).flatten(2).mT * 255  # (2B, P, 3)
     tokens = torch.cat([torch.full((2 * count, 1, 3), torch.nan), colours], dim=1)
     one, two, found = paired(tokens, views.affines, layout, special=False)

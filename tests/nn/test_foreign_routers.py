@@ -6,7 +6,7 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.nn.foreign_routers import FOREIGN_ROUTERS, build_record
-from moecore.nn.record_tracing import trace_routing
+from moecore.nn.router_hooks import routing_collector
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 SMALL = {
@@ -83,7 +83,7 @@ def test_records_are_what_the_model_returns_and_does(name):
     words = torch.randint(50, (3, 7))
     output = model(input_ids=words, output_router_logits=True)
     hooks = count_hooks(model)
-    with trace_routing(model) as records:
+    with routing_collector(model) as records:
         traced = model(input_ids=words)
     assert torch.equal(traced.logits, output.logits) and count_hooks(model) == hooks
     assert len(records) == len(output.router_logits)
@@ -94,7 +94,7 @@ def test_records_are_what_the_model_returns_and_does(name):
         torch.testing.assert_close(record.probs.sum(-1), torch.ones(3, 7))
         assert torch.equal(record.combine > 0, record.chosen)
         tokens = torch.randn(3, 7, 16)
-        with trace_routing(block) as alone:
+        with routing_collector(block) as alone:
             expected = block(tokens)
         every = torch.arange(4).expand(21, 4)  # all experts, with the weights of the record
         given = block.experts(tokens.flatten(0, 1), every, alone[0].combine.flatten(0, 1))
@@ -105,7 +105,7 @@ def test_records_are_what_the_model_returns_and_does(name):
 def test_switch_drops_what_is_beyond_an_experts_capacity():
     model = foreign_model("SwitchTransformersForConditionalGeneration", SWITCH)
     words = torch.randint(50, (3, 7))
-    with trace_routing(model) as records:
+    with routing_collector(model) as records:
         model(input_ids=words, decoder_input_ids=words[:, :5])
     assert [record.probs.shape for record in records] == [(3, 7, 4), (3, 5, 4)]
     record, dropped = records[0], 0
@@ -126,7 +126,7 @@ def test_switch_drops_what_is_beyond_an_experts_capacity():
 
 def test_records_carry_gradients():
     model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
-    with trace_routing(model) as records:
+    with routing_collector(model) as records:
         model(input_ids=torch.randint(50, (2, 4)))
     records[0].probs.square().sum().backward()
     assert model.model.layers[0].mlp.gate.weight.grad.any()
@@ -136,7 +136,7 @@ def test_a_router_that_weighs_otherwise_is_refused():
     model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
     other = {"OlmoeTopKRouter": FOREIGN_ROUTERS["DeepseekV3TopkRouter"]}
     with pytest.raises(UserError, match="^trace: OlmoeTopKRouter does not weigh .* by a sigmoid"):
-        with trace_routing(model, other):
+        with routing_collector(model, other):
             model(input_ids=torch.randint(50, (2, 4)))
 
 
@@ -169,7 +169,7 @@ def read_own_gate(gate, inputs, output):
 
 def test_an_adapter_reads_anybodys_router():
     block, tokens = OwnBlock(), torch.randn(2, 3, 8)
-    with trace_routing(block, {"OwnGate": read_own_gate}) as records:
+    with routing_collector(block, {"OwnGate": read_own_gate}) as records:
         block(tokens=tokens)
     (record,) = records
     scores = block.gate.linear(tokens).sigmoid()
@@ -184,16 +184,16 @@ def test_a_compiled_model_is_traced_as_it_was():
     block = OwnBlock()
     compiled = torch.compile(block, backend="eager")
     compiled(tokens=torch.randn(2, 3, 8))
-    with trace_routing(compiled, {"OwnGate": read_own_gate}) as records:
+    with routing_collector(compiled, {"OwnGate": read_own_gate}) as records:
         compiled(tokens=torch.randn(2, 3, 8))
     assert len(records) == 1
 
 
 def test_other_routers_and_adapters_are_refused():
     with pytest.raises(UserError, match="^trace: OwnBlock has no router that is known; allowed: "):
-        with trace_routing(OwnBlock()):
+        with routing_collector(OwnBlock()):
             pass
     block = OwnBlock()
     with pytest.raises(UserError, match="^adapters.OwnGate: returned Tensor; allowed: a Routing"):
-        with trace_routing(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
+        with routing_collector(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
             block(tokens=torch.randn(2, 3, 8))

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_dvc_files
+from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.begin_project import list_shipped_studies
 from moecore.pipeline.cli import app
 from moecore.pipeline.project_answers import hash_text
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.writing.renamed_keys import RenamedKey
-from moecore.tracking.mlflow_connection import experiment_name, repository_root
+from moecore.tracking.mlflow_connection import experiment_name, project_root
 from tests.my_lab import forget_package
 from tests.project import check_params
 
@@ -72,7 +72,7 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     tested = [sys.executable, "-m", "pytest", "-q"]
     done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
-    assert experiment_name(empty) == "own" and repository_root() == empty
+    assert experiment_name(empty) == "own" and project_root() == empty
     assert experiment_name(ROOT) == "moecore" and experiment_name(ROOT / "pipelines/swin") == "swin"
 
 
@@ -80,7 +80,7 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
 def test_it_may_begin_as_any_study(empty, study):
     assert moecore("new", "own", "--from", study).exit_code == 0
     stages = check_params(empty / "own/params.yaml")
-    assert stages.run.methods is not None and list_dvc_files(empty / "own")
+    assert stages.run.methods is not None and list_project_dvc_files(empty / "own")
     if study != "main":
         values = resolve_overlay(ROOT / "pipelines" / study, ROOT).document.data
         text = json.dumps(values).replace("../../data/", "data/")
@@ -91,7 +91,7 @@ def test_it_may_begin_as_any_study(empty, study):
             cosine = vmoe | {"router": router, "regularizers": regularizers}
             expected["methods"]["cosine"] = cosine
             expected["run"]["methods"].append("cosine")
-        assert load_yaml(empty / "own/params.yaml").data == expected
+        assert load_yaml_document(empty / "own/params.yaml").data == expected
 
 
 def test_an_overlay_is_written_again_by_the_same_command(empty):
@@ -99,7 +99,12 @@ def test_an_overlay_is_written_again_by_the_same_command(empty):
     forget_package("own")  # as in a process of its own
     os.chdir("own")
     assert moecore("check").exit_code == 0
-    assert load_yaml("params.yaml").data["run"]["methods"] == ["dense", "vmoe", "told", "cosine"]
+    assert load_yaml_document("params.yaml").data["run"]["methods"] == [
+        "dense",
+        "vmoe",
+        "told",
+        "cosine",
+    ]
     before = {name: Path(name).read_text("utf-8") for name in ("params.yaml", "dvc.yaml")}
     assert moecore("study", "write").stdout == ""
     assert before == {name: Path(name).read_text("utf-8") for name in before}

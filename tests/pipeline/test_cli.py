@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 from moecore.core.files import read_json
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
-from moecore.study.reading.overlay import load_presets
+from moecore.study.reading.overlay import load_study_presets
 from tests.data.making import image_classes
 from tests.my_lab import write_my_lab
 from tests.project import PARAMS, ROOT, SHIPPED, Project
@@ -132,7 +132,7 @@ def test_a_metric_that_nothing_measures_is_refused_with_its_place(place):
 
 def test_presets_are_listed_written_and_taken_back(place):
     listed = moecore("study", "preset", "pipelines/moge").stdout.split()
-    assert listed == list(load_presets(ROOT / "pipelines/moge"))
+    assert listed == list(load_study_presets(ROOT / "pipelines/moge"))
     done = moecore("study", "preset", "pipelines/moge", "top_5")
     changed = ("methods.vmoe.router.k: 1 → 5", "methods.moge.router.k: 1 → 5")
     assert done.exit_code == 0 and all(line in done.stdout for line in changed)

@@ -16,7 +16,7 @@ import torch
 from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
-from moecore.core.source_layout import CODE, FAMILIES, ROOT, list_dvc_files
+from moecore.core.source_layout import CODE, FAMILIES, ROOT, list_project_dvc_files
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import hash_code_files
@@ -40,15 +40,15 @@ from moecore.pipeline.plan import (
     query_pipeline_status,
     stages_changed_by_code,
 )
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.stage_params import params_keys_by_field
 from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
 
-MAIN = load_yaml(str(ROOT / "dvc.yaml")).data["stages"]
-MORE = load_yaml(str(ROOT / "pipelines/stages.yaml")).data["stages"]
+MAIN = load_yaml_document(str(ROOT / "dvc.yaml")).data["stages"]
+MORE = load_yaml_document(str(ROOT / "pipelines/stages.yaml")).data["stages"]
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
 STAGES = {
     name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name not in NO_PART
@@ -161,7 +161,7 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
     resolved = resolve_overlay(study, ROOT)
     config = (study / ".dvc/config").read_text(encoding="utf-8")
     assert config == CONFIG.format(cache="../../../.dvc/cache"), "a DVC project of its own"
-    files = list_dvc_files(study)
+    files = list_project_dvc_files(study)
     texts = {file.relative_to(study).as_posix(): file.read_text("utf-8") for file in files}
     run = resolved.document.data["run"]
     assert texts == study_dvc_yaml_texts(stage_definitions(resolved.stages), run)
@@ -170,9 +170,9 @@ def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
 def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
     """After every stage DVC reads and writes the lock file that has it: 1 s per 100 stages."""
     for study in STUDIES:
-        run = load_yaml(str(study / "params.yaml")).data["run"]
-        for file in list_dvc_files(study):
-            stages = load_yaml(str(file)).data["stages"]
+        run = load_yaml_document(str(study / "params.yaml")).data["run"]
+        for file in list_project_dvc_files(study):
+            stages = load_yaml_document(str(file)).data["stages"]
             assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
 
 
@@ -216,7 +216,7 @@ PARAMS = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
 def finished(folder: Path) -> dict[str, dict[str, str]]:
     """What the stages ``code`` and ``train`` leave behind."""
     (folder / "params.yaml").write_text(PARAMS)
-    files = hash_code_files(parse_yaml(PARAMS))
+    files = hash_code_files(parse_yaml_document(PARAMS))
     for name, hashes in files.items():
         write_json(CODE / name, hashes)
     stages = {
@@ -297,7 +297,7 @@ def test_a_step_on_paper_by_hand():
 def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
     (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    study = read_study(load_yaml("params.yaml"))
+    study = read_study(load_yaml_document("params.yaml"))
     rows = [line.split(" | ") for line in multi_gpu_estimate_table(study, GpuPeaks())]
     assert [row[0].strip("| ") for row in rows[2:]] == [
         name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)

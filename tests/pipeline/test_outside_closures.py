@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from tests.my_lab import SECTIONS, forget_package, write_my_lab
 from tests.project import forget_files
 
@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
 
 def hashes(name: str) -> dict[str, str]:
     forget_files()
-    return hash_code_files(parse_yaml(PARAMS))[name]
+    return hash_code_files(parse_yaml_document(PARAMS))[name]
 
 
 def test_a_source_tree_is_hashed_by_its_files(folder):

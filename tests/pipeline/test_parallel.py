@@ -15,7 +15,7 @@ import pytest
 
 from moecore.core.files import whole_folder, write_json
 from moecore.pipeline import job_resources
-from moecore.pipeline.parallel import next_job, run_job, run_stages
+from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
@@ -48,32 +48,32 @@ BEGUN = {"code", "prepare@pretrain", "teacher@0", "teacher_router@vmoe-0", "teac
 
 
 def test_what_all_wait_for_comes_first():
-    assert next_job(ABOVE, set(), set()) == ("code",)
-    assert next_job(ABOVE, set(), {"code"}) is None, "nothing is ready"
-    assert next_job(ABOVE, {"code"}, {"code"}) == ("prepare@pretrain",)
+    assert next_job_stages(ABOVE, set(), set()) == ("code",)
+    assert next_job_stages(ABOVE, set(), {"code"}) is None, "nothing is ready"
+    assert next_job_stages(ABOVE, {"code"}, {"code"}) == ("prepare@pretrain",)
     done = {"code", "prepare@pretrain"}
-    assert next_job(ABOVE, done, done) == ("teacher@0",)
+    assert next_job_stages(ABOVE, done, done) == ("teacher@0",)
     done = {*done, "teacher@0"}
-    assert next_job(ABOVE, done, done) == ("teacher_router@vmoe-0", "teacher_router@prc-0")
+    assert next_job_stages(ABOVE, done, done) == ("teacher_router@vmoe-0", "teacher_router@prc-0")
 
 
 def test_trainings_come_first_and_a_models_measurements_go_together():
     done = set(BEGUN)
-    first = next_job(ABOVE, done, done)
+    first = next_job_stages(ABOVE, done, done)
     assert first == ("pretrain@vmoe-0", "finetune@vmoe-0")
-    second = next_job(ABOVE, done, done | set(first))
+    second = next_job_stages(ABOVE, done, done | set(first))
     assert second == ("pretrain@prc-0",)
-    assert next_job(ABOVE, done, done | {*first, *second}) is None
+    assert next_job_stages(ABOVE, done, done | {*first, *second}) is None
     done |= set(first)
-    third = next_job(ABOVE, done, done | set(second))
+    third = next_job_stages(ABOVE, done, done | set(second))
     assert third == ("calibrate@pretrain-vmoe-0", "measure@invariance-pretrain-vmoe-0")
     done |= {*second, *third}
-    assert next_job(ABOVE, done, done) == ("transfer@pretrain-0",), "one long process"
+    assert next_job_stages(ABOVE, done, done) == ("transfer@pretrain-0",), "one long process"
     done |= {"transfer@pretrain-0"}
     for stage in ("measure@invariance-finetune-vmoe-0", "measure@invariance-pretrain-prc-0"):
-        assert next_job(ABOVE, done, done) == (stage,), "of another phase or method"
+        assert next_job_stages(ABOVE, done, done) == (stage,), "of another phase or method"
         done.add(stage)
-    assert next_job(ABOVE, done, done) == ("compare",)
+    assert next_job_stages(ABOVE, done, done) == ("compare",)
 
 
 def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
@@ -82,13 +82,15 @@ def test_each_seed_has_a_teacher_and_several_are_trained_at_once():
         for method in ("vmoe", "tgr"):
             above[f"teacher_router@{method}-{seed}"] = {f"teacher@{seed}"}
             above[f"pretrain@{method}-{seed}"] = {f"teacher_router@{method}-{seed}"}
-    first = next_job(above, set(), set())
+    first = next_job_stages(above, set(), set())
     assert first == ("teacher@0",)
-    assert next_job(above, set(), {"teacher@0"}) == ("teacher@1",)
+    assert next_job_stages(above, set(), {"teacher@0"}) == ("teacher@1",)
     teachers = {"teacher@0", "teacher@1"}
     routers = ("teacher_router@vmoe-0", "teacher_router@tgr-0")
-    assert next_job(above, teachers, teachers) == routers, "those of one seed"
-    assert next_job(above, {"teacher@0"}, teachers) == routers, "while the other teacher learns"
+    assert next_job_stages(above, teachers, teachers) == routers, "those of one seed"
+    assert next_job_stages(above, {"teacher@0"}, teachers) == routers, (
+        "while the other teacher learns"
+    )
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def started(monkeypatch) -> list[tuple[tuple[str, ...], dict]]:
         jobs.append((job, dict(environment)))
         return int("fails" in environment and job[0] == "teacher@0")
 
-    monkeypatch.setattr("moecore.pipeline.parallel.run_job", run_fake)
+    monkeypatch.setattr("moecore.pipeline.parallel.run_job_stages", run_fake)
     return jobs
 
 
@@ -141,15 +143,15 @@ def test_what_is_timed_runs_alone_and_last():
         "measure@cost-pretrain-b-0": {"pretrain@b-0"},
         "routing@pretrain-b-0": {"pretrain@b-0"},
     }
-    assert next_job(above, set(), set()) == ("pretrain@a-0",)
+    assert next_job_stages(above, set(), set()) == ("pretrain@a-0",)
     done = {"pretrain@a-0"}
-    assert next_job(above, done, done) == ("pretrain@b-0",)
+    assert next_job_stages(above, done, done) == ("pretrain@b-0",)
     both = {"pretrain@a-0", "pretrain@b-0"}
-    assert next_job(above, both, both) == ("routing@pretrain-b-0",)
+    assert next_job_stages(above, both, both) == ("routing@pretrain-b-0",)
     taken = both | {"routing@pretrain-b-0"}
-    assert next_job(above, both, taken) is None, "something else runs"
+    assert next_job_stages(above, both, taken) is None, "something else runs"
     timed = ("measure@cost-pretrain-a-0", "measure@cost-pretrain-b-0")
-    assert next_job(above, taken, taken) == timed
+    assert next_job_stages(above, taken, taken) == timed
 
 
 def test_with_dvc_a_failure_is_shown_and_the_rest_goes_on_later(copied):
@@ -329,8 +331,8 @@ def test_a_large_studys_stages_run_from_files_of_their_own(tmp_path, monkeypatch
     Project.at(tmp_path).with_dvc()
     pipeline = query_pipeline_status()
     assert set(pipeline.edges) == {("train@a", "all"), ("train@b", "all")}
-    assert run_job(("train@a", "train@b"), {}, [], Event()) == 0
-    assert run_job(("all",), {}, [], Event()) == 0
+    assert run_job_stages(("train@a", "train@b"), {}, [], Event()) == 0
+    assert run_job_stages(("all",), {}, [], Event()) == 0
     assert set(read_dvc_locks()) == {"train@a", "train@b", "all"}
     assert Path("all").read_text() == "a\nb\n"
     assert not query_pipeline_status().status
@@ -353,17 +355,17 @@ def test_a_job_whose_disk_is_full_indeed_is_done_once_there_is_room(disk, monkey
     (disk.folder / "b.in").write_text("1")
     project.with_dvc()
     job = ("b",)
-    assert run_job(job, {}, [], Event()) == 0
+    assert run_job_stages(job, {}, [], Event()) == 0
     lock = (disk.folder / "dvc.lock").read_bytes()
     (disk.folder / "b.in").write_text("2")
     disk.fill(free=1_000_000)  # its output takes the place of the old one, its copy finds none
     capfd.readouterr()
-    assert run_job(job, {}, [], Event()) != 0
+    assert run_job_stages(job, {}, [], Event()) != 0
     said = capfd.readouterr().out
     assert "No space left on device" in said and "Traceback" not in said
     assert (disk.folder / "dvc.lock").read_bytes() == lock
     disk.clear()
-    assert run_job(job, {}, [], Event()) == 0
+    assert run_job_stages(job, {}, [], Event()) == 0
     assert (disk.folder / "dvc.lock").read_bytes() != lock
 
 

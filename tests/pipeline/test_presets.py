@@ -14,8 +14,8 @@ from moecore.core.source_layout import ROOT
 from moecore.measure.sizes import PaperModel, count_sized_model
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.report.tables.paper_numbers import REPORTED
-from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import load_presets, resolve_overlay
+from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.overlay import load_study_presets, resolve_overlay
 from moecore.study.writing.write_params import write_params
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
@@ -23,7 +23,7 @@ from tests.project import check_params, copy_shipped
 
 PAPERS = ("prc", "tgr", "moge", "ermoe")
 EACH = [(study, ()) for study in PAPERS] + [
-    (study, (name,)) for study in PAPERS for name in load_presets(ROOT / "pipelines" / study)
+    (study, (name,)) for study in PAPERS for name in load_study_presets(ROOT / "pipelines" / study)
 ]
 TOGETHER = [  # combinations that the READMEs name
     ("prc", ("flowers", "top_1")),
@@ -85,7 +85,7 @@ def folder(tmp_path):
 def test_every_study_and_preset_is_in_order_and_builds(folder, study, names):
     place = folder(study, names)
     settings = check_params(place / "params.yaml")
-    assert load_yaml(str(place / "params.yaml")).data == data_of(study, names)
+    assert load_yaml_document(str(place / "params.yaml")).data == data_of(study, names)
     for phase in settings.run.phases:
         source = settings.data[phase]
         image = colour_images(source.size, 2)
@@ -127,7 +127,7 @@ def test_the_readme_names_what_there_is(study):
         r"^moecore study preset pipelines/(\w+ [^#\n]*?)\s*#", text, re.MULTILINE
     ):
         name, *given = words.split()
-        assert name == study and set(given) <= set(load_presets(ROOT / "pipelines" / study))
+        assert name == study and set(given) <= set(load_study_presets(ROOT / "pipelines" / study))
 
 
 def millions(study: str, names: tuple[str, ...], method: str, folder) -> float:

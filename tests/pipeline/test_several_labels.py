@@ -11,7 +11,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
 from moecore.stages import finetune, prepare, pretrain
 from moecore.study.checking.validate import cross_misfits, format_misfits
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
@@ -124,7 +124,7 @@ def problems(*replacements: tuple[str, str]) -> list[str]:
     for old, new in replacements:
         assert old in text, old
         text = text.replace(old, new, 1)
-    document = parse_yaml(text, "params.yaml")
+    document = parse_yaml_document(text, "params.yaml")
     return format_misfits(document, cross_misfits(document.data, read_study(document)))
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from tests.project import Project
 
 STAGES = "prepare teacher teacher_router pretrain prune merge calibrate routing measure compare"
@@ -50,7 +50,7 @@ def study(tmp_path_factory) -> Project:
     """The study, of which nothing has run."""
     project = Project(tmp_path_factory.mktemp("surgery"), PARAMS).with_dvc()
     definitions = stage_definitions(STAGES.split())
-    texts = study_dvc_yaml_texts(definitions, parse_yaml(PARAMS).data["run"])
+    texts = study_dvc_yaml_texts(definitions, parse_yaml_document(PARAMS).data["run"])
     (project.folder / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     return project
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.pipeline.multi_gpu_estimate import GpuPeaks, count_model, estimate_step
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.training.method import Method
@@ -26,7 +26,7 @@ def test_a_step_fits_a_gpu(name):
     method = Method.model_validate(study["methods"][name])
     backbone = method.merge_model_settings(TypeAdapter(Backbone).validate_python(study["model"]))
     image = VOLUMES.model_copy(update={"size": tuple(study["data"]["pretrain"]["size"])})
-    with on_meta_device():
+    with meta_device_context():
         cost = count_model(backbone.build(image, method.moe))
     step = estimate_step(cost, study["pretrain"]["batch"], 1, 1, GpuPeaks())
     row = re.search(rf"^\| `{name}`.*$", PAGE, re.MULTILINE)[0].split("|")

@@ -22,7 +22,7 @@ from moecore.pipeline.closures import hash_files, import_closure, part_files
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from tests.project import COMMAND, Project, forget_files
 
 METHODS = ("dense", "vmoe", "tgr")
@@ -55,7 +55,9 @@ def of_method(stage: str, *methods: str) -> bool:
 def changed_stages(project: Project) -> set[str]:
     """The stages whose code an edit changed, by the hashes and dvc.lock: DVC is not asked."""
     forget_files()
-    hashes = hash_code_files(load_yaml(str(project.folder / "params.yaml")), project.folder)
+    hashes = hash_code_files(
+        load_yaml_document(str(project.folder / "params.yaml")), project.folder
+    )
     files = [CODE / name for name in hashes]
     before = {file: read_json(project.folder / file) for file in files}
     changed = [file for file in files if before[file] != hashes[file.relative_to(CODE).as_posix()]]
@@ -412,7 +414,7 @@ questions: []
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, dict[str, str]]:
-    return hash_code_files(parse_yaml(PARAMS))
+    return hash_code_files(parse_yaml_document(PARAMS))
 
 
 def test_there_is_a_file_for_whatever_a_stage_depends_on(files):

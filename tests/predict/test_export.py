@@ -11,8 +11,8 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.layers.exportable_moe import exportable_moe_layers
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.plain_moe import compute_plainly
 from moecore.predict import export as module
 from moecore.predict.export import TensorsOnly, compare_outputs, draw_inputs, export_model
 from moecore.tasks.next_token import NextToken
@@ -76,7 +76,7 @@ def test_in_plain_operations_a_model_says_the_same(name):
     inputs = draw_inputs(wrapped.model, 3)
     with torch.no_grad():
         expected = wrapped(inputs)
-        with compute_plainly(wrapped):
+        with exportable_moe_layers(wrapped):
             plain = wrapped(inputs)
         assert all(map(torch.equal, wrapped(inputs), expected))  # and as before outside
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-6)

@@ -5,7 +5,7 @@ from html import escape
 import pytest
 
 from moecore.report.figures import drawing
-from moecore.report.figures.drawing import new_figure
+from moecore.report.figures.drawing import empty_figure
 from moecore.report.page import templating
 
 
@@ -19,7 +19,7 @@ def undrawn(monkeypatch, request) -> None:
     """Figures are empty, and elements without content."""
     if "drawn" in request.fixturenames:
         return
-    empty = new_figure(1, 1)
+    empty = empty_figure(1, 1)
     monkeypatch.setattr(drawing, "draw_in_style", lambda draw, *args, **kwargs: empty)
     monkeypatch.setattr(
         templating, "svg", lambda figure, label: f'<svg aria-label="{escape(label)}"></svg>'

@@ -9,7 +9,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import build_image_trace
+from moecore.nn.routing_traces import build_image_traces
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome, WatchedEpoch
 from tests.measure.subjects import FEW, compute_without_cache, images, moe, subject
@@ -65,5 +65,5 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
         model.model, np.array(model.data.test.images[places]), 32
     )
     return WatchedEpoch(
-        epoch=epoch, images=places, trace=build_image_trace(prediction, records, model.data.task)
+        epoch=epoch, images=places, trace=build_image_traces(prediction, records, model.data.task)
     )

@@ -12,7 +12,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import write_json
-from moecore.core.plain import to_jsonable
+from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
@@ -29,8 +29,8 @@ from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
     Overlays,
     encode_expert_overlays,
+    encode_thumbnails,
     overlapping_crops,
-    pack_thumbnails,
 )
 from moecore.measure.noise_ramp import RampCurve, RampSummary
 from moecore.measure.routing_metrics.layer_metrics import (
@@ -235,9 +235,9 @@ def corrupted(step: float) -> corruptions.Result:
 
 def steep(step: float, routed: bool) -> lipschitz.Result:
     local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
-    lemma = lipschitz.LemmaOverLayers(reason="dense")
+    lemma = lipschitz.LemmaSummary(reason="dense")
     if routed:
-        lemma = lipschitz.LemmaOverLayers(violations=0, router_share=0.25)
+        lemma = lipschitz.LemmaSummary(violations=0, router_share=0.25)
     points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
     return lipschitz.Result(
         images=10,
@@ -374,7 +374,7 @@ def pictured() -> robustness.AttackedGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
-        {"epsilon": epsilon, "pictures": pack_thumbnails(stripes * (1 - 10 * epsilon))}
+        {"epsilon": epsilon, "pictures": encode_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
     return robustness.AttackedGallery(attack="pgd-10", rows=rows)

@@ -26,7 +26,7 @@ from moecore.report.claims.evaluation import (
 )
 from moecore.report.claims.stored_verdicts import judge_again, rebuild_difference
 from moecore.report.page.report_page import render_report
-from moecore.report.tables.methods_by_paper import headline_tables_by_phase
+from moecore.report.tables.methods_by_paper import headline_tables_as_markdown
 from moecore.report.tables.metrics_by_method import (
     compare_methods,
     expected_metrics,
@@ -43,7 +43,7 @@ from moecore.statistics.crossed import (
     encode_item_values,
 )
 from moecore.study.reading.claims_section import Claim, Question
-from moecore.study.reading.overlay import stages_reading_params
+from moecore.study.reading.overlay import list_folder_stages
 from tests.project import check_params
 from tests.report.generated import (
     TASK,
@@ -459,7 +459,7 @@ def test_by_hand():
         "vmoe": {"pretrain": {"test_accuracy": {"mean": 0.625}, "load_cv2": {"mean": 0.0125}}},
         "claims": {"a": {"verdict": "holds"}},
     }
-    assert headline_tables_by_phase(compared) == [
+    assert headline_tables_as_markdown(compared) == [
         "",
         "**pretrain**",
         "",
@@ -621,7 +621,7 @@ def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
 
 
 def test_every_claim_quotes_the_sentence_it_judges():
-    _, answers = claims_page.load_studies(ROOT)
+    _, answers = claims_page.load_studies_and_answers(ROOT)
     claims = [one.claim for one in answers if isinstance(one.claim, Claim)]
     without = [f"{one.paper}, {one.source}: {one.says}" for one in claims if not one.quote]
     assert not without
@@ -632,8 +632,8 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
         "plain": {"parameters": {"ours": 2e8, "paper": 4e8}, "gflops": {"ours": 40, "paper": 20}},
         "other": {"parameters": {"ours": 1e8, "paper": 3e8}, "gflops": {"ours": 41, "paper": 18}},
     }
-    words = claims_page.describe_size_changes(
-        claims_page.CountedSizes(models=("plain", "other")), compared
+    words = claims_page.describe_model_size_ratios(
+        claims_page.ModelSizeComparison(models=("plain", "other")), compared
     )
     assert words == (
         "plain → other: Parameters, M: 200.00 → 100.00, 0.5 times (the paper: 0.75); "
@@ -657,7 +657,7 @@ def test_the_rows_of_the_papers_say_what_they_need():
             for printed in row.columns:
                 asked = check_params(ROOT / "pipelines" / printed.study / "params.yaml")
                 assert set(printed.methods) <= set(asked.run.methods), row.number
-                stages = stages_reading_params(ROOT / "pipelines" / printed.study)
+                stages = list_folder_stages(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(expected_metrics(asked, stages, printed.phase))
 
 

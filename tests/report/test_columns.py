@@ -18,7 +18,7 @@ from moecore.report.measures.attacked_scores import (
     hits_at_largest_epsilon,
 )
 from moecore.report.measures.corruptions import errors_of, errors_of_dense
-from moecore.report.measures.routing import swept
+from moecore.report.measures.routing import swept_values
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
@@ -258,7 +258,9 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
 
 
 def sweep(phase, method, setting, name):
-    return points_over_seeds([swept(result, setting, name) for result in phase.of(Routing)[method]])
+    return points_over_seeds(
+        [swept_values(result, setting, name) for result in phase.of(Routing)[method]]
+    )
 
 
 def test_sweeps(whole):

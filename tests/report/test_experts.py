@@ -20,7 +20,7 @@ from moecore.report.measures.expert_roles import Result, figures, phase_blocks
 from moecore.report.measures.seed_stability import decode_choices, seed_stability
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.intervals import mean_over_pairs
+from moecore.statistics.intervals import mean_over_seed_pairs
 from tests.measure.test_truth import subject
 
 FIRST = np.eye(3, dtype=bool)[[0, 0, 1, 1, 2, 2, 0, 1]]
@@ -59,13 +59,13 @@ def test_unrelated_seeds_agree_by_chance():
 def test_mean_over_pairs():
     """Pairs 0.2, 0.4, 0.6: without each seed 0.6, 0.4, 0.2; variance 2/3 · 0.08; t = 4.302653."""
     values = np.array([[9, 0.2, 0.4], [0.2, 9, 0.6], [0.4, 0.6, 9]])
-    interval = mean_over_pairs(values)
+    interval = mean_over_seed_pairs(values)
     half = 4.302653 * (2 / 3 * 0.08) ** 0.5
     assert interval.value == pytest.approx(0.4)
     assert (interval.low, interval.high) == pytest.approx((0.4 - half, 0.4 + half), abs=1e-5)
-    assert mean_over_pairs(values[:2, :2]).limits is None
+    assert mean_over_seed_pairs(values[:2, :2]).limits is None
     with pytest.raises(ValueError, match="fewer than two"):
-        mean_over_pairs(values[:1, :1])
+        mean_over_seed_pairs(values[:1, :1])
 
 
 def test_seeds_that_are_told_the_same_agree():

@@ -16,7 +16,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.report.figures.charts import ChartSpec, Point, curves_chart, panels_chart
 from moecore.report.figures.direct_labels import spread_heights
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
-from moecore.report.figures.expert_figures import class_expert_maps, expert_load
+from moecore.report.figures.expert_figures import draw_expert_grids_by_class, expert_load
 from moecore.report.figures.training_figures import (
     confusion_matrix,
     draw_filter_sigma_schedule,
@@ -147,7 +147,9 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
     # two models, three classes, 32 experts on 4 rows of 8
     maps = np.random.default_rng(0).dirichlet(np.ones(32), size=(2, 3))
     maps[1, 2] = np.nan
-    axes = class_expert_maps({"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"]).axes[0]
+    axes = draw_expert_grids_by_class(
+        {"MoE": maps[0].tolist(), "MoGE": maps[1]}, ["a", "b", "c"]
+    ).axes[0]
     tiles = [np.asarray(image.get_array()) for image in axes.images]
     assert [tile.shape for tile in tiles] == [(4, 8, 4)] * 6
     words = [text.get_text() for text in axes.texts]
@@ -161,7 +163,9 @@ def test_expert_maps_draws_a_tile_a_class_on_the_experts_grid():
 
 
 def test_expert_maps_shows_the_first_classes_of_many():
-    figure = class_expert_maps({"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)])
+    figure = draw_expert_grids_by_class(
+        {"MoE": np.full((40, 8), 0.125)}, [str(name) for name in range(40)]
+    )
     assert len(figure.axes[0].images) == 12
 
 

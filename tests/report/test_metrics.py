@@ -21,11 +21,11 @@ from moecore.report.tables.metrics_by_method import (
     compare_methods,
     expected_metrics,
     phase_result_columns,
-    unfit_metrics,
+    unfit_metric_problems,
 )
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.study.reading.study import Study
@@ -224,7 +224,9 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tuple, str]]:
     text = f"{SETTINGS}questions: [{{{asked}, metric: '{metric}', phase: {phase}}}]\n"
-    return list(unfit_metrics(extract_declared_settings(Study, parse_yaml(text)), STAGES))
+    return list(
+        unfit_metric_problems(extract_declared_settings(Study, parse_yaml_document(text)), STAGES)
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     text = SETTINGS.replace("[{kind: pgd, steps: 10}]", attacks)
     text = text.replace("[0.01]", str([epsilon for epsilon in EPSILONS if epsilon]))
     study = extract_declared_settings(
-        Study, parse_yaml(text.replace("[stability]", str([*NEW, "invariance"])))
+        Study, parse_yaml_document(text.replace("[stability]", str([*NEW, "invariance"])))
     )
     known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
@@ -303,7 +305,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
-    study = extract_declared_settings(Study, load_yaml(SHIPPED))
+    study = extract_declared_settings(Study, load_yaml_document(SHIPPED))
     assert list(PlannedPhase(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
     known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)

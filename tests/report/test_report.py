@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.claims.claims_page import load_studies
+from moecore.report.claims.claims_page import load_studies_and_answers
 from moecore.report.column import Column, ResultColumn
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
@@ -193,7 +193,10 @@ def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
     ):
         terminal_summary.main(str(path))
     spoil(path, content)
-    for read in (lambda: terminal_summary.main(str(path)), lambda: load_studies(tmp_path)):
+    for read in (
+        lambda: terminal_summary.main(str(path)),
+        lambda: load_studies_and_answers(tmp_path),
+    ):
         with pytest.raises(UserError, match=re.escape(str(path))) as error:
             read()
         assert "\n" not in str(error.value)

@@ -24,7 +24,7 @@ from moecore.report.page.report_page import build_page, render_report
 from moecore.report.reference_methods import find_moe_baseline, references
 from moecore.report.tables.metrics_by_method import (
     build_table,
-    column_cells,
+    cells_with_best_marked,
     compare_methods,
     used_tests,
 )
@@ -105,7 +105,9 @@ def seeds(**values) -> dict[str, dict[int, Measured]]:
 
 def marked(metric: ResultColumn, models) -> list[str]:
     return [
-        method for method, found in column_cells(metric, models).items() if found and found.marked
+        method
+        for method, found in cells_with_best_marked(metric, models).items()
+        if found and found.marked
     ]
 
 
@@ -188,7 +190,7 @@ def test_a_method_without_the_metric_takes_no_part():
     models = seeds(a=(0.2, 0.61, 0.89), b=(0.1, 0.5, 0.8)) | {
         "dense": {seed: model(value=None) for seed in range(3)}
     }
-    found = column_cells(VALUE, models)
+    found = cells_with_best_marked(VALUE, models)
     assert found["dense"] is None and found["b"].marked and not found["a"].marked
 
 

@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import refuse_changed_document
 from moecore.run.run_record import record_run
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -106,7 +106,7 @@ def test_an_artifact_that_is_another_at_the_end_is_named(file):
 
 
 def test_a_whole_document_is_compared(file):
-    document = load_yaml(str(file))
+    document = load_yaml_document(str(file))
     file.write_text(f"# a comment\n{file.read_text()}")
     refuse_changed_document(document)
     file.write_text("epochs: 3\nparts: []\nmore: 1\n")

@@ -33,7 +33,7 @@ from moecore.run.cluster_launcher import (
     run_with_launcher,
     stage_name,
 )
-from moecore.run.local_ranks import rank_by_slurm, threads_by_slurm
+from moecore.run.local_ranks import rank_variables_from_slurm, thread_variables_from_slurm
 from tests.project import COMMAND, PARAMS, Project
 
 CONFIG = """\
@@ -244,18 +244,18 @@ def test_what_is_started():
 
 def test_a_task_of_slurm_knows_its_rank():
     task = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "MOECORE_LAUNCHED": "2"}
-    assert rank_by_slurm(task) == {
+    assert rank_variables_from_slurm(task) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }
-    assert rank_by_slurm(task | {"SLURM_NTASKS": "1"}) == {}
-    assert rank_by_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
-    assert threads_by_slurm(task) == {}
+    assert rank_variables_from_slurm(task | {"SLURM_NTASKS": "1"}) == {}
+    assert rank_variables_from_slurm(task | {"RANK": "0"}) == {}, "torchrun has said it"
+    assert thread_variables_from_slurm(task) == {}
     four = {"MOECORE_THREADS": "4", "OMP_NUM_THREADS": "4"}
-    assert threads_by_slurm(task | {"SLURM_CPUS_PER_TASK": "4"}) == four
-    assert threads_by_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
+    assert thread_variables_from_slurm(task | {"SLURM_CPUS_PER_TASK": "4"}) == four
+    assert thread_variables_from_slurm({"SLURM_CPUS_PER_TASK": "4", "MOECORE_THREADS": "1"}) == {}
 
 
 def test_only_what_is_ended_from_outside_is_started_again(tmp_path, monkeypatch, capfd):

@@ -9,14 +9,14 @@ import torch
 
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.study_folders import write_study
+from moecore.pipeline.write_studies import write_study
 from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.run.partial_comparison import (
     DVC_ITEMS,
     DVC_NUMBERS,
     PARTIAL_NUMBERS,
     describe_waiting_claims,
-    list_unselected_methods_and_seeds,
+    list_left_out_of_overlay,
     split_answerable_comparisons,
     write_comparison,
 )
@@ -41,7 +41,7 @@ def study(tmp_path, monkeypatch) -> Path:
 
 def test_the_whole_study_leaves_nothing_out(study):
     params = read_params(Params, str(study))
-    assert list_unselected_methods_and_seeds(study, params.run) == []
+    assert list_left_out_of_overlay(study, params.run) == []
     ready, waiting = split_answerable_comparisons(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
 
@@ -51,7 +51,7 @@ def test_one_method_and_one_seed_wait_for_the_rest(study):
         study, ["run.methods=[moge]", "run.seeds=[0]"]
     )  # and the file is in order with it
     params = read_params(Params, str(study))
-    assert list_unselected_methods_and_seeds(study, params.run) == [
+    assert list_left_out_of_overlay(study, params.run) == [
         "moe",
         "moge_circular",
         "moe_matched",

@@ -19,9 +19,9 @@ from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_measurement import summarize_age_errors
 from moecore.brain.age_predictions import Ages, fit_age_line
 from moecore.brain.prediction_table import read_predictions
-from moecore.core.config import read_settings
+from moecore.core.config import read_json_settings
 from moecore.core.files import UserError
-from moecore.core.plain import spreadsheet_cell
+from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
@@ -109,7 +109,7 @@ def test_a_bids_folder_with_ages(trained, tmp_path):
         ("sub-2", "ses-a", "new", "", "M"),
         ("sub-3", "ses-a", "new", "", ""),
     ]
-    fitted = read_settings(
+    fitted = read_json_settings(
         calibrator_folder(target) / "calibrator.json", FittedLinear, "a calibrator"
     )
     for row, group in zip(rows, ("F", "M", "pooled"), strict=True):

@@ -10,7 +10,7 @@ import torch
 from moecore.brain.age_measurement import AgeResult
 from moecore.brain.prediction_table import read_predictions
 from moecore.core import streams
-from moecore.core.config import read_settings
+from moecore.core.config import read_json_settings
 from moecore.core.files import UserError
 from moecore.measure.base import read_result
 from moecore.measure.calibrators.linear import FittedLinear
@@ -226,7 +226,7 @@ def test_it_predicts_years_and_writes_everything(results):
     assert [float(row["predicted_age"]) for row in rows[-9:]] == pytest.approx(
         said.tolist(), abs=1e-3
     )
-    fitted = read_settings(
+    fitted = read_json_settings(
         (folder / "artifacts/calibrate/pretrain/dense/0/calibrator.json"),
         FittedLinear,
         "a calibrator",

@@ -39,7 +39,7 @@ from moecore.statistics.paired import (
     holm,
     mcnemar,
     paired_bootstrap,
-    paired_difference,
+    paired_share_difference,
 )
 from moecore.tasks.image_text import ImageText
 
@@ -137,20 +137,20 @@ def test_newcombes_interval_by_hand_and_as_published():
     # Laake 2014): −0.286 (−0.507, −0.026) 1·12 − 1·7 = 5 is below 21 / 2, so φ = 0: Wilson
     # (0.0265, 0.2891) and (0.2075, 0.5912)
     # 0.2212 = √(0.0687² + 0.2103²), 0.2601 = √(0.1939² + 0.1734²)
-    assert paired_difference(PairedHits(1, 1, 7, 12)) == pytest.approx(
+    assert paired_share_difference(PairedHits(1, 1, 7, 12)) == pytest.approx(
         (-6 / 21, -0.5069, -0.0256), abs=1e-4
     )
     # 20, 12, 2, 16: φ = (320 − 24 − 25) / √(32·18·22·28) = 0.4550; Wilson (0.5014, 0.7586) and
     # (0.3116, 0.5769) √(0.1386² + 0.1369² − 2·0.4550·0.1386·0.1369) = 0.1438,
     # √(0.1186² + 0.1284² − 2·0.4550·0.1186·0.1284) = 0.1292
-    assert paired_difference(PairedHits(20, 12, 2, 16)) == pytest.approx(
+    assert paired_share_difference(PairedHits(20, 12, 2, 16)) == pytest.approx(
         (0.2, 0.0562, 0.3292), abs=1e-4
     )
 
 
 def test_a_negative_correlation_widens_the_interval():
     # 2, 10, 8, 0: φ = (0 − 80) / √(12·8·10·10) = −0.8165, without a correction
-    found = paired_difference(PairedHits(2, 10, 8, 0))
+    found = paired_share_difference(PairedHits(2, 10, 8, 0))
     first = wilson(12, 20)
     second = wilson(10, 20)
     below = first.value - first.low
@@ -164,20 +164,20 @@ def test_a_negative_correlation_widens_the_interval():
 @given(st.tuples(COUNTS, COUNTS, COUNTS, COUNTS).filter(any))
 def test_the_interval_is_symmetric_and_holds_its_value(counts):
     both, first_only, second_only, neither = counts
-    value, low, high = paired_difference(PairedHits(*counts))
+    value, low, high = paired_share_difference(PairedHits(*counts))
     assert -1 <= low <= value <= high <= 1 and value == pytest.approx(
         (first_only - second_only) / sum(counts)
     )
-    mirrored = paired_difference(PairedHits(both, second_only, first_only, neither))
+    mirrored = paired_share_difference(PairedHits(both, second_only, first_only, neither))
     assert mirrored == pytest.approx((-value, -high, -low), abs=1e-12)
     # wrong for right, and so second for first
-    swapped = paired_difference(PairedHits(neither, first_only, second_only, both))
+    swapped = paired_share_difference(PairedHits(neither, first_only, second_only, both))
     assert swapped == pytest.approx((value, low, high), abs=1e-12)
 
 
 def test_two_equal_models_do_not_differ():
     hits = np.arange(40) % 3 == 0
-    found = paired_difference(count_paired_hits(hits, hits))
+    found = paired_share_difference(count_paired_hits(hits, hits))
     assert (
         found.value == 0
         and found.low < 0 < found.high

@@ -12,15 +12,17 @@ import yaml
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.data.sources.digits import Digits
-from moecore.study.checking.preflight import check_study, describe_check
-from moecore.study.checking.validate import collect_problems, params_schema
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.checking.preflight import check_and_describe_study, check_study
+from moecore.study.checking.validate import params_schema, read_study_and_problems
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from tests.data.making import image_classes
 from tests.project import PARAMS, check_params
 from tests.training.small import COMPETITION
 
 STUDIES = [ROOT / "params.yaml", *sorted((ROOT / "pipelines").glob("*/params.yaml"))]
-STAGES = tuple(name for name in load_yaml(ROOT / "dvc.yaml").data["stages"] if name != "code")
+STAGES = tuple(
+    name for name in load_yaml_document(ROOT / "dvc.yaml").data["stages"] if name != "code"
+)
 
 VOLUMES = (ROOT / "pipelines/brain_age/params.yaml").read_text(encoding="utf-8")
 WORDS = """\
@@ -505,7 +507,7 @@ def test_our_files_are_in_order_and_editors_accept_them(path):
     first, _, _ = path.read_text(encoding="utf-8").partition("\n")
     place = first.removeprefix("# yaml-language-server: $schema=")
     assert (path.parent / place).resolve() == ROOT / "params.schema.json"
-    jsonschema.validate(load_yaml(path).data, params_schema())
+    jsonschema.validate(load_yaml_document(path).data, params_schema())
 
 
 def test_the_schema_is_fresh():
@@ -515,13 +517,15 @@ def test_the_schema_is_fresh():
 
 @pytest.mark.parametrize("text", [IMAGES, WORDS, CAPTIONS, VOLUMES], ids="IWCV")
 def test_a_study_is_in_order(text):
-    assert collect_problems(parse_yaml(text), ())[1] == []
+    assert read_study_and_problems(parse_yaml_document(text), ())[1] == []
 
 
 @pytest.mark.parametrize(("text", "edits", "key", "words"), FILE)
 def test_what_is_wrong_in_the_file_is_named(text, edits, key, words):
     written = edited(text, edits)
-    _, lines = collect_problems(parse_yaml(written), STAGES if text is IMAGES else ())
+    _, lines = read_study_and_problems(
+        parse_yaml_document(written), STAGES if text is IMAGES else ()
+    )
     assert sum(in_its_place(line, written, key) and words in line for line in lines) == 1, lines
 
 
@@ -587,12 +591,12 @@ def test_routers_that_look_ahead_are_refused_line_by_line(project, text, tower):
 
 def test_a_measurement_may_be_switched_off():
     text = edited(IMAGES, {"run.measurements": ["cost"]})
-    assert collect_problems(parse_yaml(text), STAGES)[1] == []
+    assert read_study_and_problems(parse_yaml_document(text), STAGES)[1] == []
 
 
 def test_problems_of_all_sorts_come_together_in_the_order_of_the_file():
     text = edited(IMAGES, {"run.seeds": [0, 0], "pretrain.unknown": 1})
-    one, other = collect_problems(parse_yaml(text), STAGES)[1]
+    one, other = read_study_and_problems(parse_yaml_document(text), STAGES)[1]
     assert "run.seeds[1]" in one and "pretrain.unknown: unknown key" in other
 
 
@@ -608,7 +612,7 @@ def test_a_study_in_order_says_what_its_data_are(project):
         "data.finetune: Digits; images of 1×24×24; 1,294 train, 144 validation, 359 test; "
         "10 classes",
     )
-    head, *notes = describe_check(project / "params.yaml").splitlines()
+    head, *notes = check_and_describe_study(project / "params.yaml").splitlines()
     assert head.endswith("params.yaml: in order (dense, vmoe, tgr; seeds 0)") and len(notes) == 2
     assert {path.name for path in project.iterdir()} == {"params.yaml", "dvc.yaml"}
 

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import ROOT, list_dvc_files
+from moecore.core.source_layout import ROOT, list_project_dvc_files
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
-from moecore.nn.meta_device import on_meta_device
-from moecore.report.tables.metrics_by_method import unfit_metrics
+from moecore.nn.meta_device import meta_device_context
+from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_build_rules import image_spec
 from moecore.study.checking.preflight import check_study
@@ -87,7 +87,7 @@ def change(data: dict, draw: random.Random) -> None:
 
 
 def written(folder: Path, data: dict, stages: Path) -> Path:
-    for file in list_dvc_files(stages):
+    for file in list_project_dvc_files(stages):
         target = folder / file.relative_to(stages)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
@@ -107,7 +107,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
         change(data, draw)
     path = written(tmp_path_factory.mktemp("edited"), data, home)
     try:
-        check_study(path, also=unfit_metrics)
+        check_study(path, also=unfit_metric_problems)
     except UserError as error:
         lines = str(error).split("\n")
         assert all(line.startswith(f"{path}") for line in lines), lines
@@ -155,7 +155,7 @@ def step(study: Study, name: str) -> None:
     assert study.model is not None and training is not None
     image = image_spec(load_previews(study)["pretrain"])
     backbone = method.merge_model_settings(study.model)
-    with on_meta_device():
+    with meta_device_context():
         small = backbone.build(image, method.moe)
     if sum(weight.numel() for weight in small.parameters()) > LARGE:
         return

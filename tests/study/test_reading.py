@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from moecore.study.reading.message_format import cap_line_count, spell_keys
 from moecore.study.reading.overlay import merge_settings, resolve_overlay
 from moecore.study.reading.stage_params import (
@@ -72,7 +72,7 @@ def test_yaml_1_2():
         "{a: 1e-4, b: no, c: on, d: yes, e: 010, f: 0o17, g: 0x1F, h: true, i: False, j: ~, "
         "k: 2020-01-01, l: .inf, m: 1.5E3, n: '12:30', o: -.5, p: '1', q: &x true, r: *x}"
     )
-    data = parse_yaml(text).data
+    data = parse_yaml_document(text).data
     assert data == {
         "a": 1e-4,
         "b": "no",
@@ -95,11 +95,13 @@ def test_yaml_1_2():
     }
     plain = {str, int, float, bool, type(None)}
     assert {type(value) for value in data.values()} == plain, "no types of ruamel's own"
-    assert parse_yaml("1: a\n").data == {"1": "a"} and parse_yaml("").data is None
+    assert parse_yaml_document("1: a\n").data == {"1": "a"} and parse_yaml_document("").data is None
 
 
 def test_merge_keys_and_their_places():
-    document = parse_yaml("base: &b {k: 1, l: {n: 2}}\nm: {<<: *b, k: 5}\no: [3, {p: 4}]\n")
+    document = parse_yaml_document(
+        "base: &b {k: 1, l: {n: 2}}\nm: {<<: *b, k: 5}\no: [3, {p: 4}]\n"
+    )
     assert document.data["m"] == {"k": 5, "l": {"n": 2}}
     assert list(document.data["m"]) == ["k", "l"], "merged keys come first"
     assert document.place(["m", "k"]) == "params.yaml:2:13"
@@ -144,13 +146,13 @@ MERGES = "m0: &m0 {x: 1}\n" + "".join(
 )
 def test_faults_of_the_text_have_a_place(text, place, word):
     with pytest.raises(UserError) as caught:
-        parse_yaml(text)
+        parse_yaml_document(text)
     (line,) = str(caught.value).split("\n")
     assert line.startswith(f"{place}: ") and word in line
 
 
 def test_merges_of_merges_are_read_at_once():
-    assert len(parse_yaml(MERGES).data["m8"]) == 9
+    assert len(parse_yaml_document(MERGES).data["m8"]) == 9
 
 
 @given(
@@ -161,7 +163,7 @@ def test_merges_of_merges_are_read_at_once():
     )
 )
 def test_json_is_yaml(value):
-    assert parse_yaml(json.dumps(value)).data == value
+    assert parse_yaml_document(json.dumps(value)).data == value
 
 
 def test_what_is_no_file_of_text_is_said(tmp_path):
@@ -170,10 +172,10 @@ def test_what_is_no_file_of_text_is_said(tmp_path):
         read_params(Params, str(path), method="vmoe")
     path.write_bytes(b"a: 1\nb: \xff\n")
     with pytest.raises(UserError, match=r"params.yaml:2:4: not UTF-8 text \(byte 8\)"):
-        load_yaml(path)
+        load_yaml_document(path)
     path.write_bytes(b"#" * 300_001)
     with pytest.raises(UserError, match="found 300,001 bytes"):
-        load_yaml(path)
+        load_yaml_document(path)
 
 
 def test_a_line_is_a_line_and_no_longer_than_a_screen():
@@ -198,7 +200,7 @@ def test_reads_exactly_what_is_declared(tmp_path, monkeypatch):
 
 def problems(text: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        extract_declared_settings(Params, parse_yaml(text), method="vmoe")
+        extract_declared_settings(Params, parse_yaml_document(text), method="vmoe")
     return str(caught.value).split("\n")
 
 
@@ -332,7 +334,7 @@ def test_sections_given_whole_inherit_nothing(study):
 
 def test_methods_are_those_that_the_overlay_names(study):
     folder = study("run: {methods: [vmoe]}\nmethods:\n  vmoe: {router: {k: 1}}\n  own: {}\n")
-    root = parse_yaml(TEXT).data["methods"]["vmoe"]
+    root = parse_yaml_document(TEXT).data["methods"]["vmoe"]
     changed = root | {"router": root["router"] | {"k": 1}}
     assert values(folder)["methods"] == {"vmoe": changed, "own": {}}
 

@@ -9,11 +9,11 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.report.tables.metrics_by_method import unfit_metrics
+from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.checking.outside_part_rules import outside_part_misfits
 from moecore.study.checking.preflight import check_study
-from moecore.study.checking.step_rules import step_misfits
-from moecore.study.reading.document import load_yaml
+from moecore.study.checking.trial_step_rules import trial_step_misfits
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.study import Study, read_study
 from tests.my_lab import (
     BRIGHTNESS,
@@ -61,13 +61,13 @@ def with_all_methods(study: Study) -> Study:
 @pytest.mark.parametrize("file", [SHIPPED, *sorted(ROOT.glob("pipelines/*/params.yaml"))])
 def test_our_methods_make_a_step(file):
     before = torch.get_rng_state()
-    assert list(step_misfits(with_all_methods(read_study(load_yaml(file))))) == []
+    assert list(trial_step_misfits(with_all_methods(read_study(load_yaml_document(file))))) == []
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_parts_without_fault(folder):
     write_my_lab(folder)
-    assert check_study(also=unfit_metrics).study.run.methods == ("mine",)
+    assert check_study(also=unfit_metric_problems).study.run.methods == ("mine",)
 
 
 FAULTS = [
@@ -89,7 +89,7 @@ FAULTS = [
 def test_a_faulty_part_is_named_in_a_line(folder, files, place, words):
     write_my_lab(folder, **files)
     with pytest.raises(UserError) as raised:
-        check_study(also=unfit_metrics)
+        check_study(also=unfit_metric_problems)
     [line] = str(raised.value).split("\n")
     assert line.startswith(place) and words in line
 
@@ -118,9 +118,12 @@ def test_parts_of_a_text_tower_are_tried_too(folder):
     write_my_lab(folder, cosine=COSINE.replace(SOFTMAX, "logits.sigmoid()"))
     text = "    text: {router: {kind: my_lab.cosine, k: 1}, experts: {kind: mlp, number: 3}}\n"
     (folder / "params.yaml").write_text(PARAMS.replace("pretrain: {ep", f"{text}pretrain: {{ep"))
-    misfits = list(outside_part_misfits(read_study(load_yaml("params.yaml")), {}, []))
+    misfits = list(outside_part_misfits(read_study(load_yaml_document("params.yaml")), {}, []))
     assert [keys[2:] for keys, _ in misfits] == [("router",), ("text", "router")]
-    assert list(step_misfits(read_study(load_yaml("params.yaml")), [misfits[0][0]])) == []
+    assert (
+        list(trial_step_misfits(read_study(load_yaml_document("params.yaml")), [misfits[0][0]]))
+        == []
+    )
 
 
 CHILD = """\
@@ -226,17 +229,17 @@ def test_a_part_that_refuses_so_small_a_model_is_noted(folder):
     refusing = 'from moecore import UserError\n        raise UserError("width: found 8")'
     write_my_lab(folder, calm=CALM.replace("return ", f"{refusing}\n        return "))
     note = "my_lab.calm was not tried in small: width: found 8"
-    assert check_study(also=unfit_metrics).untried == (note,)
+    assert check_study(also=unfit_metric_problems).untried == (note,)
 
 
 def test_a_measurement_is_held_to_its_promises_and_noted_where_it_fails_in_small(folder):
     drawing = BRIGHTNESS.replace("images = ", "import torch; torch.rand(1); images = ")
     write_my_lab(folder, brightness=drawing)
     with pytest.raises(UserError, match=r"^params.yaml:2:10: my_lab.brightness: .*no global"):
-        check_study(also=unfit_metrics)
+        check_study(also=unfit_metric_problems)
     forget_package()
     write_my_lab(folder, brightness=BRIGHTNESS.replace("subject.data.test", "subject.data.lost"))
-    [note] = check_study(also=unfit_metrics).untried
+    [note] = check_study(also=unfit_metric_problems).untried
     assert note.startswith("my_lab.brightness was not tried in small: it fails on a small ViT")
     assert note.endswith("my_lab/brightness.py:14)")
 
@@ -245,4 +248,4 @@ def test_a_measurement_that_the_report_would_drop_is_named(folder):
     page = BRIGHTNESS_PAGE.replace("SHOWN =", "HIDDEN =")
     write_my_lab(folder, **{"pages/brightness": page})
     with pytest.raises(UserError, match=r"^params.yaml:4:71: run.measurements\[0\]: found my_"):
-        check_study(also=unfit_metrics)
+        check_study(also=unfit_metric_problems)

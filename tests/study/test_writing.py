@@ -7,7 +7,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from moecore.study.writing.assignments import apply_assignments, write_assignments
 from moecore.study.writing.write_params import list_changes, params_text, write_params
 from tests.project import PARAMS, check_params
@@ -20,7 +20,7 @@ OVERLAYS = sorted((ROOT / "pipelines").glob("*/overlay.yaml"))
 def test_written_files_are_fresh(path):
     written = (path.parent / "params.yaml").read_text(encoding="utf-8")
     assert written == params_text(path.parent, ROOT), "run `moecore study write`"
-    assert load_yaml(path.parent / "params.yaml").data == values(path.parent)
+    assert load_yaml_document(path.parent / "params.yaml").data == values(path.parent)
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.parent.name)
@@ -38,7 +38,7 @@ def test_overlays_are_short(path):
 
 def test_new_dialects_begin_with_the_models_of_dialects():
     folders = [ROOT / "pipelines" / name for name in ("dialects", "dialects_new")]
-    dialects, new = (load_yaml(str(folder / "params.yaml")).data for folder in folders)
+    dialects, new = (load_yaml_document(str(folder / "params.yaml")).data for folder in folders)
     for section in ("model", "teacher", "teacher_router", "pretrain"):
         assert new[section] == dialects[section]
     assert new["data"]["pretrain"] == dialects["data"]["pretrain"]
@@ -55,8 +55,8 @@ def test_an_overlay_of_five_lines_is_a_study(study):
         "pretrain: {epochs: 1}\n"
     )
     assert list(write_params(folder, folder.parents[1]))
-    root = parse_yaml(PARAMS).data
-    data = load_yaml(folder / "params.yaml").data
+    root = parse_yaml_document(PARAMS).data
+    data = load_yaml_document(folder / "params.yaml").data
     assert data["model"] == root["model"] | {"width": 48}
     assert data["methods"] == root["methods"] and data["cost"] == root["cost"]
     assert data["data"] == {"pretrain": root["data"]["pretrain"]}
@@ -101,7 +101,7 @@ def test_what_is_written_says_where_it_comes_from(study):
     assert "# ../../params.yaml + overlay.yaml\nrun:\n" in text
     assert "# ../../params.yaml + presets.yaml\nmodel: {" in text
     assert "# ../../params.yaml\npretrain:\n" in text and "# With the presets one.\n" in text
-    assert parse_yaml(text).data == values(folder, "one")
+    assert parse_yaml_document(text).data == values(folder, "one")
 
 
 def test_changes():
@@ -153,7 +153,9 @@ def test_the_last_of_several_assignments_holds():
     text = apply_assignments(
         TEXT, ["pretrain.epochs=4", "pretrain={epochs: 5}", "pretrain.epochs=6"]
     )
-    assert parse_yaml(text).data == parse_yaml(TEXT).data | {"pretrain": {"epochs": 6}}
+    assert parse_yaml_document(text).data == parse_yaml_document(TEXT).data | {
+        "pretrain": {"epochs": 6}
+    }
     assert "# the head" in text
 
 
@@ -190,4 +192,4 @@ def test_the_file_is_checked_and_left_as_it_was_where_it_is_not_in_order(tmp_pat
     assert "pretrain.epochs" in str(error.value) and "left as it was" in str(error.value)
     assert path.read_text(encoding="utf-8") == PARAMS
     assert write_assignments(path, ["run.seeds=[0, 1]"]) == ["run.seeds: [0] → [0, 1]"]
-    assert load_yaml(path).data["run"]["seeds"] == [0, 1]
+    assert load_yaml_document(path).data["run"]["seeds"] == [0, 1]

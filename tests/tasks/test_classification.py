@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_difference
+from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
 from moecore.tasks.classification import Classification
 from moecore.tasks.classification_metrics import (
     brier_scores,
@@ -211,7 +211,7 @@ def test_differences_are_paired():
     # Shares: 3 of 4 against 1 of 4. Numbers: 3, 0, 3 against 1, 1, 1 is 1 more on average.
     one = torch.tensor([1, 1, 1, 0]).bool()
     other = torch.tensor([1, 0, 0, 0]).bool()
-    expected = paired_difference(count_paired_hits(one.numpy(), other.numpy()))
+    expected = paired_share_difference(count_paired_hits(one.numpy(), other.numpy()))
     assert TWO.difference(one, other) == expected and expected.value == 0.5
     errors = torch.tensor([3.0, 0.0, 3.0], dtype=torch.float64)
     ones = torch.ones(3, dtype=torch.float64)

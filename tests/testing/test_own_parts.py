@@ -6,10 +6,10 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.core.part_families import list_classes, list_own_names
-from moecore.data.expected_data import read_task
+from moecore.core.part_families import list_own_names, part_classes_by_kind
+from moecore.data.expected_data import parse_card_task
 from moecore.face import backbones, experts, regularizers, routers
-from moecore.measure.base import own_measurements
+from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
@@ -72,7 +72,7 @@ ROUTERS = [
         for selection in ("prune", "literal")
     ),
 ]
-BALANCES = [part() for part in list_classes(Balance).values()]
+BALANCES = [part() for part in part_classes_by_kind(Balance).values()]
 EXPERTS = [
     *(experts.Mlp(activation=name) for name in ("gelu", "quick_gelu", "linear", "swiglu")),
     experts.Mlp(activation="relu", number=3, dropout=0.3),
@@ -82,7 +82,7 @@ EXPERTS = [
 REGULARIZERS = [
     *(
         part(weight=0.1) if part.model_fields["weight"].is_required() else part()
-        for part in list_classes(regularizers.Regularizer).values()
+        for part in part_classes_by_kind(regularizers.Regularizer).values()
     ),
     regularizers.SwitchBalance(level="sequence", count_from="probs"),
     regularizers.SwitchBalance(level="group", group_size=3),
@@ -98,7 +98,7 @@ TEXT = {"channels": 4, "size": (4,), "mean": (0.0,) * 4, "std": (1.0,) * 4}
 CAPTIONS = {"words": 9, "context": 4, "captions": 2, "end": 2, "vocabulary": "0" * 64}
 STAGED = {"patch": 1, "width": 16, "depths": (2, 2), "heads": (2, 4)}
 VOLUME = IMAGE.model_copy(update={"size": (8, 12, 4)})
-AGED = VOLUME.model_copy(update={"task": read_task({"kind": "regression", "target": "age"})})
+AGED = VOLUME.model_copy(update={"task": parse_card_task({"kind": "regression", "target": "age"})})
 VIT = backbones.Vit(patch=4, width=16, depth=2, heads=2)
 CUBES = backbones.Vit3d(patch=4, width=24, depth=2, heads=2)
 BACKBONES = [
@@ -115,13 +115,13 @@ BACKBONES = [
     *(
         (
             backbones.LanguageModel(width=8, depth=2, heads=2, span=4, layers=layers),
-            ImageSpec(**TEXT, task=read_task({"kind": "next_token", "words": 11})),
+            ImageSpec(**TEXT, task=parse_card_task({"kind": "next_token", "words": 11})),
         )
         for layers in ("smoe", "momentum", "adam")
     ),
     (
         backbones.TwoTowers(image=VIT, text=TextTowerSettings(width=16, depth=1, heads=2)),
-        IMAGE.model_copy(update={"task": read_task({"kind": "image_text", **CAPTIONS})}),
+        IMAGE.model_copy(update={"task": parse_card_task({"kind": "image_text", **CAPTIONS})}),
     ),
 ]
 ELSEWHERE = {  # what they measure is not in the small model and data, or it is time
@@ -132,7 +132,7 @@ ELSEWHERE = {  # what they measure is not in the small model and data, or it is 
     "word_swaps",
     "zero_shot",
 }
-MEASUREMENTS = [own for name, own in own_measurements().items() if name not in ELSEWHERE]
+MEASUREMENTS = [own for name, own in builtin_measurements().items() if name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=repr)
@@ -202,7 +202,7 @@ def test_backbones(backbone, image):
     check_backbone(backbone, image)
 
 
-@pytest.mark.parametrize("calibrator", list_classes(Calibrator).values())
+@pytest.mark.parametrize("calibrator", part_classes_by_kind(Calibrator).values())
 def test_calibrators(calibrator):
     check_calibrator(calibrator)
 

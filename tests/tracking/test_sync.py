@@ -12,10 +12,10 @@ import pytest
 from moecore.core.files import UserError
 from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
-from moecore.tracking.metric_names import stage_numbers
+from moecore.tracking.metric_names import stage_metrics_and_params
 from moecore.tracking.sync import Importer, sync_runs
 from moecore.tracking.view import TAG
-from moecore.training.monitor import LayerTotals, Monitor, next_point
+from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
 from tests.tracking.conftest import Params, calibrate, only_run
 
 PUBLISHED = Path("artifacts/history/pretrain/vmoe/0")
@@ -146,10 +146,10 @@ def test_numbers_relative_to_the_dense_model_follow_it(study, monkeypatch):
     from moecore.report.tables import headline_metrics
 
     given = []
-    numbers = headline_metrics.headline_numbers
+    numbers = headline_metrics.read_headline_numbers
     monkeypatch.setattr(
         headline_metrics,
-        "headline_numbers",
+        "read_headline_numbers",
         lambda *a: (given.append((a[1], a[3])), numbers(*a))[1],
     )
     study.write()
@@ -265,7 +265,7 @@ def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):
     def kill(*_):
         raise SystemExit
 
-    for owner, name in ((module.StudyImport, "_send_figures"), (module, "mark_complete")):
+    for owner, name in ((module.StudyImporter, "_send_figures"), (module, "mark_complete")):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(owner, name, kill)
             import_all()
@@ -318,10 +318,10 @@ def test_two_processes_make_one_store_and_one_run(study, tmp_path, monkeypatch):
 def test_what_is_given_is_a_param_and_no_chart():
     summary = {"test_correct": 84, "test_count": 359, "seconds": 0.4}
     summary |= {"test_score.value": 0.2339, "test_score.low": 0.1931}
-    metrics, params = stage_numbers("finetune", summary)
+    metrics, params = stage_metrics_and_params("finetune", summary)
     assert params == {"finetune.test_count": 359}
     assert metrics == {"test/correct": 84, "test/score": 0.2339, "train/seconds overall": 0.4}
-    metrics, params = stage_numbers("cost", {"latency_ms.median": 2.5, "rounds": 5})
+    metrics, params = stage_metrics_and_params("cost", {"latency_ms.median": 2.5, "rounds": 5})
     assert (metrics, params) == ({"cost/latency_ms": 2.5}, {"cost.rounds": 5})
 
 
@@ -344,7 +344,7 @@ def test_the_routing_of_a_training_has_curves_and_a_map_while_it_trains(study):
         for step, counts in ((10, (6, 2)), (20, (8, 0))):
             run.log(step, {"loss": 1.0})
             layer = LayerTotals(counts, 8, 4.0, 2.0, 8)
-            point = next_point(step, {"MoE 1": layer}, point, Monitor(dead_after=10), 0.5)
+            point = build_routing_point(step, {"MoE 1": layer}, point, Monitor(dead_after=10), 0.5)
             run.routing(point)
             importer.import_all()
         stored = only_run(study)

@@ -19,13 +19,18 @@ from moecore.nn.backbones.vit3d import Vit3d
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_guide, load_model, save_guide, save_model, save_no_guide
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.guide import GuidedModel, aligned_blocks, attach_required_guide, build_guide
+from moecore.training.guide import (
+    GuidedModel,
+    aligned_teacher_blocks,
+    attach_required_guide,
+    build_guide,
+)
 from moecore.training.job import TrainingJob, training_batch
 from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.method import Method, TeacherRouter
 from moecore.training.objective import Objective
 from moecore.training.settings import TeacherRouterFit, Training
-from moecore.training.teachers.fit_router import fit_routers
+from moecore.training.teachers.fit_router import iterate_router_fit
 from tests.training.small import (
     CPU,
     IMAGE,
@@ -64,8 +69,8 @@ def guide(depth: int = 4, method: Method = TGR):
 def test_blocks_are_aligned_by_relative_depth():
     # the paper's layers 8, 10, 12 of 12 are 7, 9, 11 from 0; of a teacher with 24 blocks they are
     # its 16th, 20th and 24th
-    assert aligned_blocks((7, 9, 11), (12,), (12,)) == (7, 9, 11)
-    assert aligned_blocks((7, 9, 11), (12,), (24,)) == (15, 19, 23)
+    assert aligned_teacher_blocks((7, 9, 11), (12,), (12,)) == (7, 9, 11)
+    assert aligned_teacher_blocks((7, 9, 11), (12,), (24,)) == (15, 19, 23)
 
 
 def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
@@ -73,7 +78,9 @@ def test_fitting_makes_it_confident_and_balanced_and_leaves_the_teacher_alone():
     before = {name: value.clone() for name, value in made.teacher.state_dict().items()}
     settings = TeacherRouterFit(steps=60, batch=16, learning_rate=0.05)
     steps = list(
-        fit_routers(made, task().train, TeacherRouter(load=1.0, entropy=0.1), settings, seed=0)
+        iterate_router_fit(
+            made, task().train, TeacherRouter(load=1.0, entropy=0.1), settings, seed=0
+        )
     )
     (_, first), (last_step, last) = steps[0], steps[-1]
     assert last_step == 60 and last["entropy"] < first["entropy"] and last["balance"] < 0.2

@@ -8,9 +8,9 @@ from moecore.run.history_file import read_lines, routing_points
 from moecore.run.run_record import record_run
 from moecore.run.training import TrainingRun
 from moecore.training.loop import iterate_training
-from moecore.training.meter import Meter, sum_routing
+from moecore.training.meter import Meter, sum_layer_routing
 from moecore.training.method import Method
-from moecore.training.monitor import LayerTotals, Monitor, describe_point, next_point
+from moecore.training.monitor import LayerTotals, Monitor, build_routing_point, describe_point
 from tests.training.small import (
     CPU,
     SETTINGS,
@@ -34,7 +34,7 @@ def record(probs: list, chosen: list) -> RoutingRecord:
 def test_the_sums_of_a_layer_by_hand():
     scores = [[0.5, 0.3, 0.15, 0.05], [0.4, 0.1, 0.35, 0.15], [0.25, 0.25, 0.25, 0.25]]
     one = record(scores, [[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]])
-    totals = LayerTotals.of(sum_routing(one).tolist())
+    totals = LayerTotals.of(sum_layer_routing(one).tolist())
     # margins 0.3 − 0.15 and 0.35 − 0.15; a token that chose all experts has none
     assert totals.counts == (3, 2, 2, 1) and (totals.tokens, totals.with_margin) == (3, 2)
     assert totals.margins == pytest.approx(0.35)
@@ -63,29 +63,31 @@ def totals(*counts: float) -> dict[str, LayerTotals]:
 
 
 def test_load_death_and_collapse_by_hand():
-    first = next_point(10, totals(60, 30, 29, 1), None, Monitor(dead_after=20))
+    first = build_routing_point(10, totals(60, 30, 29, 1), None, Monitor(dead_after=20))
     layer = first.layers["MoE 1"]
     assert layer.max_violation == pytest.approx(1) and layer.load[0] == 0.5  # 60 of 120 over 30
     assert (layer.token_entropy, layer.margin, layer.idle) == (1.0, 0.1, (0, 0, 0, 0))
     assert "MoE 1: MaxVio 1, entropy 1, margin 0.1; dead 0  █▄▄▁" == describe_point(first)
-    once = next_point(20, totals(60, 30, 30, 0), first, Monitor(dead_after=20))
+    once = build_routing_point(20, totals(60, 30, 30, 0), first, Monitor(dead_after=20))
     assert once.layers["MoE 1"].idle == (0, 0, 0, 10) and not once.warnings
-    twice = next_point(30, totals(60, 30, 30, 0), once, Monitor(dead_after=20))
+    twice = build_routing_point(30, totals(60, 30, 30, 0), once, Monitor(dead_after=20))
     assert twice.warnings == ("step 30: MoE 1: expert 3 had no token for 20 steps",)
     assert twice.layers["MoE 1"].dead == 1 and describe_point(twice).endswith("█▄▄·")
     # two experts a token: the others have 7 of 120 choices, where 60 were even; then 5
-    still = next_point(40, totals(60, 53, 7, 0), twice, Monitor(dead_after=20))
+    still = build_routing_point(40, totals(60, 53, 7, 0), twice, Monitor(dead_after=20))
     assert not still.warnings  # told once
-    fallen = next_point(50, totals(60, 55, 5, 0), still, Monitor(dead_after=20))
+    fallen = build_routing_point(50, totals(60, 55, 5, 0), still, Monitor(dead_after=20))
     line = "the load collapsed, all but the busiest experts have 8% of an even share"
     assert fallen.warnings == (f"step 50: MoE 1: {line}",)
-    assert not next_point(60, totals(60, 60, 0, 0), fallen, Monitor(dead_after=20)).warnings
+    assert not build_routing_point(
+        60, totals(60, 60, 0, 0), fallen, Monitor(dead_after=20)
+    ).warnings
 
 
 def test_a_layer_that_nobody_chose_and_one_that_all_choose_have_no_number_of_what_is_not_there():
-    none = next_point(1, {"MoE 1": LayerTotals((0, 0), 5, 1, 0, 0)}, None, Monitor())
+    none = build_routing_point(1, {"MoE 1": LayerTotals((0, 0), 5, 1, 0, 0)}, None, Monitor())
     assert (none.layers["MoE 1"].max_violation, none.layers["MoE 1"].margin) == (None, None)
-    every = next_point(1, {"MoE 1": LayerTotals((5, 5), 5, 1, 0, 0)}, None, Monitor())
+    every = build_routing_point(1, {"MoE 1": LayerTotals((5, 5), 5, 1, 0, 0)}, None, Monitor())
     assert (every.layers["MoE 1"].max_violation, every.warnings) == (0, ())
 
 

@@ -34,7 +34,7 @@ from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.training.adversarial import Adversarial
 from moecore.training.distributed_training import check_expert_parallel
 from moecore.training.guide import build_guide
@@ -51,7 +51,7 @@ from tests.training import test_tissue_isolation
 from tests.training.small import COMPETITION, CPU, IMAGE, task
 from tests.volumes import balls
 
-SHIPPED_ENTRIES = load_yaml(str(SHIPPED)).data["methods"]
+SHIPPED_ENTRIES = load_yaml_document(str(SHIPPED)).data["methods"]
 ENTRIES = {
     **{name: SHIPPED_ENTRIES[name] for name in (*REPRESENTATIVE, "dense", "vmoe", "prc", "moge")},
     "capacity": {

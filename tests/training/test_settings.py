@@ -8,7 +8,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.document import parse_yaml_document
 from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import iterate_training
@@ -204,17 +204,19 @@ LINES = """finetune:
 )
 def test_what_an_optimizer_does_not_have_is_refused(lines, said):
     with pytest.raises(UserError) as error:
-        extract_declared_settings(Section, parse_yaml(LINES + lines))
+        extract_declared_settings(Section, parse_yaml_document(LINES + lines))
     assert said in str(error.value)
 
 
 def test_without_decay_written_each_optimizer_has_its_own():
     written = extract_declared_settings(
-        Section, parse_yaml(LINES + "  optimizer: {kind: sgd}\n")
+        Section, parse_yaml_document(LINES + "  optimizer: {kind: sgd}\n")
     ).finetune
     assert written.weight_decay == 0
     assert Finetuning.model_validate(written.model_dump()) == written
     assert extract_declared_settings(
-        Section, parse_yaml(LINES + "  weight_decay: 0\n  optimizer: {kind: adam}\n")
+        Section, parse_yaml_document(LINES + "  weight_decay: 0\n  optimizer: {kind: adam}\n")
     )
-    assert extract_declared_settings(Section, parse_yaml(LINES)).finetune.weight_decay == 0.05
+    assert (
+        extract_declared_settings(Section, parse_yaml_document(LINES)).finetune.weight_decay == 0.05
+    )

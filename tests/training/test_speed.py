@@ -31,8 +31,8 @@ from moecore.training.compilation_and_tracing import (
     LONG,
     TRACE,
     CompiledBlocks,
-    profile_steps,
-    requested_compile,
+    compile_policy,
+    iterate_traced_steps,
     trace_file,
 )
 from moecore.training.guide import build_guide
@@ -168,10 +168,10 @@ def test_the_environment_decides(monkeypatch, word, device, expected):
     monkeypatch.delenv(COMPILE, raising=False)
     if word is not None:
         monkeypatch.setenv(COMPILE, word)
-    assert requested_compile(device) == expected
+    assert compile_policy(device) == expected
     monkeypatch.setenv(COMPILE, "1")
     with pytest.raises(UserError, match="found '1'; allowed: auto, true, false"):
-        requested_compile(device)
+        compile_policy(device)
 
 
 def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
@@ -198,9 +198,9 @@ def test_a_training_is_traced_by_the_parts_of_its_steps(tmp_path, monkeypatch):
 @pytest.mark.parametrize("steps", [range(0), range(7, 9), range(20)])
 def test_all_steps_come_whatever_is_traced(tmp_path, steps):
     file = tmp_path / "trace.json.gz"
-    assert list(profile_steps(steps, file, "cpu")) == list(steps)
+    assert list(iterate_traced_steps(steps, file, "cpu")) == list(steps)
     assert file.exists() == bool(steps)
-    assert list(profile_steps(steps, None, "cpu")) == list(steps)
+    assert list(iterate_traced_steps(steps, None, "cpu")) == list(steps)
 
 
 def main(target: str) -> None:

@@ -12,7 +12,7 @@ from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.safetensors_files import read_tensors
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
-from moecore.data.text.reading_order import Stream
+from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_rows
@@ -310,7 +310,7 @@ def text(method: Method = SMOE, settings: Training = TEXT_SETTINGS, **model) -> 
     made = LanguageModel(**given).build(SPEC, method.moe)
     made.remember(settings.batch)
     split = Split(*block_windows(counting(60, 1).numpy(), BLOCK, CONTEXT))
-    train = Stream(counting(300, 0)[None], BLOCK)
+    train = TextStreams(counting(300, 0)[None], BLOCK)
     return TrainingJob(made, train, load_split_for_device(split, "cpu"), Objective(method.losses))
 
 

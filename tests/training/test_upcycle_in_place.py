@@ -7,7 +7,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.standalone_moe import MoELayer
-from moecore.nn.record_tracing import trace_routing
+from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.training.objective import routing_loss
@@ -53,7 +53,7 @@ def test_it_computes_what_it_did_and_its_routers_learn_from_the_records(name):
     before = model(images)
     layers = upcycle_in_place(model, router=ROUTER, experts=EXPERTS, blocks=(1, 2))
     assert [type(block.mlp) for block in model.modules() if hasattr(block, "mlp")].count(MoELayer)
-    with trace_routing(model) as records:
+    with routing_collector(model) as records:
         after = model(images)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-4)
     assert len(records) == 2 and all(record.probs.shape[0] == 2 for record in records)
@@ -109,7 +109,7 @@ def test_only_dense_foreign_models_are_upcycled():
 
 def test_the_loss_is_the_weighted_sum_and_a_regularizer_alone_is_not_weighted():
     layer = MoELayer(8, ROUTER, EXPERTS)
-    with trace_routing(layer) as records:
+    with routing_collector(layer) as records:
         layer(torch.randn(5, 8))
     parts = [Importance(weight=0.5), ZLoss(weight=3.0), GroupSparsity(weight=0.0)]
     alone = [routing_loss(records, [part.model_copy(update={"weight": 1.0})]) for part in parts]
@@ -118,7 +118,7 @@ def test_the_loss_is_the_weighted_sum_and_a_regularizer_alone_is_not_weighted():
 
 def test_regularizers_that_need_more_than_records_are_refused():
     layer = MoELayer(8, Hash(by="position"), EXPERTS)
-    with trace_routing(layer) as records:
+    with routing_collector(layer) as records:
         layer(torch.randn(5, 8))
     with pytest.raises(UserError, match="found jensen_shannon, which needs two_views"):
         routing_loss(records, [JensenShannon()])

@@ -20,7 +20,7 @@ def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Gene
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-def noise_directions(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
+def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
     """One standard normal draw an image, fp32 (N, *shape), a function of (seed, image's index).
 
     Times sigma it is Gaussian noise; the same direction serves every sigma, model and method.

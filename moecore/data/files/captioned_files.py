@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData
 from moecore.data.files.resumable_decoding import DecodeCache, LabelledFiles, decode_splits
@@ -129,7 +129,7 @@ class CaptionedSource(Source):
                 images = [
                     images[place] for place in sorted(random.permutation(len(images))[:limit])
                 ]
-            chosen[split] = [(path_inside(root, one.file), one) for one in images]
+            chosen[split] = [(join_below_root(root, one.file), one) for one in images]
         missing = [path for part in chosen.values() for path, _ in part if not path.is_file()]
         if missing:
             listed = ", ".join(repr(str(path))[1:-1] for path in missing[:3])

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import SUFFIXES
@@ -119,7 +119,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
         lacking = _join_names(set(classes) - set(names))
         unknown = _join_names(set(names) - set(classes))
         raise UserError(f"{folder}: class folders differ; lacking: {lacking}; unknown: {unknown}")
-    lists = [sorted(_images_below(root, path_inside(root, folder / name))) for name in classes]
+    lists = [sorted(_images_below(root, join_below_root(root, folder / name))) for name in classes]
     if empty := [name for name, paths in zip(classes, lists, strict=True) if not paths]:
         endings = " ".join(sorted(SUFFIXES))
         listed = ", ".join(empty[:10])
@@ -146,12 +146,12 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
         if path.suffix.lower() not in SUFFIXES:
             continue
         if entry.is_symlink():  # all above it are folders of their own
-            path_inside(root, path)
+            join_below_root(root, path)
         if entry.is_file() or not path.exists():
             yield path
 
 
-def select_split_files(files: LabelledFiles, rows: np.ndarray) -> LabelledFiles:
+def take_files_at_rows(files: LabelledFiles, rows: np.ndarray) -> LabelledFiles:
     """The files at ``rows``, in that order."""
     return LabelledFiles([files.paths[row] for row in rows], files.labels[rows])
 

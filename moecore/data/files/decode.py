@@ -17,7 +17,7 @@ CHUNK = 4096
 QUALITY = 95  # of JPEG files that are kept
 
 
-def resize_images(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def resize_images_in_chunks(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Yield chunks uint8 (n, C, size, size) of images: bilinear, antialiased if smaller."""
     for start in range(0, len(images), CHUNK):
         chunk = images[start : start + CHUNK]
@@ -86,7 +86,7 @@ def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWi
     return JpegWithHistogram(file.getvalue(), histogram)
 
 
-def unpack_image(content: bytes, channels: int) -> Image.Image:
+def decode_jpeg_to_pil(content: bytes, channels: int) -> Image.Image:
     """The pixels of a JPEG of ``recompress_image``. Raises Unreadable where it is damaged."""
     with _raise_unreadable():
         image = Image.open(io.BytesIO(content), formats=["JPEG"])

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import candidate_folders
 from moecore.data.expected_data import PlannedData, class_counts
-from moecore.data.files.decode import resize_images
+from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
@@ -91,7 +91,7 @@ class PublishedSource(SplitSettings, Source):
         images = np.concatenate([train, test])
         labels = self._number_kept_classes(np.concatenate([train_labels, test_labels]))
         parts = {
-            split: SplitToWrite(labels[rows], resize_images(images[rows], self.size))
+            split: SplitToWrite(labels[rows], resize_images_in_chunks(images[rows], self.size))
             for split, rows in self._split_rows(train_labels, test_labels).items()
         }
         return write_prepared(folder, info, parts)

@@ -18,7 +18,7 @@ from moecore.data.files.decode import (
 )
 from moecore.data.npy import new_array, open_array
 from moecore.data.thread_map import map_in_threads
-from moecore.data.writer import PackedJpegs, SplitToWrite
+from moecore.data.writer import PackedJpegFile, SplitToWrite
 
 CHUNK = 1024
 Result = TypeVar("Result")
@@ -66,7 +66,7 @@ class DecodeCache(NamedTuple):
 
     def pack(
         self, split: str, paths: list[Path], short_side: int
-    ) -> tuple[PackedJpegs, dict[int, str]]:
+    ) -> tuple[PackedJpegFile, dict[int, str]]:
         """Encode all ``paths`` into ``{split}.bin``; also {row: reason} of the unreadable ones.
 
         State is saved as by ``decode``; another short side starts afresh too.
@@ -100,7 +100,7 @@ class DecodeCache(NamedTuple):
             state |= {"done": rows.stop, "histogram": histogram.tolist()}
             write_sealed(self.folder / f"{split}.json", state)
         bad = {int(row): reason for row, reason in state["failures"].items()}
-        return PackedJpegs(file, np.delete(lengths, sorted(bad)), histogram, short_side), bad
+        return PackedJpegFile(file, np.delete(lengths, sorted(bad)), histogram, short_side), bad
 
     def _resume(
         self, split: str, array: Path, shape: tuple[int, ...], dtype: type, key: str
@@ -167,7 +167,7 @@ def decode_splits(
     as those of the other splits. Raises UserError that lists every unreadable file with its reason,
     unless ``on_error`` is ``skip``: then they are left out.
     """
-    decoded: dict[str, tuple[Path | PackedJpegs, dict[int, str]]] = {}
+    decoded: dict[str, tuple[Path | PackedJpegFile, dict[int, str]]] = {}
     for split, files in splits.items():
         if short_side is not None and split == "train":
             decoded[split] = cache.pack(split, files.paths, short_side)

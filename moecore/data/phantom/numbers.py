@@ -86,7 +86,7 @@ def grey_matter_relative_to_25(age: float) -> float:
     return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
 
 
-def white_share(age: float) -> float:
+def white_matter_relative_to_25(age: float) -> float:
     """White matter at an age, relative to age 25; linear between the medians."""
     return float(np.interp(age, AGES, WHITE_ML / WHITE_ML[REFERENCE]))
 

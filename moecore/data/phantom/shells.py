@@ -9,13 +9,13 @@ from functools import cache
 
 import numpy as np
 
-from moecore.data.phantom.anatomy import Anatomy
 from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, scan_brain
 from moecore.data.phantom.numbers import FLUID, GREY, WHITE
+from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.phantom.template import Template, template_from_maps, ventricle_voxel_shares
 from moecore.data.thread_map import one_blas_thread
 from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.stored_volumes import VolumeWithTissueShares, to_stored
+from moecore.data.volumes.stored_volumes import VolumeWithTissueShares, pack_stored_volume
 
 # Semi-axes along right, anterior, superior
 HEAD = (72.0, 88.0, 76.0)
@@ -47,10 +47,10 @@ def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShar
     """
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
     with one_blas_thread():
-        brain = Anatomy.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
+        brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
         mask = brain.regions.sum(axis=0) > BRAIN
         brightness = np.clip(brain.brightness, 0, None) ** CONTRAST
-        return to_stored(scan_brain(brightness, mask, seed, 0, site), brain.regions, mask)
+        return pack_stored_volume(scan_brain(brightness, mask, seed, 0, site), brain.regions, mask)
 
 
 @cache

@@ -11,11 +11,11 @@ from pydantic import Field
 
 from moecore.data.expected_data import PlannedData
 from moecore.data.sources.dialects import NAMES, STREAM, check_rarest_dialect, zipf_shares
-from moecore.data.sources.docstrings import DocstringSettings
+from moecore.data.sources.docstrings import DocstringSource
 from moecore.data.text.words import END, SPLITS, UNKNOWN, NumberedText, lower_words, write_text
 
 
-class Ciphers(DocstringSettings):
+class Ciphers(DocstringSource):
     """The docstrings, each paragraph in one of D ciphers: each exchanges all words of the
     vocabulary in its own way, but for ``<eos>`` and ``<unk>``.
 
@@ -51,7 +51,7 @@ class Ciphers(DocstringSettings):
         end, unknown = special = [vocabulary.index(word) for word in (END, UNKNOWN)]
         shares = zipf_shares(self.dialects, self.zipf)
         check_rarest_dialect(self.zipf, shares, int((plain.tokens["train"] == end).sum()))
-        ciphers = draw_ciphers(self.dialects, len(vocabulary), special, self.seed)
+        ciphers = draw_word_ciphers(self.dialects, len(vocabulary), special, self.seed)
         tokens, truth = {}, {}
         for place, split in enumerate(SPLITS):
             words = np.where(plain.tokens[split] < len(vocabulary), plain.tokens[split], unknown)
@@ -68,7 +68,7 @@ class Ciphers(DocstringSettings):
         return f"{name} in {self.dialects} ciphers"
 
 
-def draw_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
+def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
     """Return the word that stands for each word in each cipher, int32 (D, V); special ones stay."""
     random = np.random.default_rng([seed, NAMES])
     ordinary = np.setdiff1d(np.arange(words), special)

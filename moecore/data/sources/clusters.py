@@ -15,7 +15,7 @@ SIGNAL = (0.5, 2.0)  # α and γ, evenly between; the paper's third setting, whe
 CENTRE = (1.0, 2.0)  # β
 
 
-class ClusterRule(NamedTuple):
+class ClusterDirections(NamedTuple):
     """Orthonormal directions in a patch."""
 
     features: np.ndarray  # (K, d)
@@ -59,7 +59,7 @@ class Clusters(DrawnSource):
         """The two labels y."""
         return ("-1", "+1")
 
-    def draw_rule(self, random: np.random.Generator) -> ClusterRule:
+    def draw_rule(self, random: np.random.Generator) -> ClusterDirections:
         """Return the directions; UserError where a patch has too few dimensions for them."""
         dimension = self.patch**2
         if 2 * self.clusters > dimension:
@@ -67,10 +67,10 @@ class Clusters(DrawnSource):
             raise UserError(f"clusters: found {self.clusters}; allowed: {allowed}")
         drawn = random.standard_normal((dimension, 2 * self.clusters))
         directions = np.linalg.qr(drawn)[0].T
-        return ClusterRule(*directions.reshape(2, self.clusters, dimension))
+        return ClusterDirections(*directions.reshape(2, self.clusters, dimension))
 
     def draw_images(
-        self, rule: ClusterRule, number: int, random: np.random.Generator
+        self, rule: ClusterDirections, number: int, random: np.random.Generator
     ) -> DrawnImages:
         """Return images whose signals, at their strongest, just fit."""
         dimension = self.patch**2

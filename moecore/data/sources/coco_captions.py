@@ -47,11 +47,11 @@ class CocoCaptions(CaptionedSource):
             raise UserError(f"coco_captions: found {given}; allowed: as many")
         images: list[ImageCaptions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
-            images += read_coco(find_raw_file(name), folder)
+            images += read_coco_annotation_file(find_raw_file(name), folder)
         return split_by_seed(images, self)
 
 
-def read_coco(path: Path, folder: str) -> list[ImageCaptions]:
+def read_coco_annotation_file(path: Path, folder: str) -> list[ImageCaptions]:
     """The images of one annotation file, in its order; their files lie in ``folder``."""
     content = read_annotation_json(path)
     try:

@@ -19,7 +19,7 @@ from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources.base import Source
 from moecore.data.sources.mosaic import (
     CellSource,
-    check_cells,
+    check_images_fill_mosaic,
     compose_mosaics,
     draw_mosaic_members,
 )
@@ -146,7 +146,7 @@ class Dialects(Source):
         """Return how many images there will be; UserError where ``prepare`` would raise it."""
         self._vocabulary(source.channels, source.shape[0], len(source.classes or ()))
         for split in SPLITS:
-            check_cells(source.images[split], self.cells, split)
+            check_images_fill_mosaic(source.images[split], self.cells, split)
         return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
 
     def _task(self, classes: tuple[str, ...]) -> ClassTask:

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data.expected_data import PlannedData, class_counts
-from moecore.data.files.decode import resize_images
+from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import (
     SplitSettings,
@@ -53,7 +53,7 @@ class Digits(SplitSettings, Source):
             folder,
             facts,
             {
-                name: SplitToWrite(labels[part], resize_images(images[part], self.size))
+                name: SplitToWrite(labels[part], resize_images_in_chunks(images[part], self.size))
                 for name, part in parts.items()
             },
         )

@@ -18,7 +18,7 @@ from moecore.data.text.words import (
     SPLITS,
     NumberedText,
     ReadingStyle,
-    TextSettings,
+    TextSource,
     build_vocabulary,
     lower_words,
     number_tokens,
@@ -33,7 +33,7 @@ LEAST_WORDS = 8  # of a paragraph
 LEAST_LETTERS = 0.7  # share of its characters
 
 
-class DocstringSettings(TextSettings):
+class DocstringSource(TextSource):
     """Fields of the sources that read docstrings, and how they are read."""
 
     reading: ClassVar[ReadingStyle] = "prose"
@@ -50,8 +50,8 @@ class DocstringSettings(TextSettings):
         seen: set[str] = set()
         versions = {name: find_distribution(name).version for name in self.packages}
         for name in sorted(self.packages):
-            for path, text in read_modules(name):
-                for paragraph in extract_prose(text, path):
+            for path, text in read_python_files(name):
+                for paragraph in extract_docstring_prose(text, path):
                     if (identity := self.identify_paragraph(paragraph)) not in seen:
                         seen.add(identity)
                         lines[self._split(path)].append(lower_words(paragraph))
@@ -91,7 +91,7 @@ class DocstringSettings(TextSettings):
         return "train"
 
 
-class Docstrings(DocstringSettings):
+class Docstrings(DocstringSource):
     """Paragraphs of prose, each once, in the order of packages and files; a line each.
 
     A file's split is decided by the sha256 of its path in the package, so a new release of one
@@ -114,7 +114,7 @@ def find_distribution(name: str) -> Distribution:
         raise UserError(f"packages: found {name}, which is not installed; {mend}") from error
 
 
-def read_modules(name: str) -> Iterator[tuple[str, str]]:
+def read_python_files(name: str) -> Iterator[tuple[str, str]]:
     """Path and text of every Python file of a distribution but its tests, in the order of paths."""
     package = find_distribution(name)
     paths = sorted(str(path) for path in package.files or () if str(path).endswith(".py"))
@@ -128,7 +128,7 @@ def read_modules(name: str) -> Iterator[tuple[str, str]]:
             raise UserError(f"{file}: found {error}; allowed: UTF-8") from error
 
 
-def extract_prose(source: str, path: str = "source") -> Iterator[str]:
+def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
     """The paragraphs of a Python file's docstrings that are prose, blanks joined to one.
 
     Raises UserError, naming ``path``, where it is no Python of this version.

@@ -21,7 +21,7 @@ from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.nifti import UnusableVolume
 from moecore.data.volumes.stored_volumes import REGIONS, read_subject_volumes
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
-from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
+from moecore.data.volumes.volume_cache import VolumeCache, load_cached_volume, save_cached_volume
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
@@ -210,10 +210,12 @@ class FileCohort(CohortSettings, Grid, Source):
             subject = self.complete_subject(subject, files["t1"])
             path = cache.subject_path(files)
             if not path.is_file():
-                save_stored(path, read_subject_volumes(files, self, labels))
+                save_cached_volume(path, read_subject_volumes(files, self, labels))
         except UnusableVolume as error:
             return error
-        return CachedSubject(subject, path, sha256(load_stored(path).image.tobytes()).hexdigest())
+        return CachedSubject(
+            subject, path, sha256(load_cached_volume(path).image.tobytes()).hexdigest()
+        )
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
         """The subject's files below ``root``: t1, and what there is of mask, wm, gm, csf, dseg.
@@ -260,7 +262,7 @@ def write_cohort(
     written = {}
     for split, part in parts.items():
         # a generator: the volumes of a split are loaded one by one, when written
-        volumes = (load_stored(one.path) for one in part)
+        volumes = (load_cached_volume(one.path) for one in part)
         written[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
     return write_volumes(folder, facts, written)
 

@@ -9,7 +9,7 @@ from moecore.data.files.class_folders import (
     ImageFilesSource,
     class_names,
     list_labelled_images,
-    select_split_files,
+    take_files_at_rows,
 )
 from moecore.data.files.resumable_decoding import LabelledFiles
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
@@ -59,13 +59,13 @@ class ImageFolder(ImageFilesSource):
         }
         if "test" not in splits:
             kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
-            splits["test"] = select_split_files(rest, carved)
-            rest = select_split_files(rest, kept)
+            splits["test"] = take_files_at_rows(rest, carved)
+            rest = take_files_at_rows(rest, kept)
         chosen = stratified_limit(splits["test"].labels, self.test_limit, self.seed)
-        splits["test"] = select_split_files(splits["test"], chosen)
+        splits["test"] = take_files_at_rows(splits["test"], chosen)
         if "validation" in splits:
             kept = stratified_limit(rest.labels, self.train_limit, self.seed)
         else:
             kept, carved = split_train(rest.labels, self)
-            splits["validation"] = select_split_files(rest, carved)
-        return classes, splits | {"train": select_split_files(rest, kept)}
+            splits["validation"] = take_files_at_rows(rest, carved)
+        return classes, splits | {"train": take_files_at_rows(rest, kept)}

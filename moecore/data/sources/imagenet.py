@@ -12,7 +12,7 @@ from moecore.data.files.class_folders import (
     ImageFilesSource,
     class_names,
     list_labelled_images,
-    select_split_files,
+    take_files_at_rows,
 )
 from moecore.data.files.resumable_decoding import LabelledFiles
 from moecore.data.stratified_splits import split_train, stratified_limit
@@ -54,10 +54,10 @@ class Imagenet(ImageFilesSource):
         train = list_labelled_images(root, root / "train", classes)
         test = list_labelled_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)
-        test = select_split_files(test, stratified_limit(test.labels, self.test_limit, self.seed))
+        test = take_files_at_rows(test, stratified_limit(test.labels, self.test_limit, self.seed))
         return classes, {
-            "train": select_split_files(train, kept),
-            "validation": select_split_files(train, carved),
+            "train": take_files_at_rows(train, kept),
+            "validation": take_files_at_rows(train, carved),
             "test": test,
         }
 

@@ -78,7 +78,7 @@ class Mosaic(Source):
 
     def _enough(self, images: dict[str, int]) -> dict[str, Any]:
         for split in SPLITS:
-            check_cells(images[split], self.grid**2, split)
+            check_images_fill_mosaic(images[split], self.grid**2, split)
         return {}
 
     def _part(self, split: Split, name: str, classes: int) -> SplitToWrite:
@@ -104,7 +104,7 @@ def draw_mosaic_members(
     often (but for the rest of an order). A function of the seed; more mosaics begin with the same
     ones. Raises UserError where a mosaic has more cells.
     """
-    check_cells(total, cells, name)
+    check_images_fill_mosaic(total, cells, name)
     random = np.random.default_rng(seed)
     per_order = total // cells
     orders = [
@@ -114,7 +114,7 @@ def draw_mosaic_members(
     return np.concatenate(orders)[:number]
 
 
-def check_cells(total: int, cells: int, name: str) -> None:
+def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:
     """Raise UserError where a split of so many images has not enough for one mosaic."""
     if total < cells:
         raise UserError(

@@ -7,15 +7,15 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data.expected_data import PlannedData
-from moecore.data.phantom.anatomy import Anatomy
 from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
 from moecore.data.phantom.numbers import Preset
+from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
 from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithTissueShares, to_stored
+from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithTissueShares, pack_stored_volume
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
@@ -57,7 +57,7 @@ def simulate_scan(
     brain in the scanner again. A function of its arguments alone.
     """
     with one_blas_thread():  # else two voxels in a hundred volumes depend on the number of cores
-        brain = Anatomy.draw(seed, preset).at(age, sex)
+        brain = LifelongTraits.draw(seed, preset).at(age, sex)
         mask = brain.regions.sum(axis=0) > BRAIN
         volume = scan_brain(brain.brightness, mask, seed, scan, site)
         return SimulatedScan(volume, brain.regions, mask)
@@ -106,7 +106,7 @@ class Phantom(CohortSettings, Source):
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
     ) -> VolumeWithTissueShares:
         """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
-        return to_stored(*simulate_scan(age, sex, seed, scan, site, self.preset))
+        return pack_stored_volume(*simulate_scan(age, sex, seed, scan, site, self.preset))
 
     def _draw_visit(self, visit: Visit) -> VolumeWithTissueShares:
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)

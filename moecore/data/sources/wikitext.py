@@ -20,7 +20,7 @@ from moecore.data.text.words import (
     UNKNOWN,
     NumberedText,
     ReadingStyle,
-    TextSettings,
+    TextSource,
     write_text,
 )
 from moecore.tasks.next_token import NextToken
@@ -34,7 +34,7 @@ SPLIT_FILES = {
 PRINTED_COUNTS = {"wikitext-103": (267_735, 103_227_021)}
 
 
-class Wikitext(TextSettings):
+class Wikitext(TextSource):
     """``root/wiki.{train,valid,test}.tokens``, or ``.txt``; UTF-8, words apart by blanks."""
 
     reading: ClassVar[ReadingStyle] = "blanks"
@@ -50,7 +50,7 @@ class Wikitext(TextSettings):
         """Write the prepared layout; return its card. Raises UserError for files that misfit."""
         files = self._files()
         numbers: dict[str, int] = {}
-        tokens = {split: read_tokens(files[split], numbers) for split in SPLITS}
+        tokens = {split: read_and_number_words(files[split], numbers) for split in SPLITS}
         if self.name in PRINTED_COUNTS:
             self._check_printed(len(numbers), len(tokens["train"]))
         vocabulary = list(numbers)
@@ -91,7 +91,7 @@ class Wikitext(TextSettings):
             raise UserError(f"{self.root}: {counted}; {allowed}, or another name")
 
 
-def read_tokens(path: Path, numbers: dict[str, int]) -> np.ndarray:
+def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:
     """Token numbers (n,) int32 of a file; words that are new are added to ``numbers``.
 
     Raises UserError where it is empty or not UTF-8.

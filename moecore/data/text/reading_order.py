@@ -17,7 +17,7 @@ class StreamPosition(NamedTuple):
     anew: bool
 
 
-class Stream(NamedTuple):
+class TextStreams(NamedTuple):
     """A text on a device as ``batch`` contiguous streams, read block after block.
 
     The text is cut to a multiple of ``batch``. The first reading begins at token 0, each later one

@@ -49,7 +49,7 @@ class WordTokenizer:
     def encode(self, text: str, context: int) -> EncodedCaption:
         """START, the words, END, PAD; a caption that is too long is cut before END."""
         numbers = [self.numbers.get(word, SPECIAL.index(UNKNOWN)) for word in lower_words(text)]
-        tokens, cut = pad_tokens(numbers, context, SPECIAL.index(START), self.end)
+        tokens, cut = fit_tokens_to_context(numbers, context, SPECIAL.index(START), self.end)
         return EncodedCaption(tokens, cut, numbers.count(SPECIAL.index(UNKNOWN)))
 
     def word(self, token: int) -> str:
@@ -91,7 +91,7 @@ class BpeTokenizer:
 
     def encode(self, text: str, context: int) -> EncodedCaption:
         numbers = self.loaded.encode(text, add_special_tokens=False).ids
-        tokens, cut = pad_tokens(numbers, context, self.start, self.end)
+        tokens, cut = fit_tokens_to_context(numbers, context, self.start, self.end)
         return EncodedCaption(tokens, cut, 0)
 
     def _number(self, special: str) -> int:
@@ -111,7 +111,9 @@ class BpeTokenizer:
 Tokenizer = WordTokenizer | BpeTokenizer
 
 
-def pad_tokens(numbers: list[int], context: int, start: int, end: int) -> tuple[list[int], bool]:
+def fit_tokens_to_context(
+    numbers: list[int], context: int, start: int, end: int
+) -> tuple[list[int], bool]:
     """Tokens between ``start`` and ``end``, filled with 0 to ``context``; whether they were cut."""
     kept = numbers[: context - 2]
     tokens = [start, *kept, end]

@@ -37,7 +37,7 @@ class NumberedText(NamedTuple):
     truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: not known
 
 
-class TextSettings(Source):
+class TextSource(Source):
     """Fields that every source of text shares."""
 
     task: ClassVar[type[NextToken]] = NextToken  # of what ``prepare`` writes
@@ -62,7 +62,7 @@ def lower_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def split_words(text: str, reading: ReadingStyle) -> list[str]:
+def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
     """The words of a text that somebody wrote, as a source with this reading would have them:
     ``<eos>`` before it and between its paragraphs (prose) or lines (blanks), none at its end.
     """
@@ -110,7 +110,7 @@ def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndar
     return images, labels
 
 
-def write_text(folder: Path, settings: TextSettings, written: NumberedText) -> dict[str, Any]:
+def write_text(folder: Path, settings: TextSource, written: NumberedText) -> dict[str, Any]:
     """Write the prepared layout to ``folder`` and return its card.
 
     Raises UserError where a split has no full block.

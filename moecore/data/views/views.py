@@ -16,7 +16,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.data.image_warping import (
-    MixedSizeImages,
+    MixedSizeImageList,
     image_and_view_sizes,
     shift_and_flip,
     to_device_async,
@@ -26,7 +26,7 @@ from moecore.data.image_warping import (
 from moecore.data.views import colour, randaugment, view_affines
 from moecore.data.views.colour import ColourJitter
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views3d import draw_volume_views
+from moecore.data.views.views3d import make_random_volume_views
 
 CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
 UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
@@ -106,7 +106,7 @@ class ViewSettings(Config):
         )
 
 
-class DrawnViews(NamedTuple):
+class ViewsWithAffines(NamedTuple):
     """Views fp32 (B, C, h, w) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
 
     Of volumes: (B, C, D, H, W) and (B, 4, 4).
@@ -116,9 +116,9 @@ class DrawnViews(NamedTuple):
     affines: Tensor
 
 
-def draw_views(
-    images: Tensor | MixedSizeImages, settings: ViewSettings, source: Generator | BatchDraws
-) -> DrawnViews:
+def make_random_views(
+    images: Tensor | MixedSizeImageList, settings: ViewSettings, source: Generator | BatchDraws
+) -> ViewsWithAffines:
     """One random view of each image.
 
     images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
@@ -128,9 +128,9 @@ def draw_views(
     """
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
-        return DrawnViews(*draw_volume_views(images, settings, draws))
+        return ViewsWithAffines(*make_random_volume_views(images, settings, draws))
     count = len(images)
-    if isinstance(images, MixedSizeImages) and settings.crop is None:
+    if isinstance(images, MixedSizeImageList) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
     original, size = image_and_view_sizes(images, settings.size)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
@@ -146,7 +146,7 @@ def draw_views(
         drawn = randaugment.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = randaugment.operation_affines(drawn, *size) @ affines
-    if isinstance(images, MixedSizeImages):
+    if isinstance(images, MixedSizeImageList):
         pixels = warp_uneven_images(images, affines, size, settings.fill)
     elif settings.on_grid:
         pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
@@ -159,12 +159,12 @@ def draw_views(
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
         pixels = colour.erase_rectangles(pixels, settings.erasing, draws)
-    return DrawnViews(pixels, to_device_async(affines.to(torch.float32), images.device))
+    return ViewsWithAffines(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
-def identity_view(images: Tensor | MixedSizeImages) -> Tensor:
+def evaluation_images(images: Tensor | MixedSizeImageList) -> Tensor:
     """The images for evaluation, fp32 (B, C, H, W) in [0, 1]; centre squares of uneven ones."""
-    if isinstance(images, MixedSizeImages):
+    if isinstance(images, MixedSizeImageList):
         images = images.squares()
     if images.is_floating_point():
         return images.to(torch.float32)

@@ -21,7 +21,9 @@ from moecore.data.image_warping import clamp_or_reflect_indices, in_range_mask, 
 from moecore.data.views.view_affines import uniform_draws
 
 
-def draw_volume_views(volumes: Tensor, settings: Any, draws: BatchDraws) -> tuple[Tensor, Tensor]:
+def make_random_volume_views(
+    volumes: Tensor, settings: Any, draws: BatchDraws
+) -> tuple[Tensor, Tensor]:
     """One random view of each volume, fp32, and affines fp32 (B, 4, 4), on the volumes' device.
 
     volumes: floating point (B, C, D, H, W) in [0, 1] on any device; settings: ViewSettings;

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import VolumeSubject, id_problem
 
@@ -60,12 +60,12 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
             diagnosis = row.get("diagnosis", "")
             seen[diagnosis or "none given"] += 1
             if diagnoses is None or diagnosis in diagnoses:
-                subject, wrong = parse_subject(row)
+                subject, wrong = parse_subject_with_problems(row)
                 who = subject[:2]
                 problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in wrong]
                 subjects.append(subject)
     if not subjects and not problems:
-        raise UserError(f"{path}: {nobody_has_diagnosis(diagnoses, seen)}")
+        raise UserError(f"{path}: {describe_absent_diagnoses(diagnoses, seen)}")
     splits, split_problems = chosen_splits(path, people)
     problems += duplicate_problems(path, subjects) + split_problems
     for folder in sorted(root.glob("sub-*")):
@@ -77,7 +77,7 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
     return CohortTable(usable, splits, problems, places)
 
 
-def nobody_has_diagnosis(diagnoses: tuple[str, ...] | None, seen: Counter[str]) -> str:
+def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, seen: Counter[str]) -> str:
     """Return in words that nobody has one of the diagnoses; seen: how often each is there."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(seen.items()))
     wanted = f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`)"
@@ -86,12 +86,12 @@ def nobody_has_diagnosis(diagnoses: tuple[str, ...] | None, seen: Counter[str]) 
 
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
     """The rows of a table, with "" for n/a."""
-    if not path_inside(root, path).is_file():
+    if not join_below_root(root, path).is_file():
         raise UserError(
             f"{path}: no such file; a cohort needs it, with the columns "
             f"{', '.join(NEEDED_COLUMNS)} (set `root` to its folder)"
         )
-    columns, rows = read_tsv(path)
+    columns, rows = read_delimited_table(path)
     if lacking := [name for name in needed if name not in columns]:
         listed = " ".join(", ".join(columns).split()) or "nothing"
         given = f"lacks the columns {', '.join(lacking)}; found: {listed[:200]}"
@@ -103,7 +103,9 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
     ]
 
 
-def read_tsv(path: Path, separator: str = "\t") -> tuple[list[str], list[dict[str, str]]]:
+def read_delimited_table(
+    path: Path, separator: str = "\t"
+) -> tuple[list[str], list[dict[str, str]]]:
     """Return the columns of a table with a head line, and its rows, without blanks around values.
 
     Raises UserError where it is no text in UTF-8, or no table.
@@ -141,7 +143,7 @@ def _visit_rows(
     ]
 
 
-def parse_subject(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
+def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
     """Return the subject of a row (participant_id, age, sex, and what else there is of session_id,
     site and diagnosis), and what is wrong about it.
     """

@@ -50,7 +50,7 @@ def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: floa
     )
 
 
-def resample_inside(
+def resample_masked_volume(
     volume: np.ndarray, mask: np.ndarray, zooms: tuple[float, ...], voxel_mm: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Like ``resample_volume`` of the mask's inside; values, and the new mask, bool."""

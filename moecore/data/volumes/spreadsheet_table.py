@@ -9,16 +9,16 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 from moecore.data.volumes.bids_table import (
     MISSING,
     CohortTable,
     SubjectProblem,
     chosen_splits,
+    describe_absent_diagnoses,
     duplicate_problems,
-    nobody_has_diagnosis,
-    parse_subject,
-    read_tsv,
+    parse_subject_with_problems,
+    read_delimited_table,
 )
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -63,12 +63,12 @@ def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> Coho
             continue
         people[row["participant_id"]].append(row)
         places.setdefault(row["participant_id"], f"{path}:{line}")
-        subject, wrong = parse_subject(row)
+        subject, wrong = parse_subject_with_problems(row)
         who = subject[:2]
         problems += [SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in wrong]
         subjects.append(subject)
     if not subjects:
-        raise UserError(f"{path}: {nobody_has_diagnosis(reading.diagnoses, seen)}")
+        raise UserError(f"{path}: {describe_absent_diagnoses(reading.diagnoses, seen)}")
     splits, split_problems = chosen_splits(path, people)
     problems += duplicate_problems(path, subjects) + split_problems
     bad = {problem[:2] for problem in problems}
@@ -80,9 +80,9 @@ def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
     if path.suffix not in SEPARATORS:
         allowed = "a table saved as .csv (between commas) or .tsv (between tabs)"
         raise UserError(f"{path}: found a file that ends in {path.suffix!r}; allowed: {allowed}")
-    if not path_inside(root, path).is_file():
+    if not join_below_root(root, path).is_file():
         raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
-    _, rows = read_tsv(path, SEPARATORS[path.suffix])
+    _, rows = read_delimited_table(path, SEPARATORS[path.suffix])
     if not rows:
         raise UserError(f"{path}: has no rows")
     return rows

@@ -11,16 +11,16 @@ from moecore.data.volumes.grids import (
     Grid,
     brain_window_start,
     cut_window,
-    resample_inside,
+    resample_masked_volume,
     resample_volume,
 )
 from moecore.data.volumes.nifti import MOST, UnusableVolume, Volume, load_volume, place_mismatch
 from moecore.data.volumes.volume_checks import (
-    crop_problem,
-    size_problem,
+    cropped_brain_problem,
     skull_problem,
     tissue_map_range_problem,
     tissue_problem,
+    voxel_count_problem,
 )
 
 DARKEST = 0.01  # of a voxel inside the mask, so that the mask can be read off: value > 0
@@ -85,7 +85,7 @@ def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return image
 
 
-def to_stored(
+def pack_stored_volume(
     volume: np.ndarray, regions: np.ndarray | None, mask: np.ndarray
 ) -> VolumeWithTissueShares:
     """Return what is stored of a volume (D, H, W), shares (R, D, H, W) and a brain mask."""
@@ -136,17 +136,17 @@ def _tissue_regions(
 def _store_on_grid(
     path: Path, t1: Volume, regions: np.ndarray | None, mask: np.ndarray, grid: Grid
 ) -> VolumeWithTissueShares:
-    _refuse(path, size_problem(t1.values.shape, t1.zooms, grid.voxel_mm, MOST))
-    volume, inside = resample_inside(t1.values, mask, t1.zooms, grid.voxel_mm)
+    _refuse(path, voxel_count_problem(t1.values.shape, t1.zooms, grid.voxel_mm, MOST))
+    volume, inside = resample_masked_volume(t1.values, mask, t1.zooms, grid.voxel_mm)
     if not inside.any():
         raise UnusableVolume(f"{path}: the brain mask is empty")
     start = brain_window_start(inside, grid.size)
     kept = cut_window(inside, start, grid.size)
-    _refuse(path, crop_problem(inside, kept))
+    _refuse(path, cropped_brain_problem(inside, kept))
     if regions is not None:
         parts = [resample_volume(part, t1.zooms, grid.voxel_mm) for part in regions]
         regions = np.stack([cut_window(part, start, grid.size) for part in parts])
     try:
-        return to_stored(cut_window(volume, start, grid.size), regions, kept)
+        return pack_stored_volume(cut_window(volume, start, grid.size), regions, kept)
     except ValueError as error:
         raise UnusableVolume(f"{path}: {error}") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError, atomic_text_file
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
 SEXES = {"F": "F", "M": "M", "": "unknown"}  # as in the files, and as counts name them
@@ -34,7 +34,7 @@ def write_subject_table(path: Path, subjects: Sequence[VolumeSubject]) -> None:
         rows.writerows(subjects)
 
 
-def read_subjects(path: Path) -> list[dict[str, str]]:
+def read_subject_rows(path: Path) -> list[dict[str, str]]:
     """The rows as they were written, all values text; UserError where the file is missing."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; run the stage `prepare` again")
@@ -63,7 +63,7 @@ def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
         words.append(escape(f"ses-{session.removeprefix('ses-')}"))
     place = pattern.replace("{folder}", "/".join(words)).replace("{prefix}", "_".join(words))
     try:
-        files = [path_inside(root, path) for path in sorted(root.glob(place))]
+        files = [join_below_root(root, path) for path in sorted(root.glob(place))]
     except (ValueError, NotImplementedError) as error:
         raise UserError(
             f"{root}: the pattern {pattern!r} is none below this folder: {error}"

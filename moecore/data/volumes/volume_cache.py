@@ -33,13 +33,13 @@ class VolumeCache(NamedTuple):
         return self.folder / f"{hashlib.sha256(words.encode()).hexdigest()}.npz"
 
 
-def load_stored(path: Path) -> VolumeWithTissueShares:
+def load_cached_volume(path: Path) -> VolumeWithTissueShares:
     """Return what was kept."""
     with np.load(path, allow_pickle=False) as kept:
         return VolumeWithTissueShares(kept["image"], kept.get("regions"))
 
 
-def save_stored(path: Path, made: VolumeWithTissueShares) -> None:
+def save_cached_volume(path: Path, made: VolumeWithTissueShares) -> None:
     """Keep a subject."""
     arrays = {name: values for name, values in made._asdict().items() if values is not None}
     with whole_file(path) as temporary, open(temporary, "wb") as file:

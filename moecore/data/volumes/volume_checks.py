@@ -25,7 +25,7 @@ FULL = 0.7
 LOST = 0.01
 
 
-def volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
+def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
     """Short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W) or None."""
     texts = []
     mean = image[image > 0].astype(np.float32).mean()
@@ -92,7 +92,7 @@ def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str 
     return f"not skull-stripped: {given}; {way}"
 
 
-def size_problem(
+def voxel_count_problem(
     shape: tuple[int, ...], zooms: tuple[float, ...], voxel_mm: float, most: int
 ) -> str | None:
     """Return why a volume has more than ``most`` voxels on voxels of ``voxel_mm``, or None."""
@@ -105,7 +105,7 @@ def size_problem(
     return f"is {given} of {voxel_mm:g} mm; allowed: up to {most:,}; {way}"
 
 
-def crop_problem(inside: np.ndarray, kept: np.ndarray) -> str | None:
+def cropped_brain_problem(inside: np.ndarray, kept: np.ndarray) -> str | None:
     """Return why the brain does not fit into a window, or None; masks before, after the cut."""
     lost = 1 - float(kept.sum()) / float(inside.sum())
     if lost <= LOST:

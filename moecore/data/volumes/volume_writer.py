@@ -12,7 +12,7 @@ from moecore.data.npy import new_array, save_array
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.stored_volumes import REGIONS
 from moecore.data.volumes.subjects import VolumeSubject, sex_counts, write_subject_table
-from moecore.data.volumes.volume_checks import volume_flags
+from moecore.data.volumes.volume_checks import unusual_volume_flags
 from moecore.tasks.regression import Regression
 
 
@@ -118,7 +118,7 @@ def _write_split(
             regions[row] = shares
         inside = volume[volume > 0].astype(np.float64)
         sums += [inside.size, inside.sum(), (inside**2).sum()]
-        subjects.append(subject._replace(qc_flags="; ".join(volume_flags(volume, shares))))
+        subjects.append(subject._replace(qc_flags="; ".join(unusual_volume_flags(volume, shares))))
     save_array(folder / f"{split}_labels.npy", _ages(subjects))
     write_subject_table(folder / f"{split}_subjects.csv", subjects)
     return sums

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from moecore.core.config import Config, read_settings
+from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, read_json
 from moecore.core.part_families import Part, find_class
 
@@ -82,4 +82,4 @@ def read_fitted(path: Path, predicts: Literal["classes", "numbers"]) -> FittedCa
     if part.predicts != predicts:
         problem = f"found {kind}, which calibrates {part.predicts}"
         raise UserError(f"{path}: {problem}; allowed: a calibrator of {predicts}")
-    return read_settings(path, part.fitted, "a fitted calibrator")
+    return read_json_settings(path, part.fitted, "a fitted calibrator")

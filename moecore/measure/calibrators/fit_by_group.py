@@ -22,7 +22,7 @@ class FitsByGroup(NamedTuple, Generic[Fit]):
     fallbacks: dict[str, str]
 
 
-class NotFitted(ValueError):
+class NoFitError(ValueError):
     """Why these pairs allow no fit, in words for the user."""
 
 
@@ -35,7 +35,7 @@ def fit_by_group(
 ) -> FitsByGroup[Fit]:
     """Return the fit of all pairs and of each group; "" is no group.
 
-    fit: of predictions (N,) and labels (N,); raises NotFitted. A group that it refuses falls back
+    fit: of predictions (N,) and labels (N,); raises NoFitError. A group that it refuses falls back
     to the fit of all, with a warning. name: "linear, fitted on train". Raises UserError for shapes
     that differ, NaN or infinite values, and where all pairs allow no fit.
     """
@@ -47,7 +47,7 @@ def fit_by_group(
         raise UserError(f"calibrate.calibrator ({name}): {counts}; allowed: as many of each")
     try:
         pooled = fit(predictions, targets)
-    except NotFitted as reason:
+    except NoFitError as reason:
         raise UserError(f"calibrate.calibrator ({name}): {reason}") from None
     fits: dict[str, Fit] = {}
     fallbacks = {}
@@ -55,7 +55,7 @@ def fit_by_group(
         members = np.array(groups, dtype=object) == group
         try:
             fits[group] = fit(predictions[members], targets[members])
-        except NotFitted as reason:
+        except NoFitError as reason:
             fallbacks[group] = str(reason)
             warnings.warn(
                 f"calibrate: the group {group!r} gets the pooled line: {reason}", stacklevel=3
@@ -83,11 +83,11 @@ def fit_of_each(fits: Mapping[str, Fit], pooled: Fit, groups: Sequence[str], n: 
 
 
 def check_ages_vary(ages: np.ndarray, fewest: int) -> None:
-    """Raise NotFitted for fewer than ``fewest`` ages, or fewer different ones than a line needs."""
+    """Raise NoFitError for fewer than ``fewest`` ages, or fewer different ones than needed."""
     if len(ages) < fewest:
-        raise NotFitted(f"found {len(ages)} pairs; allowed: {fewest} or more")
+        raise NoFitError(f"found {len(ages)} pairs; allowed: {fewest} or more")
     if ages.max() == ages.min():
-        raise NotFitted(
+        raise NoFitError(
             f"all {len(ages)} ages are {ages[0]:g}; allowed: two different ages or more"
         )
 

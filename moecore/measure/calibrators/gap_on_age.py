@@ -20,7 +20,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
 from moecore.measure.calibrators.fit_by_group import (
-    NotFitted,
+    NoFitError,
     check_ages_vary,
     check_finite,
     fit_by_group,
@@ -118,7 +118,9 @@ class GapOnAge(Calibrator):
     def _fit_curve(self, predictions: np.ndarray, ages: np.ndarray) -> FittedGap:
         check_ages_vary(ages, self.degree + 2)
         if (different := len(np.unique(ages))) <= self.degree:
-            raise NotFitted(f"found {different} different ages; allowed: {self.degree + 1} or more")
+            raise NoFitError(
+                f"found {different} different ages; allowed: {self.degree + 1} or more"
+            )
         curve = Polynomial.fit(ages, predictions - ages, self.degree).convert()
         coefficients = np.zeros(self.degree + 1)
         coefficients[: len(curve.coef)] = curve.coef  # ``convert`` drops zeros at the end

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from moecore.core.config import Config
 from moecore.measure.calibrators.base import POOLED, Calibrator, FitOn, FittedCalibrator
 from moecore.measure.calibrators.fit_by_group import (
-    NotFitted,
+    NoFitError,
     check_ages_vary,
     check_finite,
     fit_by_group,
@@ -119,7 +119,7 @@ class Linear(Calibrator):
         line = _least_squares(predictions, targets) if np.ptp(predictions) else None
         slope = line.slope if line else 0.0
         if line is None or abs(slope) < self.min_slope:
-            raise NotFitted(
+            raise NoFitError(
                 f"found a slope of {slope:.4g}; allowed: |slope| ≥ min_slope = {self.min_slope:g} "
                 "(predictions hardly follow age; train longer)"
             )

@@ -16,7 +16,7 @@ from moecore.data.prepared import Split
 from moecore.measure.exploring.expert_overlay_data import (
     CROP,
     EncodedPicture,
-    pack_thumbnails,
+    encode_thumbnails,
     patch_crop,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
@@ -143,7 +143,7 @@ def _expert_uses(
         classes = () if shares is None else _largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
-    shown = pack_thumbnails(torch.stack(crops), CROP) if crops else None
+    shown = encode_thumbnails(torch.stack(crops), CROP) if crops else None
     return LayerGallery(experts=experts, crops=shown)
 
 

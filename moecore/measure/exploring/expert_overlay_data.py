@@ -40,7 +40,7 @@ class EncodedPicture(Config):
         return np.frombuffer(decode_compressed_text(self.pixels), np.uint8).reshape(self.shape)
 
 
-def pack_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
+def encode_thumbnails(pixels: Tensor, side: int = SIDE) -> EncodedPicture:
     """Encode pixels in [0, 1], (N, C, *axes), as pictures with no axis above ``side``."""
     small = shrink_pixels(pixels, side)
     data = np.rint(small.clamp(0, 1).numpy() * 255).astype(np.uint8)
@@ -124,7 +124,7 @@ def overlapping_crops(images: np.ndarray, layout: TokenLayout, seed: int) -> Mat
         both = both.flip(0)
     grids = (numbers.reshape(layout.grid).numpy() for numbers in (index, second))
     return MatchedCrops(
-        views=pack_thumbnails(both), numbers=tuple(tuple(_grid_rows(grid)) for grid in grids)
+        views=encode_thumbnails(both), numbers=tuple(tuple(_grid_rows(grid)) for grid in grids)
     )
 
 
@@ -197,7 +197,7 @@ def _encode_overlays(
     )
 
 
-def expert_grid(rows: Sequence[str]) -> np.ndarray:
+def parse_expert_grid(rows: Sequence[str]) -> np.ndarray:
     """Expert indices (rows, columns) of one grid; −1 where no expert processed the patch."""
     return np.array([[-1 if cell == "-" else int(cell) for cell in row.split()] for row in rows])
 

@@ -12,7 +12,7 @@ from moecore.core.files import read_json, write_json
 from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import ImageTrace, build_image_trace
+from moecore.nn.routing_traces import ImageTraces, build_image_traces
 from moecore.training.outcome import WatchedEpoch
 
 IMAGES = 32  # the most that the explorer shows
@@ -52,7 +52,7 @@ def write_epoch_trace(folder: Path, epoch: int, model: Model, data: Prepared) ->
     """Write into ``folder`` what the model does with the images after ``epoch``."""
     images = np.array(data.test.images[explorer_image_indices(data, IMAGES)])
     prediction, records = predict_in_batches(model, images, batch=IMAGES)
-    seen = build_image_trace(prediction, records, data.task, model.layouts)
+    seen = build_image_traces(prediction, records, data.task, model.layouts)
     write_json(_trace_path(folder, epoch), seen.model_dump(mode="json"))
 
 
@@ -63,7 +63,7 @@ def read_epoch_traces(folder: Path, data: Prepared, epochs: int) -> tuple[Watche
         WatchedEpoch(
             epoch=epoch,
             images=places,
-            trace=ImageTrace.model_validate(read_json(_trace_path(folder, epoch))),
+            trace=ImageTraces.model_validate(read_json(_trace_path(folder, epoch))),
         )
         for epoch in watched_epochs(epochs)
     )

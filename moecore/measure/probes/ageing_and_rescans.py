@@ -114,7 +114,7 @@ class Rescan(Config):
     other_site_high: float | None = None
 
 
-def predict_rescans(
+def measure_simulated_rescans(
     model: Model,
     people: UnseenPeopleSimulator,
     ages: Sequence[float] | np.ndarray,

@@ -29,7 +29,7 @@ class ModelAndProbeErrors(Config):
     probe: tuple[float, ...]
 
 
-class TissueErrors(Config):
+class MeanAgeErrors(Config):
     """The means of ``ModelAndProbeErrors``, with 95 % limits."""
 
     mae: float
@@ -95,11 +95,11 @@ def model_and_probe_errors(
     )
 
 
-def summarize_errors(errors: ModelAndProbeErrors, people: np.ndarray | None) -> TissueErrors:
+def summarize_errors(errors: ModelAndProbeErrors, people: np.ndarray | None) -> MeanAgeErrors:
     """The means with their intervals, over people where they are given."""
     raw = bootstrap_mean(np.array(errors.raw), people=people)
     probe = bootstrap_mean(np.array(errors.probe), people=people)
-    return TissueErrors(
+    return MeanAgeErrors(
         mae=raw.value,
         low=raw.low,
         high=raw.high,

@@ -47,12 +47,12 @@ def no_barring_reason(model: Model) -> str | None:
         return f"the router {kind} does not choose by scores, so that no expert can be barred"
     if len(routers) != len(model.layouts):
         return "its text tower has experts of its own"
-    if removable_experts(model) < 1:
+    if removable_expert_count(model) < 1:
         return f"the router {kind} may choose all experts of a token"
     return None
 
 
-def removable_experts(model: Model) -> int:
+def removable_expert_count(model: Model) -> int:
     """Return how many experts can be barred so that a token still has those that it uses."""
     moe = model.experts_and_router
     choices = moe.experts.choices

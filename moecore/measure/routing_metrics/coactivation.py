@@ -19,7 +19,7 @@ def count_coactivation(chosen: Tensor) -> Tensor:
     return ones.mT @ ones
 
 
-def coactivation_shares(counts: Tensor) -> Tensor:
+def conditional_coactivation(counts: Tensor) -> Tensor:
     """Return P(b chosen | a chosen), (E, E), rows a, from counts (E, E); the diagonal is 0.
 
     A row sums to k − 1 where every token chose k experts, and is 0 where no token chose a. By
@@ -34,7 +34,7 @@ def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
 
     A token has only k experts, so the even chance is (k − 1)·E / ((E − 1)·k), below 1.
     """
-    return coactivation_shares(counts) * tokens / _divisors(counts)
+    return conditional_coactivation(counts) * tokens / _divisors(counts)
 
 
 def pair_lift_by_image(chosen: Tensor) -> Tensor:

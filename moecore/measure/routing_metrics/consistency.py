@@ -15,7 +15,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 
 
-class Matches(NamedTuple):
+class MatchRatios(NamedTuple):
     """Share of pairs, 0 to 1, that choose the same."""
 
     top1: float  # best expert
@@ -23,7 +23,7 @@ class Matches(NamedTuple):
     top2_sets: float  # two best as a set
 
 
-def agreeing_pair_counts(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
+def match_counts_by_image(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Tensor:
     """Return how many pairs of each image agree, (B, 3) int64.
 
     Columns: best expert, best and second in this order, two best as a set.  probs_1, probs_2:
@@ -42,14 +42,14 @@ def agreeing_pair_counts(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> T
     )
 
 
-def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> Matches:
+def match_ratios(probs_1: Tensor, probs_2: Tensor, is_pair: Tensor) -> MatchRatios:
     """Match ratios of corresponding tokens' experts, over all pairs (PRC, table 4)."""
-    counts = agreeing_pair_counts(probs_1, probs_2, is_pair).sum(dim=0)
+    counts = match_counts_by_image(probs_1, probs_2, is_pair).sum(dim=0)
     pairs = int(is_pair.sum())
-    return Matches(*(count / pairs for count in counts.tolist()))
+    return MatchRatios(*(count / pairs for count in counts.tolist()))
 
 
-def epoch_agreement(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
+def agreement_over_epochs(first_experts: Sequence[np.ndarray]) -> dict[str, list[float]]:
     """Share of tokens whose best expert is the final model's, and the epoch before's (TGR-MoE).
 
     first_experts: per epoch, (N, T) integers, the best expert of each token of the same N images.

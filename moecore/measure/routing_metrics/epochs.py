@@ -16,7 +16,7 @@ from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
-from moecore.measure.routing_metrics.consistency import epoch_agreement
+from moecore.measure.routing_metrics.consistency import agreement_over_epochs
 from moecore.measure.routing_metrics.imed import class_expert_probs
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement
 from moecore.measure.routing_metrics.purity import purity_by_epoch, token_kinds
@@ -61,7 +61,7 @@ class EpochWatch(NamedTuple):
         alike = spread_to_one_grid(records, self.model.layouts)
         first = torch.stack([first_choices(record) for record in alike], dim=1)
         kept = {"first": first.to(torch.int16)}  # (N, layers, T)
-        maps = epoch_class_maps(records, labels, self.data)
+        maps = routing_maps_by_class(records, labels, self.data)
         if maps is not None:
             kept["maps"] = maps.float()
         write_tensors(_epoch_path(self.folder, epoch), kept)
@@ -85,7 +85,7 @@ class EpochWatch(NamedTuple):
             return Settling()
         epochs = range(1, self.epochs + 1)
         kept = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
-        agreement = epoch_agreement([tensors["first"].flatten(1).numpy() for tensors in kept])
+        agreement = agreement_over_epochs([tensors["first"].flatten(1).numpy() for tensors in kept])
         first = [tensors["first"].numpy() for tensors in kept]
         mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
         return Settling(
@@ -156,7 +156,7 @@ def shown_epochs(epochs: int) -> list[int]:
     return sorted({1, max(1, epochs // 3), max(1, 2 * epochs // 3), epochs})
 
 
-def epoch_class_maps(
+def routing_maps_by_class(
     records: Sequence[RoutingRecord], labels: Tensor, data: Prepared
 ) -> Tensor | None:
     """Class maps (K, layers, E) of images (N,); None where labels are no classes.

@@ -125,7 +125,7 @@ def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor
     return value.detach() + (rows - mean) @ gradient
 
 
-def change_of_choice(
+def routing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
     """Routing change 1 − IoU of the experts chosen before capacity, per layer."""
@@ -135,7 +135,7 @@ def change_of_choice(
 def changes_by_image(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[Tensor]:
-    """``change_of_choice`` of each image by itself: per layer (N,) fp64."""
+    """``routing_change_by_layer`` of each image by itself: per layer (N,) fp64."""
     return [1 - iou_by_image(a.chosen, b.chosen) for a, b in zip(before, after, strict=True)]
 
 
@@ -147,7 +147,7 @@ def expert_agreement(
     return [agreement_by_image(first_choices(a), first_choices(b)) for a, b in pairs]
 
 
-def change_after_capacity(
+def processing_change_by_layer(
     before: Sequence[RoutingRecord], after: Sequence[RoutingRecord]
 ) -> list[float]:
     """Routing change 1 − IoU of the experts that processed a token (under capacity)."""

@@ -24,10 +24,10 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.measure.routing_metrics.tail_and_fallback import (
     below_k_eligible_flags,
     below_k_eligible_rate,
+    eligible_tail_mass,
+    eligible_tail_sums_by_image,
     fallback_rate,
     tail_by_token,
-    tail_mass,
-    tail_mass_by_image,
     tail_of_probs,
 )
 from moecore.nn.experts.base import map_shape
@@ -104,7 +104,7 @@ def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | No
         fallback = fallback_rate(layer.logits, threshold)
         if k is not None:
             below_k = below_k_eligible_rate(layer.logits, threshold, k)
-            tail = tail_mass(layer.logits, threshold, k)
+            tail = eligible_tail_mass(layer.logits, threshold, k)
     load = counts.double() / counts.sum()
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     return LayerUse(
@@ -161,7 +161,7 @@ def use_metrics_by_image(
         metrics["fallback"] = below_k_eligible_flags(layer.logits, threshold, 1).mean(dim=1)
     if threshold is not None and k is not None:
         metrics["below_k"] = below_k_eligible_flags(layer.logits, threshold, k).mean(dim=1)
-        tail, some = tail_mass_by_image(layer.logits, threshold, k)
+        tail, some = eligible_tail_sums_by_image(layer.logits, threshold, k)
         if some.any():
             ratio = linearize_ratio(tail.numpy(), some.numpy())
             metrics["tail_mass"] = torch.from_numpy(ratio)

@@ -26,7 +26,7 @@ def chance_violation(choices: int, experts: int, draws: int = 200, seed: int = 0
     return float((counts.max(axis=1) * experts / choices - 1).mean())
 
 
-def load_coverage(counts: Tensor) -> Tensor:
+def cumulative_load_shares(counts: Tensor) -> Tensor:
     """Return the share of the choices that the m most used experts have, m = 1 … E, (E,) fp64.
 
     m/E at an even load.  counts: (E,).

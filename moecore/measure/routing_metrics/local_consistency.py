@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
 
 
-def count_window_uses(chosen: Tensor, length: int) -> Tensor:
+def window_use_histogram(chosen: Tensor, length: int) -> Tensor:
     """Return how many pairs of window and expert have a = 0 … m uses, (B, m + 1) int64.
 
     chosen: (B, T, E) bool.  Windows of ``length`` m tokens begin at every token.

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from moecore.core.routing_records import TokenLayout
-from moecore.nn.backbones.base_model import truth_of_tokens
+from moecore.nn.backbones.base_model import majority_token_kinds
 from moecore.nn.predict import image_batches
 
 
@@ -31,7 +31,7 @@ def expert_truth_tables(
 def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return each token's kind (N, T) of images as they are stored, whose last channel says it."""
     (last,) = image_batches(images[:, -1:], len(images))
-    return truth_of_tokens(last, layout)
+    return majority_token_kinds(last, layout)
 
 
 def expert_purity(table: np.ndarray) -> float:

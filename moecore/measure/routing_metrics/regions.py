@@ -50,7 +50,7 @@ def region_rows(
     controls = []
     for channel, tissue in enumerate(tissues):
         share = torch.from_numpy(np.array(regions[:, channel]))
-        random = scatter_tissue_in_brain(share, images[:, 0] > 0, seed + channel)
+        random = shuffle_tissue_in_brain(share, images[:, 0] > 0, seed + channel)
         rows.append(_region_row(tissue, model, keep_only_tissue(images, share), experts))
         controls.append(
             _region_row(f"random_{tissue}", model, keep_only_tissue(images, random), experts)
@@ -58,7 +58,7 @@ def region_rows(
     return [*rows, *controls]
 
 
-def scatter_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
+def shuffle_tissue_in_brain(share: Tensor, brain: Tensor, seed: int) -> Tensor:
     """Return the same shares (N, D, H, W) at random places of the same volume's ``brain``, a bool
     mask.
 

@@ -15,11 +15,11 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.data.corruptions.draws import noise_directions
+from moecore.data.corruptions.draws import standard_normal_noise
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
 from moecore.measure.routing_metrics.tail_and_fallback import (
+    eligible_tail_mass,
     fallback_rate,
-    tail_mass,
     tail_of_probs,
 )
 from moecore.measure.routing_metrics.two_view_augmentations import (
@@ -55,7 +55,7 @@ def noise_variants(
     The background of a volume, which is 0, stays as it is, and so do channels behind the first
     ``channels``, which no model sees: they say the truth.
     """
-    drawn = noise_directions(np.array(places), tuple(clean.shape[1:]), seed)
+    drawn = standard_normal_noise(np.array(places), tuple(clean.shape[1:]), seed)
     drawn[:, channels:] = 0
     if clean.ndim == 5:
         drawn = drawn * (clean != 0)
@@ -236,6 +236,6 @@ def routing_means_over_layers(
     if threshold is None:
         tails = [tail_of_probs(record.probs, k) for record in records]
     else:
-        tails = [tail_mass(record.logits, threshold, k) for record in records]
+        tails = [eligible_tail_mass(record.logits, threshold, k) for record in records]
         means["fallback"] = [fallback_rate(record.logits, threshold) for record in records]
     return {name: mean_over_layers(one) for name, one in {**means, "tail_mass": tails}.items()}

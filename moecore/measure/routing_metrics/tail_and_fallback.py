@@ -29,7 +29,7 @@ def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
     return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
 
 
-def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
+def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     """Weight of the eligible experts beyond the best ``k``, over that of all eligible ones.
 
     Eq. 12; in [0, 1). Mean over the tokens that have an eligible expert; None where none has one.
@@ -43,8 +43,8 @@ def tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
     return float(_share_beyond(weights, k).mean())
 
 
-def tail_mass_by_image(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return each image's sum of ``tail_mass``, and of how many tokens; (B,) fp64."""
+def eligible_tail_sums_by_image(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+    """Return each image's sum of ``eligible_tail_mass``, and of how many tokens; (B,) fp64."""
     eligible = _eligible_experts(scores, threshold)
     some = eligible.any(dim=-1)
     weights = scores.double().clamp_min(_LEAST).where(eligible, 0)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.routing_records import RoutingRecord, TokenLayout, rank_chosen_first
-from moecore.data.views.views import DrawnViews
-from moecore.measure.routing_metrics.consistency import agreeing_pair_counts, match_ratios
+from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
+from moecore.data.views.views import ViewsWithAffines
+from moecore.measure.routing_metrics.consistency import match_counts_by_image, match_ratios
 from moecore.measure.routing_metrics.layer_metrics import average_layers
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import TokenPairs, token_pair_values, token_pairs_by_layer
@@ -24,7 +24,7 @@ from moecore.statistics.intervals import bootstrap_interval
 NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
 
 
-class Matching(Config):
+class TwoViewMatchShares(Config):
     """What corresponding patches of two views share; None of text, which has no views."""
 
     match_top1: float | None = None  # share of pairs with the same best expert
@@ -32,7 +32,7 @@ class Matching(Config):
     match_top2_sets: float | None = None  # the same two best
 
 
-class AugmentedRow(Matching):
+class AugmentedRow(TwoViewMatchShares):
     """Means over the MoE layers under one augmentation, with 95 % limits.
 
     items: of each match ratio one number an item, as ``encode_item_values`` packs them.
@@ -49,7 +49,7 @@ class AugmentedRow(Matching):
 
 
 def augmented_row(
-    name: str, model: Model, views: DrawnViews, batch: int, people: np.ndarray | None = None
+    name: str, model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
 ) -> AugmentedRow:
     """Return what partners in both ``views`` share, as means over the MoE layers."""
     _, records = predict_in_batches(model, views.images, batch)
@@ -58,7 +58,7 @@ def augmented_row(
         layer_match_shares(record, *pairs) for record, pairs in zip(records, paired, strict=True)
     ]
     by_image = [
-        matches_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
+        match_ratios_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
     ]
     return AugmentedRow(
         name=name,
@@ -68,26 +68,30 @@ def augmented_row(
     )
 
 
-def choice_order(record: RoutingRecord) -> Tensor:
+def choice_ranking_scores(record: RoutingRecord) -> Tensor:
     """Return the scores (B, T, E) that experts are ranked by: the chosen first, each by its logit.
 
     Logits have no ties where an eigenbasis router clamps probs.
     """
-    return rank_chosen_first(record.logits, record.chosen)
+    return chosen_first_scores(record.logits, record.chosen)
 
 
-def layer_match_shares(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Matching:
+def layer_match_shares(
+    record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
+) -> TwoViewMatchShares:
     """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first."""
-    ratios = match_ratios(*token_pair_values(choice_order(record), pairs, layout), pairs.found)
-    return Matching(**dict(zip(NAMES, ratios, strict=True)))
+    ratios = match_ratios(
+        *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
+    )
+    return TwoViewMatchShares(**dict(zip(NAMES, ratios, strict=True)))
 
 
-def matches_by_image(
+def match_ratios_by_image(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, Tensor]:
     """The match ratios of one MoE layer as one value per image, (N,), whose mean each is."""
-    counts = agreeing_pair_counts(
-        *token_pair_values(choice_order(record), pairs, layout), pairs.found
+    counts = match_counts_by_image(
+        *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
     ).double()
     number = pairs.found.sum(dim=1).double().numpy()
     return {
@@ -122,8 +126,8 @@ def match_intervals(
     number = paired[-1][0].found.sum(dim=1)
     by_layer = []
     for record, (pairs, layout) in zip(records, paired, strict=True):
-        values = token_pair_values(choice_order(record), pairs, layout)
-        hits = agreeing_pair_counts(*values, pairs.found)
+        values = token_pair_values(choice_ranking_scores(record), pairs, layout)
+        hits = match_counts_by_image(*values, pairs.found)
         share = number / pairs.found.sum(dim=1).clamp(min=1)
         by_layer.append(hits * share[:, None])
     counts = torch.stack(by_layer).double().mean(dim=0).numpy()

@@ -14,7 +14,13 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views import AffineRanges, CropRanges, DrawnViews, ViewSettings, draw_views
+from moecore.data.views.views import (
+    AffineRanges,
+    CropRanges,
+    ViewSettings,
+    ViewsWithAffines,
+    make_random_views,
+)
 
 PART = 100  # images whose views are drawn together: fixed, so that no result depends on the batch
 Preset = Literal[
@@ -107,7 +113,7 @@ def look_up_augmentation(
 
 def draw_two_views(
     images: np.ndarray, asked: TwoViewAugmentation, seed: int, *words: int
-) -> DrawnViews:
+) -> ViewsWithAffines:
     """Both views of images uint8 (N, C, H, W), first all first views.
 
     Pixels are fp32 (2N, C, h, w) in [0, 1] and affines (2N, 3, 3); of volumes float16
@@ -115,21 +121,21 @@ def draw_two_views(
     with more images the first ones' views stay, in whole parts of 100.
     """
     drawn = derived_seed("measured_views", seed)
-    made: tuple[list[DrawnViews], list[DrawnViews]] = ([], [])
+    made: tuple[list[ViewsWithAffines], list[ViewsWithAffines]] = ([], [])
     for start in range(0, len(images), PART):
         part = torch.from_numpy(np.array(images[start : start + PART]))
         for number, views in enumerate(made):
             generator = generator_for(drawn, start, number, *words)
-            pixels, affines = draw_views(part, asked.views, generator)
+            pixels, affines = make_random_views(part, asked.views, generator)
             if asked.noise:
                 noise = torch.randn(pixels.shape, generator=generator) * asked.noise
                 if pixels.ndim == 5:  # the background of a volume stays 0, as everywhere
                     noise = noise * (pixels != 0)
                 pixels = (pixels + noise).clamp(0, 1)
-            views.append(DrawnViews(pixels, affines))
-    return DrawnViews(
+            views.append(ViewsWithAffines(pixels, affines))
+    return ViewsWithAffines(
         *(
             torch.cat([getattr(part, field) for views in made for part in views])
-            for field in DrawnViews._fields
+            for field in ViewsWithAffines._fields
         )
     )

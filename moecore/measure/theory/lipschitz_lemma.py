@@ -15,7 +15,7 @@ from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches
 
 
-class LemmaOverLayers(Config):
+class LemmaSummary(Config):
     """Lemma 1 over all MoE layers; None where it says nothing of the model, for a ``reason``."""
 
     reason: str | None = None
@@ -31,19 +31,19 @@ class LemmaPoints(Config):
     router: tuple[float, ...]
 
 
-class Lemma(Config):
+class LemmaResult(Config):
     """Lemma 1 of a model; no terms where it is undefined."""
 
-    lemma1: LemmaOverLayers
+    lemma1: LemmaSummary
     lemma_terms: tuple[LemmaPoints, ...]
 
 
 def evaluate_lemma(
     model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
-) -> Lemma:
+) -> LemmaResult:
     """Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``."""
     if reason := why_lemma_undefined(model):
-        return Lemma(lemma1=LemmaOverLayers(reason=reason), lemma_terms=())
+        return LemmaResult(lemma1=LemmaSummary(reason=reason), lemma_terms=())
     terms = lemma_terms_by_layer(model, images, tokens, batch, seed, device)
     points = [
         LemmaPoints(
@@ -53,7 +53,7 @@ def evaluate_lemma(
         )
         for layer in terms
     ]
-    return Lemma(lemma1=summarize_lemma(terms), lemma_terms=points)
+    return LemmaResult(lemma1=summarize_lemma(terms), lemma_terms=points)
 
 
 def why_lemma_undefined(model: Model) -> str | None:
@@ -110,10 +110,10 @@ def _token_places(count: int, tokens: int, seed: int) -> Tensor:
     return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
 
 
-def summarize_lemma(terms: list[LemmaTerms]) -> LemmaOverLayers:
+def summarize_lemma(terms: list[LemmaTerms]) -> LemmaSummary:
     """Tokens of all layers at which the bound is below what it bounds, and the router's share."""
     shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
-    return LemmaOverLayers(
+    return LemmaSummary(
         violations=sum(int(layer.violated.sum()) for layer in terms),
         router_share=sum(shares) / len(shares),
     )

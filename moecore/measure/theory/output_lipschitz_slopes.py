@@ -77,13 +77,13 @@ def _batch_slopes(
     model: Model, images: Tensor, labels: Tensor, radius: float, steps: int, halvings: int
 ) -> LipschitzSlopes:
     jacobians = row_jacobians(lambda pixels: model(pixels).prediction, images)
-    local, direction = largest_singular_value(jacobians)
+    local, direction = top_singular_pair(jacobians)
     best = find_steepest_pair(model, images, direction.view_as(images), radius, steps)
     pair, crossed, jump = bisect_pair(model, best, halvings)
     return LipschitzSlopes(local, margin_slope(jacobians, labels), pair.ratio, crossed, jump)
 
 
-def largest_singular_value(jacobians: Tensor) -> tuple[Tensor, Tensor]:
+def top_singular_pair(jacobians: Tensor) -> tuple[Tensor, Tensor]:
     """The largest singular value (B,) of Jacobians (B, K, P), and its direction (B, P).
 
     The direction it stretches has length 1 (0 where the value is 0). By JJᵀ, as K is far below P.

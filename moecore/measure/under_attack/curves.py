@@ -17,7 +17,7 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import Skipped
-from moecore.measure.exploring.expert_overlay_data import EncodedPicture, pack_thumbnails
+from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
 from moecore.statistics.intervals import Interval, indices_by_person
 from moecore.tasks.base import Task
 
@@ -122,7 +122,7 @@ def attack_gallery(
     few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
     rows = [
         AttackedPictures(
-            epsilon=row.epsilon, pictures=pack_thumbnails(few.attacked(attack, row.epsilon))
+            epsilon=row.epsilon, pictures=encode_thumbnails(few.attacked(attack, row.epsilon))
         )
         for row in run[strongest]
     ]

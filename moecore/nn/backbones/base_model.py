@@ -210,11 +210,11 @@ class BackboneModel(Model):
             context = RoutingContext(progress=router.phase(options.progress))
             if "patches" in router.wants:
                 seen = self.seen_channels(images)
-                context = context._replace(patches=cut_tokens(seen, layout))
+                context = context._replace(patches=pixels_of_tokens(seen, layout))
             if "words" in router.wants:
                 context = context._replace(words=images[:, 0].long())
             if "truth" in router.wants:
-                context = context._replace(truth=truth_of_tokens(images, layout))
+                context = context._replace(truth=majority_token_kinds(images, layout))
             if options.guidance is not None and "teacher" in router.wants:
                 probs = options.guidance.probs[layer]
                 tokens = layout.special + prod(layout.grid)
@@ -300,7 +300,7 @@ class BackboneModel(Model):
         return images[:, : self.image.channels] if self.image.truth else images
 
 
-def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
+def pixels_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return the pixels (B, T, pixels) of each token; 0 beyond the image and of special ones."""
     sizes = images.shape[2:]
     beyond = [covered - size for covered, size in zip(layout.size, sizes, strict=True)]
@@ -309,7 +309,7 @@ def cut_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
     return pad(cut_patches(pad(images, padding), sides), (0, 0, layout.special, 0))
 
 
-def truth_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
+def majority_token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
     """Return int64 (B, T): which kind most of each token is of; images in [0, 1], last channel.
 
     0 where nothing is said: of special tokens, and of what lies beyond the image. The last channel
@@ -317,7 +317,7 @@ def truth_of_tokens(images: Tensor, layout: TokenLayout) -> Tensor:
     """
     if images.ndim == 3:
         return images[:, -1].long()
-    return (cut_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
+    return (pixels_of_tokens(images[:, -1:], layout).mode(dim=-1).values * 255).round().long()
 
 
 def average_head_predictions(heads: tuple[Tensor, ...]) -> Tensor:

@@ -24,7 +24,11 @@ from moecore.nn.layers.block import (
     trunc_normal_linear,
 )
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
-from moecore.nn.layers.patch_embed import Interpolation, fold_normalisation, resize_positions
+from moecore.nn.layers.patch_embed import (
+    Interpolation,
+    renormalise_patch_embedding,
+    resize_positions,
+)
 
 
 class PatchTransformer(BackboneModel):
@@ -114,7 +118,7 @@ class PatchTransformer(BackboneModel):
         if weight not in weights:
             return {}
         old, new = (image.mean, image.std), (self.image.mean, self.image.std)
-        patch_weights = fold_normalisation(weights[weight], weights[bias], old, new)
+        patch_weights = renormalise_patch_embedding(weights[weight], weights[bias], old, new)
         return dict(zip((weight, bias), patch_weights, strict=True))
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:

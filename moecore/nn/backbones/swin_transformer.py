@@ -62,7 +62,7 @@ class SwinStage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
 
-class BlockPlace(NamedTuple):
+class BlockStage(NamedTuple):
     """Where a block stands."""
 
     stage: int
@@ -155,11 +155,11 @@ class SwinTransformer(BackboneModel):
         resized = interpolate(table, size=new, mode="bicubic", align_corners=False)
         return resized.flatten(2)[0].t().to(value.dtype)
 
-    def _places(self) -> Iterator[BlockPlace]:
+    def _places(self) -> Iterator[BlockStage]:
         grids = self.config.grids(self.image)
         for stage, (depth, grid) in enumerate(zip(self.config.depths, grids, strict=True)):
             for _ in range(depth):
-                yield BlockPlace(stage, grid, self.config.width * 2**stage)
+                yield BlockStage(stage, grid, self.config.width * 2**stage)
 
     def _blocks(self) -> Iterator[Block]:
         config = self.config

@@ -14,7 +14,12 @@ from moecore.nn.backbones.input_spec import ImageSpec, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.backbones.transformer_settings import TransformerSettings
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.patch_embed import ConvStem3d, PatchEmbed, PooledStem, sinusoidal_positions
+from moecore.nn.layers.patch_embed import (
+    ConvStem3d,
+    PatchEmbed,
+    PooledLinearStem,
+    sinusoidal_positions,
+)
 
 
 class Vit3d(TransformerSettings):
@@ -74,7 +79,7 @@ class VolumeTransformer(PatchTransformer):
 
 def _build_stem(config: Vit3d, channels: int) -> nn.Module:
     if config.stem == "pooled":
-        return PooledStem(channels, config.patch, config.width, config.pool)
+        return PooledLinearStem(channels, config.patch, config.width, config.pool)
     if config.stem == "conv":
         return ConvStem3d(channels, config.patch, config.width, config.stem_width)
     return PatchEmbed(channels, config.patch, config.width, axes=3)

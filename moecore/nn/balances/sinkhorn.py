@@ -30,9 +30,9 @@ class Sinkhorn(Balance):
     )
     rounds: int = Field(100, ge=1, description="at most; on a GPU, not waited for: always")
 
-    def build(self, experts: int, k: int) -> "SinkhornPlan":
+    def build(self, experts: int, k: int) -> "SinkhornPlanner":
         """Return what plans."""
-        return SinkhornPlan(self)
+        return SinkhornPlanner(self)
 
     def check_causal(self, key: str) -> None:
         """Raise UserError: a plan is of all tokens of its images."""
@@ -40,7 +40,7 @@ class Sinkhorn(Balance):
         raise UserError(f"{key}.kind: {problem}; allowed in a causal text: loss_free, quantile")
 
 
-class SinkhornPlan(BalanceModule):
+class SinkhornPlanner(BalanceModule):
     """It has no state; an image's experts depend in training on the images of its group."""
 
     def __init__(self, config: Sinkhorn) -> None:

@@ -24,7 +24,7 @@ _LOOPED_ROWS = 1024  # rows per expert up to which a CPU is faster without group
 _FUSED_ROWS = 2048  # rows per expert up to which an MLP in fp32 is faster without it
 
 
-class PlainOperations:
+class PlainOperationsFlag:
     """Whether a graph is traced that leaves torch: all experts then have as many rows, so that one
     batched product does, and no region without autocast is marked.
     """
@@ -45,7 +45,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, offsets: T
     rows = to_autocast(rows)
     if rows.is_meta:
         return torch.mm(rows, weight[0].to(rows.dtype))  # every row sees one map, whichever
-    if PlainOperations.is_on:
+    if PlainOperationsFlag.is_on:
         products = rows.unflatten(0, (len(weight), -1)) @ to_autocast(weight)
         if bias is not None:
             products = products + to_autocast(bias).unsqueeze(1)
@@ -76,7 +76,7 @@ def grouped_mlp(
     (R, o) in the autocast dtype.
     """
     rows = to_autocast(rows)
-    if can_loop(rows) and not PlainOperations.is_on:
+    if can_loop(rows) and not PlainOperationsFlag.is_on:
         if rows.dtype != torch.float32 or len(rows) <= _FUSED_ROWS * len(up):
             return ExpertMlpLoop.apply(rows, up, up_bias, down, down_bias, offsets)[0]
     hidden = gelu(grouped_linear(rows, up, up_bias, offsets))
@@ -142,7 +142,7 @@ def to_autocast(tensor: Tensor) -> Tensor:
 
 def full_precision(tensor: Tensor) -> AbstractContextManager:
     """No autocast on the tensor's device; the meta device and graphs for others have none."""
-    if tensor.is_meta or PlainOperations.is_on:
+    if tensor.is_meta or PlainOperationsFlag.is_on:
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 

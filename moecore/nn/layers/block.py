@@ -49,12 +49,12 @@ def quick_gelu(values: Tensor) -> Tensor:
     return values * torch.sigmoid(1.702 * values)
 
 
-def keep_linear(values: Tensor) -> Tensor:
+def identity_activation(values: Tensor) -> Tensor:
     """Return the values: two linear maps in a row are one, the layer that theory asks about."""
     return values
 
 
-ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": keep_linear}
+ACTIVATIONS = {"gelu": gelu, "quick_gelu": quick_gelu, "linear": identity_activation}
 
 
 class DenseMlp(FeedForward):

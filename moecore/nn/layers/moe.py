@@ -11,7 +11,7 @@ from torch.func import functional_call
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
+from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.zero_computation import ZeroComputationExperts
 from moecore.nn.layers.block import FeedForward
@@ -40,8 +40,8 @@ class MoESettings(Config):
 
     @property
     def scaled_router(self) -> Router:
-        """Return ``scale_router`` of its router and experts."""
-        return scale_router(self.router, self.experts)
+        """Return ``scale_router_k`` of its router and experts."""
+        return scale_router_k(self.router, self.experts)
 
     def build(self, width: int) -> "MoEFeedForward":
         """Return ``build_moe_feed_forward`` of its router and experts."""
@@ -140,7 +140,7 @@ class MoEFeedForward(FeedForward):
             weights = record.combine[..., self.number :]
             output = output + self.zero_computation(tokens, weights).to(output.dtype)
         if self.shared is not None:
-            output = output + self.shared(dense_rows(tokens)).view_as(output)
+            output = output + self.shared(single_expert_rows(tokens)).view_as(output)
         return output, (record,)
 
     def compute_networks(
@@ -154,7 +154,7 @@ class MoEFeedForward(FeedForward):
         way by the ``record`` alone.
         """
         plan = self.plan_networks(plan)
-        return plan.combine(apply_experts(experts, plan.dispatch(tokens)))
+        return plan.combine(apply_experts_to_rows(experts, plan.dispatch(tokens)))
 
     def plan_networks(self, plan: Any) -> Any:
         """Return the part of a router's plan that networks compute."""
@@ -168,7 +168,7 @@ class MoEFeedForward(FeedForward):
         return len(next(self.experts.parameters()))
 
 
-def apply_experts(experts: "ExpertsModule | ShardedExperts", rows: Rows) -> Tensor:
+def apply_experts_to_rows(experts: "ExpertsModule | ShardedExperts", rows: Rows) -> Tensor:
     """Rows (R, d) to the experts' outputs (R, d); with ``shares`` to those of one expert a group,
     whose parameters are the experts' in these shares.
     """
@@ -203,7 +203,7 @@ def update_routers(
             after_step(records, place, progress)
 
 
-def scale_router(router: Router, experts: Experts) -> Router:
+def scale_router_k(router: Router, experts: Experts) -> Router:
     """Return the router with k in pieces where experts are split (``fine``), else as it is.
 
     Raises UserError where it has no k, or where shared pieces leave a token none to choose.
@@ -231,7 +231,7 @@ def build_moe_feed_forward(router: Router, experts: Experts, width: int) -> MoEF
         problem = f"found some beside the router {router.kind}, which compares what networks say"
         raise UserError(f"experts.zero_computation: {problem}; allowed: null")
     module = experts.build(width)
-    scaled = scale_router(router, experts)
+    scaled = scale_router_k(router, experts)
     routing = scaled.build(width, experts.choices, module.lent_basis())
     further = experts.build_shared(width), experts.build_zero_computation(width)
     return MoEFeedForward(routing, module, router.wants, experts.provides, *further)

@@ -60,7 +60,7 @@ class NormedPatchEmbed(PatchEmbed):
         return self.norm(super().forward(images))
 
 
-class PooledStem(nn.Module):
+class PooledLinearStem(nn.Module):
     """(B, C, D, H, W) → (B, P, width): each cube as ``pool``³ means, then a linear map."""
 
     def __init__(self, channels: int, patch: int, width: int, pool: int) -> None:
@@ -163,7 +163,7 @@ def _square_grid(patches: int) -> tuple[int, int]:
     return side, side
 
 
-def fold_normalisation(
+def renormalise_patch_embedding(
     kernel: Tensor,
     bias: Tensor,
     old: tuple[Sequence[float], Sequence[float]],

@@ -11,14 +11,14 @@ def exact_fraction(factor: float) -> Fraction:
     return Fraction(str(factor))
 
 
-def unpadded_capacity(tokens: int, factor: Fraction, experts: int) -> int:
+def ceil_capacity(tokens: int, factor: Fraction, experts: int) -> int:
     """ceil(tokens · factor / experts), in whole numbers: a compiled graph takes no fractions."""
     return -(-tokens * factor.numerator // (experts * factor.denominator))
 
 
 def expert_capacity(tokens: int, k: int, factor: Fraction, experts: int) -> int:
     """Return ceil(tokens·k·factor/experts), rounded up to a multiple of 4."""
-    return -(-unpadded_capacity(tokens * k, factor, experts) // 4) * 4
+    return -(-ceil_capacity(tokens * k, factor, experts) // 4) * 4
 
 
 def within_capacity(

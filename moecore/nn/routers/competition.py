@@ -122,10 +122,10 @@ class CompetitionRouter(NoisyTopKRouter):
         penalty = settings.router_weight * (missed.mean(dim=-1) + among_chosen)
         if not settings.diversity_weight:
             return penalty
-        return penalty + settings.diversity_weight / 2 * cosines_among_chosen(outputs, chosen)
+        return penalty + settings.diversity_weight / 2 * mean_cosine_among_chosen(outputs, chosen)
 
 
-def cosines_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
+def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
     """Mean over k × k, with 0 on the diagonal, of the cosines between outputs of chosen experts.
 
     outputs: (B, T, E, d).  chosen: (B, T, k) ids.  Returns (B, T).

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import cosine_logits, router_logits
+from moecore.nn.routers.token_choice import cosines_to_embeddings, router_logits
 
 HOTTEST = math.log(100)  # what the logarithm of the learned factor counts at most
 
@@ -69,5 +69,5 @@ class CosineRouter(NoisyTopKRouter):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The cosines over the temperature, (B, T, E), of tokens (B, T, d)."""
-        cosines = cosine_logits(router_logits(tokens, self.projection), self.weight)
+        cosines = cosines_to_embeddings(router_logits(tokens, self.projection), self.weight)
         return cosines * self.log_factor.clamp(max=HOTTEST).exp()

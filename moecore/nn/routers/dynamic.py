@@ -13,7 +13,7 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.gates import expert_probs
-from moecore.nn.routers.token_choice import cosine_logits, plan_and_record, top_k
+from moecore.nn.routers.token_choice import cosines_to_embeddings, plan_and_record, top_k
 
 
 class Dynamic(Router):
@@ -53,7 +53,7 @@ class DynamicRouter(nn.Module):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         with full_precision(tokens):
-            logits = cosine_logits(tokens, self.embeddings)
+            logits = cosines_to_embeddings(tokens, self.embeddings)
             above = torch.relu(torch.sigmoid(logits) - torch.sigmoid(self.thresholds))
             chosen = above > 0
             if not self.training:

@@ -17,7 +17,7 @@ from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.projection_plan import ProjectionDispatchPlan
-from moecore.nn.routers.token_choice import choose_unbarred, plan_and_record
+from moecore.nn.routers.token_choice import plan_and_record, top_k_and_open_slots
 
 _LEAST = 1e-6  # what a score counts at least as a weight
 # what each context reads of RoutingContext
@@ -83,7 +83,7 @@ class EigenbasisRouter(nn.Module):
     A basis that the experts lend comes with each call (``context.basis``), and the experts then get
     the router's projections. With k = 1 the weight is always 1, so that the scores have no task
     gradient. All arithmetic is fp32 or better. ``barred``: experts that measurements forbid, see
-    ``choose_unbarred``.
+    ``top_k_and_open_slots``.
     """
 
     barred: Tensor | None = None
@@ -124,12 +124,12 @@ class EigenbasisRouter(nn.Module):
 
     def decide(self, scores: Tensor) -> tuple[Tensor, SparsePlan, RoutingRecord]:
         """The experts (B, T, k), best first, the plan and the record of these scores (B, T, E)."""
-        chosen, valid = choose_unbarred(scores, self.config.k, self.barred)
+        chosen, valid = top_k_and_open_slots(scores, self.config.k, self.barred)
         positive = scores.clamp_min(_LEAST)
         weights = positive.gather(-1, chosen)
         probs = positive / positive.sum(dim=-1, keepdim=True)
         if self.config.selection == "prune":
-            eligible = eligible_mask(scores.gather(-1, chosen), self.config.threshold)
+            eligible = eligible_or_all_slots(scores.gather(-1, chosen), self.config.threshold)
             valid = eligible if valid is None else eligible & valid
             weights = weights.where(valid, 0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -170,7 +170,7 @@ class EigenbasisRouter(nn.Module):
         return value
 
 
-def eligible_mask(scores: Tensor, threshold: float) -> Tensor:
+def eligible_or_all_slots(scores: Tensor, threshold: float) -> Tensor:
     """Return which of the k best scores (B, T, k), best first, are chosen: those above
     ``threshold``, or all where none is (the fallback).
 

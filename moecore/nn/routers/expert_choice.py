@@ -16,7 +16,7 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, Router
-from moecore.nn.routers.capacity import exact_fraction, unpadded_capacity
+from moecore.nn.routers.capacity import ceil_capacity, exact_fraction
 from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
 from moecore.nn.routers.token_choice import router_logits
 
@@ -124,7 +124,7 @@ def _top_tokens_in_groups(gates: Tensor, share: Fraction, images: int) -> Tensor
     batch, tokens, experts = gates.shape
     groups = batch // images
     size = images * tokens
-    most = min(size, unpadded_capacity(size, share, experts))
+    most = min(size, ceil_capacity(size, share, experts))
     by_expert = gates.reshape(groups, size, experts).transpose(1, 2).contiguous()
     ranked = by_expert.sort(dim=-1, descending=True, stable=True).indices
     best = ranked[..., :most].sort(dim=-1).values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moecore.nn.dispatch import Rows, cat_or_single, finish_sums
+from moecore.nn.dispatch import Rows, cast_function_output, cat_or_single
 from moecore.nn.kernels.grouped import rows_at_once, to_autocast
 
 
@@ -51,7 +51,7 @@ def _sum_rows(rows: Tensor, weights: Tensor | None, order: Tensor, tokens: int) 
         else:
             part = part * weights[expert].unsqueeze(-1)
         total.index_add_(0, order[expert], part)
-    return finish_sums(total, rows.dtype)
+    return cast_function_output(total, rows.dtype)
 
 
 class _GatherTaken(Function):

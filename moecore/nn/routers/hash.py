@@ -69,7 +69,7 @@ class HashRouter(nn.Module):
         super().__init__()
         self.config = config
         self.experts = experts
-        self.of_words = draw_word_hash(config.seed)
+        self.of_words = draw_hash_factor_and_shift(config.seed)
         self.register_buffer("lines", None, persistent=False)
         self.register_buffer("places", None, persistent=False)
 
@@ -156,7 +156,7 @@ def experts_by_position(seed: int, tokens: int, experts: int, device: torch.devi
     return torch.cat(shuffles)[:tokens].to(device)
 
 
-def draw_word_hash(seed: int) -> tuple[int, int]:
+def draw_hash_factor_and_shift(seed: int) -> tuple[int, int]:
     """Return a factor and a shift: a word's hash is its number times one plus the other, modulo
     PRIME, and its expert the rest by E (Carter & Wegman 1979).
     """

@@ -19,14 +19,14 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
-from moecore.nn.routers.expert_groups import ExpertGroups
 from moecore.nn.routers.gates import (
     Renormalise,
     expert_probs,
     expert_scores,
     gate_weights,
 )
-from moecore.nn.routers.token_choice import choose_unbarred, plan_and_record, router_logits
+from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
+from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k_and_open_slots
 
 
 class NoisyTopK(Router):
@@ -68,7 +68,7 @@ class NoisyTopK(Router):
         "itself its sigmoid, or the root of its softplus",
     )
     scale: float = Field(1.0, gt=0, allow_inf_nan=False, description="factor of all weights")
-    groups: ExpertGroups | None = Field(
+    groups: GroupLimitedChoice | None = Field(
         None, description="groups of experts, a few of which a token chooses within; null: none"
     )
     balance: Balance | None = Field(
@@ -171,7 +171,7 @@ class NoisyTopKRouter(nn.Module):
     otherwise: it couples the images of a group, and without it evaluation and attacks drop nothing.
 
     A router of other logits overrides ``logits``; all else is this decision. ``barred``: experts
-    that measurements forbid, see ``choose_unbarred``.
+    that measurements forbid, see ``top_k_and_open_slots``.
     """
 
     barred: Tensor | None = None
@@ -251,7 +251,7 @@ class NoisyTopKRouter(nn.Module):
             noisy = noisy + normal_like(noisy) * std
         scores = expert_scores(noisy, settings.score)
         preferences = self._preferences(noisy, scores)
-        chosen, is_open = choose_unbarred(preferences, settings.k, self.barred)
+        chosen, is_open = top_k_and_open_slots(preferences, settings.k, self.barred)
         best = noisy.gather(-1, chosen)
         best_scores = scores.gather(-1, chosen)
         valid = self.valid_slots(best_scores)

@@ -19,7 +19,7 @@ def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return linear(tokens.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def cosine_logits(vectors: Tensor, embeddings: Tensor) -> Tensor:
+def cosines_to_embeddings(vectors: Tensor, embeddings: Tensor) -> Tensor:
     """Cosines (B, T, E) of vectors (B, T, r) and experts' embeddings (E, r), in fp32 at least."""
     wide = vectors.to(torch.promote_types(embeddings.dtype, torch.float32))
     directions = normalize(wide, dim=-1, eps=FLOOR)
@@ -41,7 +41,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return torch.cat(best_first, dim=-1)
 
 
-def choose_unbarred(
+def top_k_and_open_slots(
     preferences: Tensor, k: int, barred: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``top_k`` of preferences (B, T, E), and which of these slots are open, (B, T, k) bool.

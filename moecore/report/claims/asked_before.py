@@ -10,8 +10,8 @@ from typing import Any
 
 from moecore.core.files import read_json
 from moecore.report.claims.kept_items import NUMBERS
-from moecore.study.reading.claims_section import Comparison, measured_quantity
-from moecore.study.reading.document import parse_yaml
+from moecore.study.reading.claims_section import Comparison, compared_quantity_key
+from moecore.study.reading.document import parse_yaml_document
 
 PARAMS = "params.yaml"
 SINCE = "2026-11-27"  # what was asked before that day is not held to it
@@ -44,7 +44,7 @@ def find_late_questions(study: Path, since: str = SINCE) -> list[str]:
     new -= _asked_at(study, "HEAD" if changed else f"{answered}^").keys()
     numbers = read_json(study / NUMBERS)
     entries = [*numbers.get("claims", {}).values(), *numbers.get("questions", {}).values()]
-    measured = {measured_quantity(DEFAULTS | one["asked"]) for one in entries if "asked" in one}
+    measured = {compared_quantity_key(DEFAULTS | one["asked"]) for one in entries if "asked" in one}
     return sorted(now[key] for key in new if key[:-2] in measured)
 
 
@@ -55,9 +55,11 @@ def _asked_at(study: Path, commit: str) -> Mapping[tuple, str]:
 
 def _asked_in(text: str) -> dict[tuple, str]:
     """Return what a params.yaml asks: what decides its verdict → in words."""
-    data = parse_yaml(text).data
+    data = parse_yaml_document(text).data
     asked = [DEFAULTS | one for name in ("claims", "questions") for one in data.get(name) or ()]
-    return {(*measured_quantity(one), one["better"], one["margin"]): _words(one) for one in asked}
+    return {
+        (*compared_quantity_key(one), one["better"], one["margin"]): _words(one) for one in asked
+    }
 
 
 def _words(asked: Mapping[str, Any]) -> str:

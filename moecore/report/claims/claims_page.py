@@ -16,7 +16,7 @@ from moecore.core.files import write_whole
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.claims.evaluation import correct_by_paper, verdict_after_holm
 from moecore.report.claims.stored_verdicts import judge_again
-from moecore.report.measures.sizes import COUNTS, number
+from moecore.report.measures.sizes import COUNTS, format_size
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.metrics_by_method import expected_metrics_of_folder, read_comparison
@@ -24,10 +24,10 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.study.reading.claims_section import (
     Claim,
     Question,
-    comparison_digest,
-    measured_quantity,
+    answer_settings_digest,
+    compared_quantity_key,
 )
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import extract_declared_settings
 
@@ -58,7 +58,7 @@ class UnjudgedMetrics(Config):
     metrics: tuple[str, ...]
 
 
-class CountedSizes(Config):
+class ModelSizeComparison(Config):
     """A model of pipelines/sizes, another that is held against it, and what of them is printed."""
 
     models: tuple[str, str]
@@ -73,7 +73,7 @@ class PaperTableOrFigure(Config):
     paper: str = Field("", description="the paper's own numbers")
     sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
     columns: tuple[UnjudgedMetrics, ...] = ()
-    sizes: tuple[CountedSizes, ...] = ()
+    sizes: tuple[ModelSizeComparison, ...] = ()
     drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
     scheme: bool = False
     needs: str = Field("", description="why it cannot be printed here")
@@ -133,7 +133,7 @@ def write_claims_page(root: Path = Path()) -> Path:
 
 def render_claims_page(root: Path = Path()) -> str:
     """Return the text of docs/claims.md."""
-    studies, answers = load_studies(root)
+    studies, answers = load_studies_and_answers(root)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
@@ -143,7 +143,7 @@ def render_claims_page(root: Path = Path()) -> str:
         for row in rows:
             of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
             others = [answer for answer in others if answer not in of_row]
-            state, lines = paper_item_verdict_rows(row, of_row, studies)
+            state, lines = paper_item_state_and_rows(row, of_row, studies)
             states[state] += 1
             cells += lines
         tables[paper] = markdown_table(HEAD, cells)
@@ -173,14 +173,14 @@ def render_claims_page(root: Path = Path()) -> str:
 
 def read_paper_tables() -> dict[str, list[PaperTableOrFigure]]:
     """Return the rows of each paper, as paper_tables.yaml has them."""
-    papers = load_yaml(str(TABLES)).data
+    papers = load_yaml_document(str(TABLES)).data
     return {
         name: [PaperTableOrFigure.model_validate(row) for row in rows]
         for name, rows in papers.items()
     }
 
 
-def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
+def load_studies_and_answers(root: Path) -> tuple[Studies, list[Answer]]:
     """Return what the last run of every study under pipelines/ found, and all answers, judged by
     the claims as they are now, with Holm's correction over all claims of a paper.
     """
@@ -194,17 +194,17 @@ def load_studies(root: Path) -> tuple[Studies, list[Answer]]:
             compared = read_comparison(path)
             state = "not run yet with this claim"
         studies[folder.name] = compared
-        document = load_yaml(str(folder / "params.yaml"))
+        document = load_yaml_document(str(folder / "params.yaml"))
         asked = extract_declared_settings(DeclaredClaims, document)
         entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
         measured = {
-            measured_quantity(entry["asked"]): entry
+            compared_quantity_key(entry["asked"]): entry
             for entry in entries
             if entry.keys() >= {"asked", "form"}  # others are of older versions
         }
         for claim in (*asked.claims, *asked.questions):
-            entry = measured.get(measured_quantity(claim.model_dump()), {})
-            digest = comparison_digest(document.data, claim)
+            entry = measured.get(compared_quantity_key(claim.model_dump()), {})
+            digest = answer_settings_digest(document.data, claim)
             changed = entry.get("settings", digest) != digest
             good = ""
             if entry and claim.better == "no_worse":
@@ -224,7 +224,7 @@ def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
     return [one._replace(entry=entry) for one, entry in zip(answers, entries, strict=True)]
 
 
-def describe_values(printed: UnjudgedMetrics, studies: Studies) -> str:
+def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str:
     """Return ``vmoe 55.0 %, prc 57.1 %`` of each metric that the study found; "" for none."""
     compared = studies.get(printed.study, {})
     words = []
@@ -241,7 +241,7 @@ def describe_values(printed: UnjudgedMetrics, studies: Studies) -> str:
     return "; ".join(words)
 
 
-def describe_size_changes(asked: CountedSizes, compared: Mapping[str, Any]) -> str:
+def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str, Any]) -> str:
     """Return ``A → B: Parameters, M: 285 → 243, 0.851 times (the paper: 0.853)``.
 
     compared: the entry ``sizes`` of that study's compare.json.
@@ -252,23 +252,25 @@ def describe_size_changes(asked: CountedSizes, compared: Mapping[str, Any]) -> s
         if not all(pair) or (asked.metrics and count.metric not in asked.metrics):
             continue
         ours, theirs = (pair[1][whose] / pair[0][whose] for whose in ("ours", "paper"))
-        there, here = (number(one["ours"], count) for one in pair)
+        there, here = (format_size(one["ours"], count) for one in pair)
         turn = "; the other way" if (ours - 1) * (theirs - 1) < 0 else ""
         ratios = f"{ours:.3g} times (the paper: {theirs:.3g}{turn})"
         words.append(f"{count.label}: {there} → {here}, {ratios}")
     return f"{' → '.join(asked.models)}: {'; '.join(words)}"
 
 
-def paper_item_verdict_rows(
+def paper_item_state_and_rows(
     row: PaperTableOrFigure, claims: Sequence[Answer], studies: Studies
 ) -> tuple[str, list[list[str]]]:
     """Return what is known of a row, a key of STATES, and its lines.
 
     A line for each claim, else one for what is printed, drawn or absent.
     """
-    values = [(one, words) for one in row.columns if (words := describe_values(one, studies))]
+    values = [
+        (one, words) for one in row.columns if (words := describe_unjudged_metrics(one, studies))
+    ]
     sizes = studies.get("sizes", {}).get("sizes", {})
-    computed = [describe_size_changes(asked, sizes) for asked in row.sizes if sizes]
+    computed = [describe_model_size_ratios(asked, sizes) for asked in row.sizes if sizes]
     named = [*row.drawn, *(one.study for one in row.columns)]
     verdict = "–"
     if row.scheme:

@@ -7,7 +7,7 @@ from moecore.report.claims.evaluation import (
     EvaluatedClaim,
     claim_entry,
     drop_questions,
-    keep_own_questions,
+    keep_questions,
 )
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import interval_from_json, markdown_table
@@ -103,7 +103,7 @@ def claims_section(evaluated: Sequence[EvaluatedClaim]) -> Section:
     blocks = []
     if claims := drop_questions(evaluated):
         blocks.append(Block("", grids=[PageTable(HEAD, list(map(_claim_line, claims)))]))
-    if questions := keep_own_questions(evaluated):
+    if questions := keep_questions(evaluated):
         blocks.append(
             Block(ASKED, grids=[PageTable(ASKED_HEAD, list(map(_claim_line, questions)))])
         )

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.report.claims.significance import LEVEL, difference_between, paired_values
+from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
 from moecore.report.column import ResultColumn
-from moecore.report.tables.cells import Cell, cell_to_json, read_cells
+from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
-from moecore.study.reading.claims_section import Claim, Comparison, Question, comparison_digest
+from moecore.study.reading.claims_section import Claim, Comparison, Question, answer_settings_digest
 
 T = TypeVar("T")
 SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json
@@ -67,7 +67,7 @@ def drop_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
     return [one for one in evaluated if isinstance(one.claim, Claim)]
 
 
-def keep_own_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
+def keep_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:
     """What no paper claims."""
     return [one for one in evaluated if isinstance(one.claim, Question)]
 
@@ -112,12 +112,14 @@ def p_of(difference: Difference, asked: Comparison, good: str = "") -> float | N
     """
     if asked.margin is None:
         return difference.p
-    gap, _ = turning_point(difference, asked, good)
+    gap, _ = verdict_gap_and_level(difference, asked, good)
     p = difference.p_at(abs(gap))
     return p / 2 if p is not None and gap >= 0 else p
 
 
-def turning_point(difference: Difference, asked: Comparison, good: str) -> tuple[float, float]:
+def verdict_gap_and_level(
+    difference: Difference, asked: Comparison, good: str
+) -> tuple[float, float]:
     """Return how far the difference lies from where the verdict turns, below 0 beyond a margin; and
     the level of the interval that decides where it does not reach that far.
     """
@@ -146,7 +148,7 @@ def compare_json_claims(
         claim = one.claim
         entries = sections[SECTIONS[type(claim)]]
         start = ", ".join(filter(None, (claim.paper, claim.phase)))
-        behind = {} if study is None else {"settings": comparison_digest(study, claim)}
+        behind = {} if study is None else {"settings": answer_settings_digest(study, claim)}
         entries[f"{len(entries)}: {start}: {claim.words}"] = claim_entry(one) | behind
     return dict(sections)
 
@@ -192,7 +194,7 @@ def verdict_after_holm(verdict: str, p_holm: float | None) -> str:
     return verdict if p_holm < LEVEL else "open"
 
 
-def drop_rounding(difference: Difference) -> Difference:
+def drop_zero_width_interval(difference: Difference) -> Difference:
     """Return it without an interval where that is of no width."""
     half = difference.half()
     if half is not None and half < ROUNDING_WIDTH:
@@ -220,7 +222,7 @@ def _evaluate(
     first = _require_cell(metric, models, claim.method, f"{place}.method")
     second = _require_cell(other, models, claim.against, f"{place}.against")
     values = paired_values(ours, metric, theirs, other, f"{place}.metric")
-    difference = drop_rounding(difference_between(*values))
+    difference = drop_zero_width_interval(crossed_or_paired_difference(*values))
     good = metric.column.better
     verdict = judge_difference(difference, claim, good)
     p = p_of(difference, claim, good)
@@ -228,7 +230,7 @@ def _evaluate(
 
 
 def _require_cell(metric: ResultColumn, models: Models, method: str, place: str) -> Cell:
-    cells = read_cells(metric, models)
+    cells = method_cells_over_seeds(metric, models)
     cell = cells[method]
     if cell is None:
         having = ", ".join(name for name, other in cells.items() if other) or "none"

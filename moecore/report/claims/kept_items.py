@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError, read_json
 from moecore.core.safetensors_files import read_tensors
-from moecore.report.claims.evaluation import SECTIONS, EvaluatedClaim, drop_rounding
-from moecore.report.claims.significance import difference_between
+from moecore.report.claims.evaluation import SECTIONS, EvaluatedClaim, drop_zero_width_interval
+from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
 from moecore.statistics.crossed import Difference
 
@@ -70,7 +70,7 @@ def verify_kept_items(study: Path) -> int:
                 continue
             stored = entry["difference"]
             ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
-            difference = drop_rounding(difference_between(ours, theirs))
+            difference = drop_zero_width_interval(crossed_or_paired_difference(ours, theirs))
             if not _agrees(difference, stored):
                 problem = f"{section}: {key}: found {difference.value:.6g} of these items"
                 raise UserError(f"{path}: {problem}, in {NUMBERS} {stored['mean']:.6g}; {again}")

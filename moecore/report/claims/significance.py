@@ -16,7 +16,7 @@ from moecore.statistics.crossed import (
     paired_seed_difference,
 )
 from moecore.statistics.intervals import Interval
-from moecore.statistics.paired import count_paired_hits, holm, mcnemar, paired_difference
+from moecore.statistics.paired import count_paired_hits, holm, mcnemar, paired_share_difference
 
 LEVEL = 0.05
 Seeds = Mapping[int, Measured]
@@ -106,7 +106,7 @@ def tested_to_json(tested: TestedDifference) -> dict[str, Any]:
     return dict(zip(names, numbers, strict=True)) | dict(only)
 
 
-def difference_between(ours: np.ndarray, theirs: np.ndarray) -> Difference:
+def crossed_or_paired_difference(ours: np.ndarray, theirs: np.ndarray) -> Difference:
     """Return ours minus theirs, of ``paired_values``: over items and seeds, or seeds alone."""
     if ours.ndim == 1:
         return paired_seed_difference((ours - theirs).tolist())
@@ -146,7 +146,7 @@ def _by_images(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) ->
     counts = count_paired_hits(first, second)
     only = (counts.first_only, counts.second_only)
     p = mcnemar(*only)
-    return TestedDifference(paired_difference(counts), p, p, "mcnemar", only)
+    return TestedDifference(paired_share_difference(counts), p, p, "mcnemar", only)
 
 
 def _by_seeds(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> TestedDifference:
@@ -154,7 +154,7 @@ def _by_seeds(metric: ResultColumn, method: str, ours: Seeds, theirs: Seeds) -> 
         seeds = f"seeds {list(ours)}, another method {list(theirs)}"
         raise UserError(f"compare: {method} has {seeds}; run.seeds is for all")
     values = paired_values(ours, metric, theirs, metric, f"compare: {method}")
-    difference = difference_between(*values)
+    difference = crossed_or_paired_difference(*values)
     # Values that are all alike leave no interval, and nothing to tell the two apart by.
     p = 1.0 if difference.p is None else difference.p
     return TestedDifference(difference.interval(), p, p, difference.kind)

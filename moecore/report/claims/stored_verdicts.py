@@ -20,7 +20,7 @@ def judge_again(
 ) -> dict[str, Any]:
     """Return an entry of ``claims`` or ``questions`` with the verdict on ``claim``, uncorrected.
 
-    entry: of the same quantity (``measured_quantity``); good: what is better for the metric.
+    entry: of the same quantity (``compared_quantity_key``); good: what is better for the metric.
     """
     difference = rebuild_difference(entry)
     verdict = judge_difference(difference, claim, good)

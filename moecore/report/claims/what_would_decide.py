@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 from moecore.report.claims.claims_page import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
-from moecore.report.claims.evaluation import turning_point
+from moecore.report.claims.evaluation import verdict_gap_and_level
 from moecore.report.claims.stored_verdicts import rebuild_difference
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
 from moecore.study.reading.claims_section import Comparison
@@ -33,7 +33,7 @@ def needed_sample(difference: Difference, asked: Comparison, good: str) -> Requi
 
     good: "higher" or "lower", what is better for the metric.
     """
-    gap, level = turning_point(difference, asked, good)
+    gap, level = verdict_gap_and_level(difference, asked, good)
 
     def decides(seeds: int, items: int) -> bool:
         planned = _with_sample(difference, seeds, items)

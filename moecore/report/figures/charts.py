@@ -13,13 +13,13 @@ from moecore.report.figures.direct_labels import End, label_ends
 from moecore.report.figures.drawing import (
     DARK,
     add_legend_below,
+    empty_figure,
     line_look,
-    new_figure,
-    share_axis,
-    styled,
+    set_percent_axis,
+    styled_drawing,
 )
 from moecore.report.tables.number_format import PIXEL
-from moecore.report.typed_results import drop_none
+from moecore.report.typed_results import list_without_none
 from moecore.statistics.intervals import Interval, mean_over_seeds
 from moecore.tasks.base import Score
 
@@ -66,7 +66,7 @@ def points_over_seeds(
     """One point for each x that has a value in all seeds; each seed maps x to a value."""
     points = []
     for x in next(iter(seeds), {}):
-        values = drop_none(of_seed.get(x) for of_seed in seeds)
+        values = list_without_none(of_seed.get(x) for of_seed in seeds)
         if len(values) == len(seeds):
             points.append(point_from_interval(x, mean_over_seeds(values), limits))
     return points
@@ -107,10 +107,10 @@ def name_curves(figure: Figure, axes: Axes, ends: Sequence[End], height: float) 
         add_legend_below(figure, axes)
 
 
-@styled
+@styled_drawing
 def curves_chart(curves: Curves, look: ChartSpec) -> Figure:
     """All curves in one panel, from 0 upwards, or from below it where a curve goes there."""
-    figure = new_figure(4.8, look.height)
+    figure = empty_figure(4.8, look.height)
     axes = figure.subplots()
     ends = draw_curves(axes, curves)
     every = [point for points in curves.values() for point in points]
@@ -119,7 +119,7 @@ def curves_chart(curves: Curves, look: ChartSpec) -> Figure:
     top = look.top or 1.05 * highest or 1.0
     axes.set(xlabel=look.x, ylabel=look.y, title=look.title, ylim=(min(0, 1.05 * lowest), top))
     if look.share:
-        share_axis(axes, look.y)
+        set_percent_axis(axes, look.y)
     places = {point.x for points in curves.values() for point in points}
     if places and all(float(x).is_integer() for x in places) and len(places) < 12:
         axes.set_xticks(sorted(places))
@@ -127,12 +127,12 @@ def curves_chart(curves: Curves, look: ChartSpec) -> Figure:
     return figure
 
 
-@styled
+@styled_drawing
 def panels_chart(panels: Mapping[str, Curves], look: ChartSpec) -> Figure:
     """Panels of one scale, up to three beside each other, with one legend below them."""
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure = new_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
+    figure = empty_figure(4.8 if across == 1 else 9.8, 0.9 + 2.7 * down)
     figure.suptitle(look.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     every = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     used = every.flatten()[: len(panels)]
@@ -145,7 +145,7 @@ def panels_chart(panels: Mapping[str, Curves], look: ChartSpec) -> Figure:
     for axes in every[:, 0]:
         axes.set_ylabel(look.y)
         if look.share:
-            share_axis(axes, look.y)
+            set_percent_axis(axes, look.y)
     for axes in used[-across:]:  # the lowest of each column
         axes.set_xlabel(look.x)
         axes.tick_params(labelbottom=True)
@@ -164,7 +164,7 @@ class Labels(NamedTuple):
     slanted: bool = False  # the columns' names
 
 
-@styled
+@styled_drawing
 def draw_heatmap(
     values: np.ndarray,
     texts: np.ndarray,
@@ -177,7 +177,7 @@ def draw_heatmap(
     values: (rows, columns) from 0 to 1, NaN stays bare; texts: of the same shape, "" for none;
     size: width and height in inches.
     """
-    figure = new_figure(*size, caption)
+    figure = empty_figure(*size, caption)
     axes = figure.subplots()
     axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     axes.grid(visible=False)
@@ -209,7 +209,7 @@ def percent_annotations(values: np.ndarray, least: float = 0.0) -> np.ndarray:
     return np.where(values >= least, texts, "")
 
 
-def under_attack(curves: Curves, what: str, score: Score) -> Figure:
+def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:
     title = score_title(score)
     look = ChartSpec(f"Error under {what}", f"ε in 1/{PIXEL}", title + unit_suffix(score))
     if score.form == "share":

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
-from moecore.report.figures.drawing import INK, laid_out
+from moecore.report.figures.drawing import INK, finish_layout
 
 FONT = 9.0
 LINE = 0.165  # inches from one name to the next
@@ -72,7 +72,7 @@ def label_points(
     points: name → place in the data; lines: whiskers, and points without names. The layout of the
     figure is done here.
     """
-    laid_out(figure)
+    finish_layout(figure)
     frame = axes.get_window_extent()
     dots = {name: axes.transData.transform(place) for name, place in points.items()}
     taken = [(line.get_window_extent().padded(1), 3) for line in lines]  # box and weight

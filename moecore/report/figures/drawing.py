@@ -74,7 +74,7 @@ class StyledFigure(Figure):
             super().draw(renderer)
 
 
-def laid_out(figure: Figure) -> Figure:
+def finish_layout(figure: Figure) -> Figure:
     """The figure with its layout done, so that printing its canvas draws it once, not twice."""
     with matplotlib.rc_context(STYLE):
         engine = figure.get_layout_engine()
@@ -84,7 +84,7 @@ def laid_out(figure: Figure) -> Figure:
     return figure
 
 
-def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+def styled_drawing(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     """Decorator of a figure function: our style inside, matplotlib's settings as before outside."""
 
     @wraps(draw)
@@ -100,7 +100,7 @@ def draw_in_style(draw: Callable[P, Figure], *args: P.args, **kwargs: P.kwargs) 
         return draw(*args, **kwargs)
 
 
-def new_figure(
+def empty_figure(
     width: float, height: float, caption: str = "", raster: bool = False
 ) -> StyledFigure:
     """An empty figure in inches on the Agg canvas, registered nowhere: nothing has to be closed."""
@@ -146,7 +146,7 @@ def add_legend_below(figure: Figure, axes: Axes) -> Legend:
     )
 
 
-def share_axis(axes: Axes, label: str) -> None:
+def set_percent_axis(axes: Axes, label: str) -> None:
     """A vertical axis of shares, printed as percent; 0.775 is 77.5%, not 78%."""
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")

@@ -6,16 +6,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.expert_overlay_data import MatchedCrops, Overlays, expert_grid
+from moecore.measure.exploring.expert_overlay_data import MatchedCrops, Overlays, parse_expert_grid
 from moecore.measure.retrieval import Read
 from moecore.nn.experts.base import map_shape
 from moecore.report.figures.drawing import (
     PALETTE,
+    empty_figure,
     expert_colours,
-    new_figure,
-    share_axis,
+    set_percent_axis,
     strip_axes,
-    styled,
+    styled_drawing,
 )
 from moecore.report.figures.sheets import (
     SheetLabels,
@@ -36,7 +36,7 @@ LINE = 0.27  # inches
 BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
-def class_expert_maps(
+def draw_expert_grids_by_class(
     maps: Mapping[str, Sequence[Sequence[float | None]]], classes: Sequence[str], caption: str = ""
 ) -> Figure:
     """Mean probability of each expert on the experts' grid: a column per class.
@@ -62,17 +62,17 @@ def class_expert_maps(
     return sheet(tiles, frame, 0.9, height)
 
 
-@styled
+@styled_drawing
 def expert_load(layers: list[tuple[float, ...]]) -> Figure:
     """Share of the choices that each expert of each MoE layer got; the dotted line is balance."""
-    figure = new_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
+    figure = empty_figure(4.8, 0.5 + 1.2 * len(layers), "Share of the choices. Dotted: balance.")
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
     for number, (axes, load) in enumerate(zip(panels, layers, strict=True), start=1):
         axes.bar(range(len(load)), load, color=PALETTE[0], width=0.78)
         axes.axhline(1 / len(load), color=PALETTE[1], linewidth=1.2, linestyle=":")
         axes.grid(axis="x", visible=False)
         axes.set_ylim(bottom=0)
-        share_axis(axes, f"MoE {number}")
+        set_percent_axis(axes, f"MoE {number}")
     panels[0].set_title("Expert load")
     panels[-1].set_xlabel("Expert")
     if len(layers[0]) <= 16:
@@ -86,7 +86,7 @@ def expert_overlays(stored: Overlays) -> Figure:
     colours = expert_colours(stored.experts)
     tiles = [[Tile(displayable_image(image)) for image in images]]
     for layer in stored.grids:
-        grids = [expert_grid(rows) for rows in layer]
+        grids = [parse_expert_grid(rows) for rows in layer]
         tiles.append(
             [
                 patch_experts_tile(image, grid, colours)
@@ -98,9 +98,9 @@ def expert_overlays(stored: Overlays) -> Figure:
     return sheet(tiles, SheetLabels("Experts", names, caption=caption), 1.35, 1.35)
 
 
-def corresponding_patches(pair: MatchedCrops) -> Figure:
+def draw_patch_correspondence(pair: MatchedCrops) -> Figure:
     """Two crops of one image side by side; patches with the same number show the same."""
-    grids = [expert_grid(rows) for rows in pair.numbers]
+    grids = [parse_expert_grid(rows) for rows in pair.numbers]
     colours = expert_colours(grids[0].size)
     tiles = [
         patch_experts_tile(view, grid, colours)
@@ -128,7 +128,7 @@ def _largest(values: np.ndarray) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
 
 
-@styled
+@styled_drawing
 def image_and_caption_experts(
     stored: Overlays, captions: Sequence[Sequence[Read]], experts: int
 ) -> Figure:
@@ -140,13 +140,13 @@ def image_and_caption_experts(
     images = stored.images()
     size = (SIDE + WIDE, SIDE * len(images) + 0.05)
     caption = "Left: the expert with most weight in each patch, right: of each word. Last layers."
-    figure = new_figure(*size, caption, raster=True)
+    figure = empty_figure(*size, caption, raster=True)
     figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, size[0] / SIDE), ylim=(size[1] / SIDE, 0), aspect="auto")
     colours = expert_colours(stored.experts)
     for row, image in enumerate(images):
-        grids = [expert_grid(layer[row]) for layer in stored.grids[-1:]]
+        grids = [parse_expert_grid(layer[row]) for layer in stored.grids[-1:]]
         put(
             axes,
             patch_experts_tile(image, grids[0], colours)

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.report.figures.drawing import new_figure, styled
+from moecore.report.figures.drawing import empty_figure, styled_drawing
 from moecore.training.monitor import RoutingPoint
 
 LARGEST_LOAD = 3.0  # times an even share, from which on colours do not change
 
 
-@styled
+@styled_drawing
 def draw_load_over_steps(points: Sequence[RoutingPoint]) -> Figure:
     """Draw how many times an even share each expert had, over the steps, layer by layer."""
     names = list(points[0].layers)
     caption = "Load of each expert, 1: an even share. As the training counted it."
-    figure = new_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)
+    figure = empty_figure(6.4, 0.6 + 1.3 * len(names), caption, raster=True)
     panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     ends = [point.step for point in points]
     edges = [0, *ends]

@@ -9,7 +9,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moecore.report.figures.direct_labels import label_points
-from moecore.report.figures.drawing import GUIDE, line_look, new_figure, share_axis, styled
+from moecore.report.figures.drawing import (
+    GUIDE,
+    empty_figure,
+    line_look,
+    set_percent_axis,
+    styled_drawing,
+)
 from moecore.report.headline_quantities import PANELS, PhaseQuantities, QuantityByMethod
 from moecore.report.page.view import Picture
 from moecore.report.reference_methods import CEILING, DENSE
@@ -60,11 +66,11 @@ def overview_charts(phase: Phase, quantities: PhaseQuantities) -> Iterator[Pictu
     yield Picture(draw_method_rows(shown, looks), label, bounds + caption)
 
 
-@styled
+@styled_drawing
 def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Looks) -> Figure:
     """A point per method, and a name and thin whiskers for each of ``methods_to_label``."""
     form = score.column.form
-    figure = new_figure(5.0, 4.3)
+    figure = empty_figure(5.0, 4.3)
     axes = figure.subplots()
     points = {}
     lines = []
@@ -79,8 +85,8 @@ def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Loo
             continue
         points[method] = (x.value, y.value)
         thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
-        lines += axes.plot(whisker_ends(x), [y.value] * 2, **thin)
-        lines += axes.plot([x.value] * 2, whisker_ends(y), **thin)
+        lines += axes.plot(limits_or_value(x), [y.value] * 2, **thin)
+        lines += axes.plot([x.value] * 2, limits_or_value(y), **thin)
         axes.plot(x.value, y.value, linestyle="", markersize=8, **looks[method])
     draw_floor_and_ceiling(axes, score)
     axes.set_xlim(limits_with_margin([x for one in lines for x in one.get_xdata()], form))
@@ -88,20 +94,20 @@ def draw_scatter(score: QuantityByMethod, attacked: QuantityByMethod, looks: Loo
     axes.set(title="Clean and under attack", xlabel=score.column.label)
     axes.set_ylabel(attacked.column.label)
     if form == "share":
-        share_axis(axes, attacked.column.label)
+        set_percent_axis(axes, attacked.column.label)
         axes.xaxis.set_major_formatter(axes.yaxis.get_major_formatter())
     label_points(figure, axes, points, lines)
     return figure
 
 
-@styled
+@styled_drawing
 def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Figure:
     """A panel per quantity, a row per method: a point with its whisker, or no point.
 
     The method that is first in params.yaml stands at the top.
     """
     methods = [method for method in looks if any(method in one.cells for one in quantities)]
-    figure = new_figure(5.0, max(4.3, 1.3 + 0.37 * len(methods)))
+    figure = empty_figure(5.0, max(4.3, 1.3 + 0.37 * len(methods)))
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
     for axes, quantity in zip(panels, quantities, strict=True):
         ends = [0.0]
@@ -112,9 +118,9 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
                 continue
             interval = _scaled(quantity, method)
             thin = {"color": looks[method]["color"], "linewidth": 0.9, "alpha": 0.6}
-            axes.plot(whisker_ends(interval), [place] * 2, **thin)
+            axes.plot(limits_or_value(interval), [place] * 2, **thin)
             axes.plot(interval.value, place, linestyle="", markersize=8, **looks[method])
-            ends += whisker_ends(interval)
+            ends += limits_or_value(interval)
         draw_floor_and_ceiling(axes, quantity)
         axes.set_title(panel_title(quantity), fontsize=8.5 if len(quantities) > 2 else 9.5)
         axes.set_xlim(panel_limits(quantity, ends))
@@ -213,7 +219,7 @@ def limits_with_margin(
     return first, last
 
 
-def whisker_ends(interval: Interval) -> tuple[float, float]:
+def limits_or_value(interval: Interval) -> tuple[float, float]:
     """Return the limits; the value twice where there are none."""
     return interval.limits or (interval.value, interval.value)
 

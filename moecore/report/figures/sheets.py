@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from moecore.report.figures.drawing import DARK, new_figure, strip_axes, styled
+from moecore.report.figures.drawing import DARK, empty_figure, strip_axes, styled_drawing
 
 GAP = 0.06  # between pictures, of a picture's width
 LEFT = 0.7  # inches for the names of rows
@@ -39,7 +39,7 @@ class SheetLabels(NamedTuple):
     caption: str = ""
 
 
-@styled
+@styled_drawing
 def sheet(
     tiles: Sequence[Sequence[Tile]], frame: SheetLabels, width: float, height: float
 ) -> Figure:
@@ -48,7 +48,7 @@ def sheet(
     top = (0.3 if frame.title else 0.05) + (0.2 if frame.columns else 0)
     right = 0.55 if frame.right else 0.05
     size = (LEFT + across * width + right, top + len(tiles) * height + 0.05)
-    figure = new_figure(*size, frame.caption, raster=True)
+    figure = empty_figure(*size, frame.caption, raster=True)
     figure.set_layout_engine("none")
     high = len(tiles) * height / size[1]
     axes = figure.add_axes((LEFT / size[0], 0.05 / size[1], across * width / size[0], high))

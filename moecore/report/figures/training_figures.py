@@ -21,13 +21,13 @@ from moecore.report.figures.charts import (
 from moecore.report.figures.direct_labels import End
 from moecore.report.figures.drawing import (
     add_legend_below,
+    empty_figure,
     line_look,
-    new_figure,
     set_epoch_axis,
-    share_axis,
-    styled,
+    set_percent_axis,
+    styled_drawing,
 )
-from moecore.report.figures.expert_figures import class_expert_maps
+from moecore.report.figures.expert_figures import draw_expert_grids_by_class
 from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -40,10 +40,10 @@ EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's 
 NUMBERED = 20  # classes: with more, a matrix has colours only
 
 
-@styled
+@styled_drawing
 def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     """Loss and validation score over epochs, a line per seed; of text perplexities."""
-    figure = new_figure(4.8, 4.8)
+    figure = empty_figure(4.8, 4.8)
     loss, below = figure.subplots(2, 1, sharex=True)
     task = next(iter(trained.values()))[0].task
     score = task.score
@@ -71,7 +71,7 @@ def training_curves(trained: Mapping[str, Sequence[Outcome]]) -> Figure:
     set_epoch_axis(below)
     if score.form == "share":
         loss.set_ylabel("Cross-entropy in training")
-        share_axis(below, f"Validation {score.label}")
+        set_percent_axis(below, f"Validation {score.label}")
     if "" not in trained:
         name_curves(figure, below, ends, 1.7)
     return figure
@@ -126,10 +126,10 @@ def steps_until_baseline_loss(result: Outcome, baseline: Outcome | None) -> int 
     return next((step for step, loss in own if loss <= final), after)
 
 
-@styled
+@styled_drawing
 def draw_filter_sigma_schedule(settings: GroupSparsity, method: str) -> Figure:
     """σ of MoGE's filter over the iterations, for several γ (MoGE, figure 3)."""
-    figure = new_figure(
+    figure = empty_figure(
         4.8,
         3.5,
         f"σ from {settings.sigma_start:g} to {settings.sigma_end:g} as in {method}, whose γ is "
@@ -166,10 +166,10 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
     return points_over_seeds(by_epoch, (0.0, 1.0))
 
 
-@styled
+@styled_drawing
 def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Figure:
     """Two panels over epochs; curves: key of AGREEMENTS → method → points (TGR, figure 3)."""
-    figure = new_figure(9.8, 3.9)
+    figure = empty_figure(9.8, 3.9)
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     named = []
     for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
@@ -178,7 +178,7 @@ def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Fi
         set_epoch_axis(axes)
         if ends:
             named = [(axes, ends)]
-    share_axis(panels[0], "Tokens")
+    set_percent_axis(panels[0], "Tokens")
     for axes, ends in named:
         name_curves(figure, axes, ends, 3.9 - AROUND)
     return figure
@@ -209,4 +209,4 @@ def draw_class_routing_by_epoch(result: Outcome) -> Figure:
         f"epoch {epoch}": [layers[-1] for layers in classes]
         for epoch, classes in result.class_maps.items()
     }
-    return class_expert_maps(rows, result.task.classes, caption="Last MoE layer.")
+    return draw_expert_grids_by_class(rows, result.task.classes, caption="Last MoE layer.")

@@ -18,7 +18,13 @@ from moecore.report.column import (
     column_slug,
     decode_items,
 )
-from moecore.report.figures.drawing import GUIDE, PALETTE, add_legend_below, new_figure, styled
+from moecore.report.figures.drawing import (
+    GUIDE,
+    PALETTE,
+    add_legend_below,
+    empty_figure,
+    styled_drawing,
+)
 from moecore.report.measures.result_display import (
     Figures,
     Shown,
@@ -243,11 +249,11 @@ def age_correction_refusals(phase: Phase) -> list[str]:
     ]
 
 
-@styled
+@styled_drawing
 def age_scatter(result: AgeResult) -> Figure:
     """Predicted against known age, before and after correction; a colour and a line per sex."""
     points = result.points
-    figure, panels, known = new_age_panels(points, 4.3, "Test split.")
+    figure, panels, known = new_prediction_panels(points, 4.3, "Test split.")
     every = np.concatenate([points.age, *known.values()])
     limits = (float(every.min()) - 2, float(every.max()) + 2)
     look = {"color": GUIDE, "linewidth": 1, "linestyle": ":", "label": "predicted = known"}
@@ -259,11 +265,13 @@ def age_scatter(result: AgeResult) -> Figure:
     return add_title_and_legend(figure, panels, "Predicted age", "Predicted age, years", result)
 
 
-@styled
+@styled_drawing
 def pad_against_age(result: AgeResult) -> Figure:
     """Predicted minus known age against known age, with mean, mean ± 1.96 SD, a line per sex."""
     points = result.points
-    figure, panels, known = new_age_panels(points, 3.6, "Grey lines: mean and mean ± 1.96 SD.")
+    figure, panels, known = new_prediction_panels(
+        points, 3.6, "Grey lines: mean and mean ± 1.96 SD."
+    )
     for axes, (name, values) in zip(panels, known.items(), strict=True):
         gaps = values - np.asarray(points.age, float)
         mean = gaps.mean()
@@ -276,11 +284,11 @@ def pad_against_age(result: AgeResult) -> Figure:
     return add_title_and_legend(figure, panels, "Brain-PAD", "Predicted − known age, years", result)
 
 
-@styled
+@styled_drawing
 def errors_by_group(groups: Mapping[str, Sequence[GroupErrors]], result: AgeResult) -> Figure:
     """MAE as predicted and corrected in each group with its interval; groups: sex → rows."""
     widths = [len(rows) + 1 for rows in groups.values()]
-    figure = new_figure(1.2 + 0.62 * sum(widths), 3.5, "95 % intervals over participants.")
+    figure = empty_figure(1.2 + 0.62 * sum(widths), 3.5, "95 % intervals over participants.")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False, width_ratios=widths)[0]
     for axes, (name, rows) in zip(panels, groups.items(), strict=True):
         _groups(axes, rows)
@@ -317,13 +325,13 @@ def _groups(axes: Axes, rows: Sequence[GroupErrors]) -> None:
     axes.set_xticks(range(len(rows)), names, fontsize=8)
 
 
-def new_age_panels(
+def new_prediction_panels(
     points: AgePoints, height: float, caption: str
 ) -> tuple[Figure, np.ndarray, dict[str, np.ndarray]]:
     """Return a figure, a panel per kind of prediction that there is, and the predictions."""
     given = {name: getattr(points, name) for name in PANELS}
     known = {name: np.asarray(ages, float) for name, ages in given.items() if ages is not None}
-    figure = new_figure(0.6 + 4.3 * len(known), height, caption)
+    figure = empty_figure(0.6 + 4.3 * len(known), height, caption)
     panels = figure.subplots(1, len(known), sharex=True, sharey=True, squeeze=False)[0]
     return figure, panels, known
 

@@ -12,7 +12,7 @@ from moecore.report.column import (
     PlannedPhase,
     column_slug,
     score_interval_kind,
-    score_key,
+    score_slug,
     score_title,
 )
 from moecore.report.tables.number_format import format_epsilon
@@ -43,7 +43,7 @@ def attack_title(name: str) -> str:
     return " ".join(word.upper() if word in ACRONYMS else word for word in words)
 
 
-def largest_epsilon(result: Result, attack: str) -> str:
+def format_largest_epsilon(result: Result, attack: str) -> str:
     """The largest epsilon of an attack: 8/255."""
     return format_epsilon(attack_scores_by_epsilon(result, attack)[-1].epsilon)
 
@@ -56,10 +56,10 @@ def hits_at_largest_epsilon(model: Measured, attack: str) -> np.ndarray | None:
     result = model.of(Result)
     if result is None or result.task.needs_classes("share") is not None:
         return None
-    return scores_under_attack(result, attack)
+    return image_scores_at_epsilon(result, attack)
 
 
-def scores_under_attack(result: Result, attack: str, place: int = -1) -> np.ndarray | None:
+def image_scores_at_epsilon(result: Result, attack: str, place: int = -1) -> np.ndarray | None:
     """The scores (N,) at an epsilon, of the worst case whatever the attack; None without any.
 
     place: of the epsilon among all in growing order, of which the first is 0.
@@ -79,7 +79,7 @@ def attacked_items_reader(
     """
 
     def read(result: Result) -> np.ndarray | None:
-        left = [scores_under_attack(result, attack, place) for place in places]
+        left = [image_scores_at_epsilon(result, attack, place) for place in places]
         known = [scores for scores in left if scores is not None]
         people = None if result.people is None else np.array(result.people)
         return linearize_by_person(np.mean(known, axis=0), people) if known else None
@@ -97,16 +97,16 @@ def attacked_name(score: str, attack: str) -> str:
     return f"{beginning}{score}_{attack}"
 
 
-def planned_attacked_scores(ahead: PlannedPhase) -> list[str]:
+def planned_attacked_score_names(ahead: PlannedPhase) -> list[str]:
     """Return the names of the columns at the largest epsilon."""
     return [attacked_name(ahead.score, attack) for attack in [*planned_attacks(ahead), WORST]]
 
 
-def planned_attacked_scores_by_epsilon(ahead: PlannedPhase) -> list[str]:
+def planned_score_names_by_epsilon(ahead: PlannedPhase) -> list[str]:
     """Return the names of those at each epsilon, and of their mean."""
     radii = [radius for radius in ahead.study.robustness.epsilons if radius]
     ends = [*(f"at_{epsilon_slug(radius)}" for radius in radii), "mean"]
-    return [f"{name}_{end}" for name in planned_attacked_scores(ahead) for end in ends]
+    return [f"{name}_{end}" for name in planned_attacked_score_names(ahead) for end in ends]
 
 
 def epsilon_slug(radius: float) -> str:
@@ -114,7 +114,7 @@ def epsilon_slug(radius: float) -> str:
     return column_slug(format_epsilon(radius))
 
 
-def first_results(seen: ColumnContext) -> dict[str, Result]:
+def first_result_by_attack(seen: ColumnContext) -> dict[str, Result]:
     """Attack, or the worst case → the first result that has it."""
     first: dict[str, Result] = {}
     for result in seen.results:
@@ -128,15 +128,16 @@ def first_results(seen: ColumnContext) -> dict[str, Result]:
 def attacked_score_columns(seen: ColumnContext) -> list[Column]:
     """The score at the largest epsilon of each attack, and of the worst of them for each image."""
     return [
-        score_column_under_attack(attack, result) for attack, result in first_results(seen).items()
+        score_column_under_attack(attack, result)
+        for attack, result in first_result_by_attack(seen).items()
     ]
 
 
 def score_by_epsilon_columns(seen: ColumnContext) -> Iterator[Column]:
     """Yield the same at each epsilon, and the mean over them: over a range of strengths."""
-    for attack, result in first_results(seen).items():
+    for attack, result in first_result_by_attack(seen).items():
         whole = score_column_under_attack(attack, result)
-        title, note = attack_column_words(attack, result.task.score)
+        title, note = attack_title_and_note(attack, result.task.score)
         curve = attack_scores_by_epsilon(result, attack)
         for place, row in enumerate(curve[1:], 1):
             at = f"{title}, ε\u00a0=\u00a0{format_epsilon(row.epsilon)}"
@@ -168,10 +169,11 @@ def score_column_under_attack(attack: str, result: Result) -> Column:
         return next((Interval(row.score, row.low, row.high) for row in last), None)
 
     score = result.task.score
-    title, note = attack_column_words(attack, score)
+    title, note = attack_title_and_note(attack, score)
     return Column(
-        attacked_name(score_key(score), attack),
-        f"{title}, ε\u00a0=\u00a0{largest_epsilon(result, attack)}",  # never broken into two lines
+        attacked_name(score_slug(score), attack),
+        # never broken into two lines
+        f"{title}, ε\u00a0=\u00a0{format_largest_epsilon(result, attack)}",
         read,
         score.better,
         score.form,
@@ -183,7 +185,7 @@ def score_column_under_attack(attack: str, result: Result) -> Column:
     )
 
 
-def attack_column_words(attack: str, score: Score) -> tuple[str, str]:
+def attack_title_and_note(attack: str, score: Score) -> tuple[str, str]:
     if score.form == "share":
         if attack == WORST:
             return "Worst case", "accuracy where an image counts only if no attack broke it"

@@ -12,10 +12,10 @@ from moecore.report.column import Column
 from moecore.report.figures.drawing import (
     GUIDE,
     add_legend_below,
+    empty_figure,
     line_look,
-    new_figure,
-    share_axis,
-    styled,
+    set_percent_axis,
+    styled_drawing,
 )
 from moecore.report.measures.result_display import Figures, Shown
 from moecore.report.page.view import Block, Picture
@@ -56,7 +56,9 @@ def figures(result: Result) -> Figures:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     first = phase.first(Result)
-    said = {name: temperature(one) for name, one in first.items() if one.temperature is not None}
+    said = {
+        name: format_temperature(one) for name, one in first.items() if one.temperature is not None
+    }
     fitted = ", ".join(f"{method} {value}" for method, value in said.items())
     captions = {
         "before": "A point is a bin of confidence; the larger, the more images.",
@@ -71,15 +73,15 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     yield Block("Calibration", pictures=drawn, about="ece_after")
 
 
-def temperature(result: Result) -> str:
+def format_temperature(result: Result) -> str:
     """With a remark where it is the largest or smallest that is tried."""
     return f"{result.temperature:.2f}{' (at its limit)' if result.at_limit else ''}"
 
 
-@styled
+@styled_drawing
 def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Figure:
     """Accuracy against confidence in bins; the area of a point grows with its images."""
-    figure = new_figure(4.8, 4.2)
+    figure = empty_figure(4.8, 4.2)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
@@ -98,7 +100,7 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
             label=label,
         )
     axes.set(xlabel="Confidence", title=title, xlim=(0, 1.02), ylim=(0, 1.02))
-    share_axis(axes, "Accuracy")
+    set_percent_axis(axes, "Accuracy")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     legend = add_legend_below(figure, axes)
     for handle in legend.legend_handles:

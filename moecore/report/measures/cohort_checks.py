@@ -6,9 +6,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moecore.measure.cohort_checks import Ageing, Result, TissueErrors
+from moecore.measure.cohort_checks import Ageing, MeanAgeErrors, Result
 from moecore.report.column import Column, decode_items
-from moecore.report.figures.drawing import GUIDE, add_legend_below, line_look, new_figure, styled
+from moecore.report.figures.drawing import (
+    GUIDE,
+    add_legend_below,
+    empty_figure,
+    line_look,
+    styled_drawing,
+)
 from moecore.report.measures.region_experts import (
     GENERALISATION,
     TISSUES,
@@ -18,7 +24,7 @@ from moecore.report.measures.region_experts import (
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures, path_reader
 from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 from moecore.statistics.intervals import Interval
 
 ORDER = {
@@ -37,7 +43,7 @@ PROBED = (
 WHOLE = ""  # instead of a tissue's name: nothing is left out
 
 
-def tissue_error_reader(name: str, read: Callable[[TissueErrors], Any]) -> Callable[[Result], Any]:
+def tissue_error_reader(name: str, read: Callable[[MeanAgeErrors], Any]) -> Callable[[Result], Any]:
     """Return what reads the errors with one tissue left; None where they were not measured."""
 
     def read_errors(result: Result) -> Any:
@@ -47,11 +53,11 @@ def tissue_error_reader(name: str, read: Callable[[TissueErrors], Any]) -> Calla
     return read_errors
 
 
-def isolated_tissue_mae(errors: TissueErrors) -> Interval:
+def isolated_tissue_mae(errors: MeanAgeErrors) -> Interval:
     return Interval(errors.mae, errors.low, errors.high)
 
 
-def probe_error(errors: TissueErrors) -> Interval:
+def probe_error(errors: MeanAgeErrors) -> Interval:
     return Interval(errors.probe_mae, errors.probe_low, errors.probe_high)
 
 
@@ -61,7 +67,7 @@ ERRORS = {  # name → label, what reads them, one error per person, note
 }
 
 
-def tissue_excess_reader(more: str, less: str) -> Callable[[Result], Interval | None]:
+def probe_tissue_difference_reader(more: str, less: str) -> Callable[[Result], Interval | None]:
     """Years by which the probe errs more on one tissue alone than on another."""
 
     def read(result: Result) -> Interval | None:
@@ -94,7 +100,7 @@ COLUMNS = (
         age_column(
             f"{more}_over_{less}",
             f"{more.upper()} − {less.upper()}, probe",
-            tissue_excess_reader(more, less),
+            probe_tissue_difference_reader(more, less),
             note=f"years by which the probe errs more on {words}",
         )
         for (more, less), words in ORDER.items()
@@ -153,7 +159,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     yield Block(
         "Tissues alone, ageing, rescans",
         words=[f"Probe: {PROBE}."] if probed else [],
-        grids=drop_none([grid]),
+        grids=list_without_none([grid]),
         pictures=first_seed_pictures(phase, Result, figures),
         below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
         about="isolated_gm",
@@ -169,7 +175,7 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
         for words, name in names.items()
     }
     reads |= {
-        f"{more.upper()} − {less.upper()}, probe": tissue_excess_reader(more, less)
+        f"{more.upper()} − {less.upper()}, probe": probe_tissue_difference_reader(more, less)
         for more, less in ORDER
     }
     reads["Rescan, years apart"] = rescan_change
@@ -187,10 +193,10 @@ def tissue_error_table(phase: Phase) -> PageTable | None:
     return PageTable(["MAE, years", *having], lines)
 
 
-@styled
+@styled_drawing
 def ageing_curves(ageing: Ageing) -> Figure:
     """Predicted age over age, one line per subject, with the identity."""
-    figure = new_figure(4.4, 4.0, f"Rising steps: {ageing.monotone_share:.0%}.")
+    figure = empty_figure(4.4, 4.0, f"Rising steps: {ageing.monotone_share:.0%}.")
     axes = figure.subplots()
     ends = [ageing.ages[0], ageing.ages[-1]]
     axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")

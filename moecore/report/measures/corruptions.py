@@ -89,7 +89,7 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    grid = corruption_table(result)
+    grid = corruption_by_severity_table(result)
     table = np.array([[item.share for item in line.items] for line in grid.lines], dtype=float)
     names = [line.head.text for line in grid.lines]
     severities = grid.columns[1:]
@@ -108,9 +108,11 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     look = ChartSpec("Error under corruption", "Severity", "Error", share=True, height=3.2)
     corruptions = len(errors_of(phase.results(Result)[0]))
     words = f"Mean over {corruptions} corruptions."
-    drawn = draw_method_curves(phase, Result, error_by_severity, look, words, "corruptions")
+    drawn = draw_method_curves(phase, Result, mean_errors_by_severity, look, words, "corruptions")
     yield Block("Common corruptions", pictures=drawn, about="corruption_error")
-    tiles = [corruption_table(result)._replace(title=name) for name, result in first.items()]
+    tiles = [
+        corruption_by_severity_table(result)._replace(title=name) for name, result in first.items()
+    ]
     yield Block(
         "Each corruption", tiles=tiles, finding=describe_extreme_corruptions(first.values())
     )
@@ -129,7 +131,7 @@ def describe_extreme_corruptions(results: Iterable[Result]) -> str:
     return f"the largest error is under {ends[0]}, the smallest under {ends[1]}"
 
 
-def corruption_table(result: Result) -> PageTable:
+def corruption_by_severity_table(result: Result) -> PageTable:
     severities = sorted({row.severity for row in result.corruptions})
     rows = {
         name.replace("_", " "): [row.get(severity) for severity in severities]
@@ -139,7 +141,7 @@ def corruption_table(result: Result) -> PageTable:
     return percent_grid("Severity", rows, names)._replace(below="Error in percent.")
 
 
-def error_by_severity(result: Result) -> dict[float, float]:
+def mean_errors_by_severity(result: Result) -> dict[float, float]:
     errors = defaultdict(list)
     for row in result.corruptions:
         errors[row.severity].append(row.error)

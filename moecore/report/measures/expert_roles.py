@@ -16,7 +16,7 @@ from moecore.report.measures.result_display import (
 )
 from moecore.report.measures.seed_stability import stability_blocks
 from moecore.report.page.view import Block
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 
 NUMBERED = 20  # experts: with more, the table has colours only
 QUARTER = 4  # of the experts, whose load is shown
@@ -31,31 +31,35 @@ TELLS = "mutual information above that of permuted labels / the label's entropy;
 WINDOW = "consistency_"
 
 
-def layer_column(name: str, label: str, form: str, note: str, kind: str = "values") -> Column:
+def layer_mean_column(name: str, label: str, form: str, note: str, kind: str = "values") -> Column:
     """Return the detailed column of a number of every layer, values or chances: their mean."""
     own = name.removesuffix("_chance")
 
     def read(result: Result) -> float | None:
-        return mean_or_none(drop_none(getattr(layer, kind).get(own) for layer in result.layers))
+        return mean_or_none(
+            list_without_none(getattr(layer, kind).get(own) for layer in result.layers)
+        )
 
     return Column(name, label, read, form=form, note=f"{note}; mean over layers", detail=True)
 
 
-def value_and_chance(name: str, label: str, form: str, note: str, chance: str) -> list[Column]:
+def value_and_chance_columns(
+    name: str, label: str, form: str, note: str, chance: str
+) -> list[Column]:
     """Return the column of a value with its items, and that of what chance gives."""
     return [
         item_mean_column(name, label, "", form, f"{note}; mean over layers"),
-        layer_column(f"{name}_chance", f"{label}, by chance", form, chance, "chances"),
+        layer_mean_column(f"{name}_chance", f"{label}, by chance", form, chance, "chances"),
     ]
 
 
-def window_columns(windows: Sequence[int]) -> list[Column]:
+def local_consistency_columns(windows: Sequence[int]) -> list[Column]:
     """Return the local consistency in windows of each length, and by chance."""
     note = "F1 of the best sets of experts for windows of {} neighbouring tokens"
     return [
         column
         for length in windows
-        for column in value_and_chance(
+        for column in value_and_chance_columns(
             f"consistency_{length}",
             f"Local consistency, {length} tokens",
             "share",
@@ -71,10 +75,10 @@ def measured_windows(results: Sequence[Result]) -> list[int]:
     return sorted(int(name.removeprefix(WINDOW)) for name in names)
 
 
-def planned_windows(ahead: PlannedPhase) -> list[str]:
+def planned_consistency_names(ahead: PlannedPhase) -> list[str]:
     """Return the names of their columns."""
     settings = ahead.study.expert_roles or ExpertRoles()
-    return [column.name for column in window_columns(settings.windows)]
+    return [column.name for column in local_consistency_columns(settings.windows)]
 
 
 COLUMNS = (
@@ -82,7 +86,7 @@ COLUMNS = (
         item_mean_column(f"information_{name}", f"Experts tell the {words}", "", "share", TELLS)
         for name, words in LABELS.items()
     ),
-    *value_and_chance(
+    *value_and_chance_columns(
         "pair_lift",
         "Co-activation lift",
         "number",
@@ -94,9 +98,11 @@ COLUMNS = (
         "Margin",
         note="lowest probability of a chosen expert − highest of another; mean over layers",
     ),
-    layer_column("smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"),
-    layer_column("batch_violation", "MaxVio of a batch", "number", "mean over batches"),
-    layer_column(
+    layer_mean_column(
+        "smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"
+    ),
+    layer_mean_column("batch_violation", "MaxVio of a batch", "number", "mean over batches"),
+    layer_mean_column(
         "batch_violation_chance",
         "MaxVio by chance",
         "number",
@@ -114,7 +120,9 @@ COLUMNS = (
         detail=True,
     ),
     ContextDependentColumns(
-        lambda seen: window_columns(measured_windows(seen.results)), planned_windows, "share"
+        lambda seen: local_consistency_columns(measured_windows(seen.results)),
+        planned_consistency_names,
+        "share",
     ),
 )
 
@@ -122,13 +130,13 @@ COLUMNS = (
 def figures(result: Result) -> Figures:
     """Yield what experts tell, by layer, and of each layer of k ≥ 2 who is chosen with whom."""
     if any(layer.labels for layer in result.layers):
-        yield "expert_information", information_table(result.layers)
+        yield "expert_information", draw_expert_information(result.layers)
     for number, layer in enumerate(result.layers, 1):
         if np.any(layer.together):
-            yield f"coactivation_{number}", coactivation_table(layer, f"MoE {number}")
+            yield f"coactivation_{number}", draw_coactivation(layer, f"MoE {number}")
 
 
-def information_table(layers: Sequence[RolesLayer]) -> Figure:
+def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
     """Draw what experts tell of each label, a row a layer."""
     names = [name for name in LABELS if any(name in layer.labels for layer in layers)]
     told = np.full((len(layers), len(names)), np.nan)
@@ -143,7 +151,7 @@ def information_table(layers: Sequence[RolesLayer]) -> Figure:
     )
 
 
-def coactivation_table(layer: RolesLayer, title: str) -> Figure:
+def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
     """Draw which experts a token chose beside each expert."""
     together = np.array(layer.together)
     texts = percent_annotations(together, 0.005)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moecore.measure.expert_worth import RemovalRow, Result
+from moecore.measure.expert_worth import RemovalCountRow, Result
 from moecore.report.column import Column, decode_items
 from moecore.report.figures.charts import ChartSpec, curves_chart, point_from_interval
 from moecore.report.measures.result_display import (
@@ -25,27 +25,27 @@ ORDERS = {
 PAIRED = "of the score, paired by image; positive: it is worse without"
 
 
-def half_removed(result: Result) -> RemovalRow:
+def half_removal_row(result: Result) -> RemovalCountRow:
     """Return the row with at most half of the experts of a layer removed, or the first."""
     experts = len(result.layers[0])
     rows = [row for row in result.removal if 2 * row.removed <= experts]
     return rows[-1] if rows else result.removal[0]
 
 
-def needed_share(result: Result) -> float:
+def share_of_experts_with_loss(result: Result) -> float:
     """Return the share of the experts whose loss lies above 0 with its interval."""
     lows = [one.low or 0.0 for layer in result.layers for one in layer]
     return float(np.mean(np.array(lows) > 0))
 
 
-def removal_column(order: str) -> Column:
+def half_removal_loss_column(order: str) -> Column:
     """Return the column of the loss without half of the experts."""
     return Column(
         f"lost_without_{order}",
         f"Loss without half, {ORDERS[order]}",
-        lambda result: half_removed(result).values[order],
+        lambda result: half_removal_row(result).values[order],
         note=f"at most half of each layer's experts removed, {ORDERS[order]}; {PAIRED}",
-        items=lambda result: decode_items(half_removed(result).items[order]),
+        items=lambda result: decode_items(half_removal_row(result).items[order]),
         detail=order == "random",
     )
 
@@ -60,11 +60,11 @@ COLUMNS = (
     Column(
         "needed_experts",
         "Needed experts",
-        needed_share,
+        share_of_experts_with_loss,
         form="share",
         note="experts whose removal loses score beyond its interval, each tested by itself",
     ),
-    *map(removal_column, ORDERS),
+    *map(half_removal_loss_column, ORDERS),
 )
 
 

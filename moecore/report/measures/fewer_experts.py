@@ -11,7 +11,7 @@ from moecore.report.column import (
     PlannedPhase,
     decode_items,
     score_interval_kind,
-    score_key,
+    score_slug,
     score_title,
     unit_suffix,
 )
@@ -45,7 +45,7 @@ def score_columns(seen: ColumnContext) -> list[Column]:
     }
     return [
         Column(
-            f"{score_key(score)}_{key}",
+            f"{score_slug(score)}_{key}",
             f"{score_title(score)}, {TITLES[row.way].lower()}, {100 * row.left:.3g} % left"
             f"{unit_suffix(score)}",
             lambda result, key=key: read_score(find_row(result, key)),
@@ -78,7 +78,7 @@ def planned_names(ahead: PlannedPhase) -> list[str]:
 COLUMNS = (ContextDependentColumns(score_columns, planned_names, SCORE, SCORE),)
 
 
-def score_by_percent(result: Result, way: str) -> dict[float, float | None]:
+def scores_by_percent_removed(result: Result, way: str) -> dict[float, float | None]:
     """Return percent of the experts that are gone → score, from the model with all of them on; {}
     where no expert could go that way.
     """
@@ -105,7 +105,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         for picture in draw_method_curves(
             phase,
             Result,
-            lambda result, way=way: score_by_percent(result, way),
+            lambda result, way=way: scores_by_percent_removed(result, way),
             chart_spec(phase.task, TITLES[way]),
             "Without training.",
         )

@@ -10,9 +10,9 @@ from moecore.report.column import (
     itemwise_mean,
     mean_or_none,
 )
-from moecore.report.figures.expert_figures import class_expert_maps
+from moecore.report.figures.expert_figures import draw_expert_grids_by_class
 from moecore.report.measures.result_display import Figures, Shown
-from moecore.report.typed_results import drop_none
+from moecore.report.typed_results import list_without_none
 from moecore.statistics.intervals import Interval
 
 NOTE = "image Euclidean distance of the routers' outputs, plain and transformed"
@@ -29,7 +29,7 @@ def columns_per_transform(column: Column) -> ColumnPerRow:
     return ColumnPerRow(transforms_of, column, lambda ahead: slugs, lambda key, row: [row.name])
 
 
-def imed_vs_different_images(row: MovedRow) -> Interval | None:
+def normalised_imed(row: MovedRow) -> Interval | None:
     """IMED as a share of that between different images; None where these are routed alike."""
     if row.normalised is None:
         return None
@@ -60,7 +60,7 @@ COLUMNS = (
     Column(
         "imed_normalised",
         "IMED, normalised",
-        lambda result: mean_or_none(drop_none(row.normalised for row in result.transforms)),
+        lambda result: mean_or_none(list_without_none(row.normalised for row in result.transforms)),
         "lower",
         note=f"{NORMALISED}; mean over transforms",
         paper="moge",
@@ -78,7 +78,7 @@ COLUMNS = (
         Column(
             "imed_normalised_{}",
             "IMED, normalised, {}",
-            imed_vs_different_images,
+            normalised_imed,
             "lower",
             note=NORMALISED,
             paper="moge",
@@ -104,7 +104,7 @@ def figures(result: Result) -> Figures:
     """The mean routing of each class, a row per MoE layer."""
     by_layer = enumerate(zip(*result.class_maps, strict=True), 1)
     if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
-        yield "class_maps", class_expert_maps(rows, result.classes)
+        yield "class_maps", draw_expert_grids_by_class(rows, result.classes)
 
 
 SHOWN = Shown("invariance", "invariance", Result, COLUMNS, figures, place=6)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from moecore.measure.linear_experts import Result, Theorem1OverSeeds
-from moecore.report.figures.drawing import INK, PALETTE, line_look, new_figure, styled
+from moecore.measure.linear_experts import LipschitzRatioRow, Result
+from moecore.report.figures.drawing import INK, PALETTE, empty_figure, line_look, styled_drawing
 from moecore.report.measures.result_display import Figures
 from moecore.report.page.view import Block, Picture
 
@@ -22,7 +22,7 @@ def figures(result: Result) -> Figures:
         yield f"ratio_over_angle_{targets}", ratio_over_angle(rows, targets)
 
 
-def section(result: Result) -> Iterator[Block]:
+def theorem_failure_blocks(result: Result) -> Iterator[Block]:
     """What was drawn, and how often the theorems failed."""
     words = [
         f"{result.draws} draws of data for linear experts, without any trained model. Theorem 1 "
@@ -33,13 +33,13 @@ def section(result: Result) -> Iterator[Block]:
     yield Block("The experts' Lipschitz constant over the dense model's", words, pictures=drawn)
 
 
-@styled
-def ratio_over_angle(rows: list[Theorem1OverSeeds], targets: str) -> Figure:
+@styled_drawing
+def ratio_over_angle(rows: list[LipschitzRatioRow], targets: str) -> Figure:
     """max ‖w_i*‖ / ‖w*‖ over the angle for each E, and over E at the largest angle beside 1/√E.
 
     rows: of one kind of targets; a ratio that is infinite is not drawn.
     """
-    figure = new_figure(8.2, 3.8, "Means over draws.")
+    figure = empty_figure(8.2, 3.8, "Means over draws.")
     left, right = figure.subplots(1, 2)
     numbers = sorted({row.experts for row in rows})
     last = max(row.angle for row in rows)

@@ -6,7 +6,13 @@ from matplotlib.figure import Figure
 
 from moecore.measure.lipschitz import LemmaPoints, Result
 from moecore.report.column import Column
-from moecore.report.figures.drawing import INK, PALETTE, add_legend_below, new_figure, styled
+from moecore.report.figures.drawing import (
+    INK,
+    PALETTE,
+    add_legend_below,
+    empty_figure,
+    styled_drawing,
+)
 from moecore.report.measures.result_display import Figures, Shown
 
 slope_column = partial(Column, better="lower", paper="adversarial")
@@ -62,13 +68,13 @@ def figures(result: Result) -> Figures:
         yield "lemma1", draw_lemma_terms(result.lemma_terms)
 
 
-@styled
+@styled_drawing
 def draw_lemma_terms(layers: tuple[LemmaPoints, ...]) -> Figure:
     """One point per token and MoE layer: the bound against what it bounds, and the router's term.
 
     In the upper panel all points lie on or below the diagonal.
     """
-    figure = new_figure(4.8, 5.6, "One point per token.")
+    figure = empty_figure(4.8, 5.6, "One point per token.")
     panels = figure.subplots(2, 1, sharex=True)
     highest = max(max(layer.bound) for layer in layers)
     for axes, name in zip(panels, ("‖∇f(x)‖₂", "router term of the bound"), strict=True):

@@ -13,7 +13,7 @@ from moecore.report.measures.result_display import path_reader
 from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.number_format import NumberFormat
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
 # What region experts are named after.
@@ -73,7 +73,7 @@ GENERALISATION = (
 )
 
 
-def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
+def own_expert_share_reader(prefix: str) -> Callable[[Outcome], float | None]:
     """Mean share of a tissue's tokens that choose the expert of the same name, at the last epoch.
 
     prefix: "" for the tissues themselves, CONTROL for random masks of their size. None where no
@@ -81,14 +81,14 @@ def own_expert(prefix: str) -> Callable[[Outcome], float | None]:
     """
 
     def read(result: Outcome) -> float | None:
-        shares = {row.region: row.share for row in last_probe(result)}
+        shares = {row.region: row.share for row in last_probe_rows(result)}
         own = (shares.get(prefix + tissue, {}).get(tissue) for tissue in TISSUES)
-        return mean_or_none(drop_none(own))
+        return mean_or_none(list_without_none(own))
 
     return read
 
 
-def last_probe(result: Outcome) -> Sequence[TissueRoutingRow]:
+def last_probe_rows(result: Outcome) -> Sequence[TissueRoutingRow]:
     """The rows at the last epoch; () where there is no probe."""
     if not result.region_routing:
         return ()
@@ -97,8 +97,8 @@ def last_probe(result: Outcome) -> Sequence[TissueRoutingRow]:
 
 def own_expert_above_chance(result: Outcome) -> float | None:
     """Return how much more often than by chance."""
-    own = own_expert("")(result)
-    control = own_expert(CONTROL)(result)
+    own = own_expert_share_reader("")(result)
+    control = own_expert_share_reader(CONTROL)(result)
     return None if own is None or control is None else own - control
 
 
@@ -106,7 +106,7 @@ COLUMNS = (
     Column(
         "own_expert",
         "Own expert",
-        own_expert(""),
+        own_expert_share_reader(""),
         "higher",
         "share",
         "tokens of a region that choose the expert of that region, mean over wm, gm, csf",
@@ -115,7 +115,7 @@ COLUMNS = (
     Column(
         "own_expert_random",
         "Own expert, random masks",
-        own_expert(CONTROL),
+        own_expert_share_reader(CONTROL),
         form="share",
         note="the same share under random masks of that size",
         paper="ages",

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.part_families import list_constants
+from moecore.core.part_families import collect_constants_named
 from moecore.report.column import Column, Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
@@ -55,7 +55,7 @@ class Shown(NamedTuple):
 def list_displays() -> list[Shown]:
     """Return what there is to show, in the order of the page; UserError for a faulty module."""
     try:
-        displays = list_constants(__name__.rpartition(".")[0], "SHOWN")
+        displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
     except ValueError as error:
         raise UserError(f"report: {error}") from None
     return sorted(displays, key=lambda shown: shown.place)

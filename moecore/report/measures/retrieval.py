@@ -39,7 +39,7 @@ def recall_columns(way: str) -> ColumnPerRow:
     return ColumnPerRow(rows, column, planned_numbers)
 
 
-def mean_of_text_layers(
+def text_layer_mean_reader(
     value: Callable[[CaptionRoutingLayer], float],
 ) -> Callable[[Result], float | None]:
     """The mean over the text tower's MoE layers; None where it is dense."""
@@ -51,28 +51,28 @@ COLUMNS = (
     Column(
         "text_load_cv2",
         "Load CV², words",
-        mean_of_text_layers(lambda layer: layer.load_cv2),
+        text_layer_mean_reader(lambda layer: layer.load_cv2),
         "lower",
         note="of the text tower's experts, over the words of all test captions",
     ),
     Column(
         "text_entropy",
         "Entropy, words",
-        mean_of_text_layers(lambda layer: layer.token_entropy),
+        text_layer_mean_reader(lambda layer: layer.token_entropy),
         note="of the text tower's routing of a word, nats",
         detail=True,
     ),
     Column(
         "word_same_expert",
         "One word, one expert",
-        mean_of_text_layers(lambda layer: layer.same_expert),
+        text_layer_mean_reader(lambda layer: layer.same_expert),
         form="share",
         note="two occurrences of a word have one first expert",
     ),
     Column(
         "word_same_expert_chance",
         "One word, one expert: chance",
-        mean_of_text_layers(lambda layer: layer.same_expert_chance),
+        text_layer_mean_reader(lambda layer: layer.same_expert_chance),
         form="share",
         note="the same of any two words",
         detail=True,

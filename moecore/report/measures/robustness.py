@@ -15,15 +15,15 @@ from moecore.report.column import (
     ColumnPerRow,
     ContextDependentColumns,
     mean_or_none,
-    score_key,
+    score_slug,
 )
 from moecore.report.figures.charts import (
     ChartSpec,
     attack_points,
+    draw_score_over_epsilon,
     interval_caption,
     panels_chart,
     points_over_seeds,
-    under_attack,
 )
 from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
 from moecore.report.measures.attacked_scores import (
@@ -33,16 +33,16 @@ from moecore.report.measures.attacked_scores import (
     attacked_name,
     attacked_score_columns,
     attacks_of,
-    planned_attacked_scores,
-    planned_attacked_scores_by_epsilon,
+    planned_attacked_score_names,
     planned_attacks,
+    planned_score_names_by_epsilon,
     score_by_epsilon_columns,
 )
 from moecore.report.measures.result_display import Figures, Shown, draw_method_curves, items_reader
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import references
 from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 
 MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
 LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
@@ -71,7 +71,7 @@ def largest_epsilon_rows(result: Result) -> dict[str, AttackRow]:
     return {attack: rows[-1] for attack, rows in measured_curves(result.attacks).items()}
 
 
-def changes_by_layer(result: Result) -> dict[str, tuple[AttackRow, int]]:
+def rows_by_attack_and_layer(result: Result) -> dict[str, tuple[AttackRow, int]]:
     """pgd-10_layer_1 and so on → the attack's row of the largest epsilon, and the layer from 0."""
     return {
         f"{attack}_layer_{layer + 1}": (row, layer)
@@ -87,14 +87,12 @@ def attack_and_layer_words(key: str, moved: tuple[AttackRow, int]) -> list[str]:
 
 
 COLUMNS = (
-    ContextDependentColumns(attacked_score_columns, planned_attacked_scores, SCORE, SCORE),
-    ContextDependentColumns(
-        score_by_epsilon_columns, planned_attacked_scores_by_epsilon, SCORE, SCORE
-    ),
+    ContextDependentColumns(attacked_score_columns, planned_attacked_score_names, SCORE, SCORE),
+    ContextDependentColumns(score_by_epsilon_columns, planned_score_names_by_epsilon, SCORE, SCORE),
     attack_change_columns("routing_change", "Routing", "are chosen for"),
     attack_change_columns("processing_change", "Processing", "process"),
     ColumnPerRow(
-        changes_by_layer,
+        rows_by_attack_and_layer,
         Column(
             "routing_change_{}",
             "Routing change, {}, MoE {}, ε\u00a0=\u00a0{}",
@@ -118,7 +116,7 @@ def figures(result: Result) -> Figures:
         name: attack_points([attack_scores_by_epsilon(result, name)], result.task.score)
         for name in [*attacks_of(result), WORST]
     }
-    yield "score_under_attack", under_attack(curves, "attack", result.task.score)
+    yield "score_under_attack", draw_score_over_epsilon(curves, "attack", result.task.score)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
@@ -131,7 +129,7 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     for draw in (draw_changes, draw_routing_change_by_layer):
         drawn += [picture for attack in attacks for picture in draw(phase, attack)]
     worst = WORST if results[0].worst_case else attacks[-1]
-    about = attacked_name(score_key(results[0].task.score), worst)
+    about = attacked_name(score_slug(results[0].task.score), worst)
     yield Block("Robustness", pictures=drawn, about=about)
     yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
     yield audit_block(phase)
@@ -149,7 +147,7 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
     what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
     images = f"{first.images} test images, the same for every method."
     return Picture(
-        under_attack(curves, what, first.task.score),
+        draw_score_over_epsilon(curves, what, first.task.score),
         f"{phase.name}: {attack_title(attack)}",
         f"{images} Bands: 95 % intervals.",
     )
@@ -177,7 +175,9 @@ def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
         return {row.epsilon * PIXEL: row.routing_change[layer] for row in having}
 
     seeds = phase.of(Result)
-    last = drop_none(largest_epsilon_rows(result).get(attack) for result in phase.results(Result))
+    last = list_without_none(
+        largest_epsilon_rows(result).get(attack) for result in phase.results(Result)
+    )
     panels = {
         f"MoE {layer + 1}": {
             method: points_over_seeds([changes(result, layer) for result in results], (0.0, 1.0))
@@ -239,7 +239,7 @@ def audit_block(phase: Phase) -> Block:
         for name in dict.fromkeys(line.name for line in every)
     ]
     grids = [PageTable(["Question", *lines], rows)] if rows else []
-    return Block("Can the attacks be believed?", grids=grids, finding=tally_verdicts(every))
+    return Block("Can the attacks be believed?", grids=grids, finding=describe_audit_tally(every))
 
 
 def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
@@ -254,7 +254,7 @@ def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
     )
 
 
-def tally_verdicts(audited: Sequence[Audited]) -> str:
+def describe_audit_tally(audited: Sequence[Audited]) -> str:
     """Return how many of the questions that could be told hold."""
     verdicts = [line.holds for line in audited]
     told = len(verdicts) - verdicts.count(None)

@@ -18,25 +18,25 @@ from moecore.report.column import (
     mean_or_none,
 )
 from moecore.report.figures.expert_figures import (
-    corresponding_patches,
+    draw_patch_correspondence,
     expert_load,
     expert_overlays,
 )
 from moecore.report.measures.result_display import Figures, Shown, items_reader, pictures_by_name
 from moecore.report.measures.routing_sweeps import (
-    agreement_by_layer,
     describe_adjacent_patches,
     describe_k_effect,
     draw_all_sweeps,
-    fallback_slope_columns,
+    draw_teacher_agreement,
+    fallback_threshold_slope_columns,
     layer_columns,
-    planned_scores,
+    planned_score_names,
     score_over_k_columns,
-    swept,
     swept_columns,
+    swept_values,
 )
 from moecore.report.page.view import Block, Picture
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 from moecore.statistics.intervals import Interval
 
 MATCHES = {
@@ -119,7 +119,7 @@ SHARES = {
 }
 
 
-def part_load_and_mass_columns(place: str) -> list[Columns]:
+def map_region_columns(place: str) -> list[Columns]:
     """Load and mass of a part of the map, beside the share of experts that lie there (MoGE)."""
     columns: list[Columns] = []
     for share, (word, what) in SHARES.items():
@@ -191,11 +191,11 @@ COLUMNS = (
     tgr_column(
         "token_entropy", "Token entropy", note="nats, of a token's probabilities; mean over layers"
     ),
-    *(column for place in PLACES for column in part_load_and_mass_columns(place)),
+    *(column for place in PLACES for column in map_region_columns(place)),
     swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
-    *fallback_slope_columns(),
+    *fallback_threshold_slope_columns(),
     swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
-    ContextDependentColumns(score_over_k_columns, planned_scores, SCORE, SCORE),
+    ContextDependentColumns(score_over_k_columns, planned_score_names, SCORE, SCORE),
 )
 
 
@@ -217,22 +217,25 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         pictures=patches,
         finding=describe_adjacent_patches(phase.first(Result)),
     )
-    pairs = drop_none(result.corresponding for result in phase.results(Result))
+    pairs = list_without_none(result.corresponding for result in phase.results(Result))
     crops = [  # the same for every method
         Picture(figure, f"{phase.name}: corresponding patches", getattr(figure, "caption", ""))
-        for figure in map(corresponding_patches, pairs[:1])
+        for figure in map(draw_patch_correspondence, pairs[:1])
     ]
     yield Block("Corresponding patches", pictures=crops, about="match_top1")
     yield Block(
         "Agreement with the teacher by layer",
-        pictures=agreement_by_layer(phase),
+        pictures=draw_teacher_agreement(phase),
         about="teacher_agreement",
     )
     yield Block(
         "Other thresholds and other k at test time",
         pictures=draw_all_sweeps(phase),
         finding=describe_k_effect(
-            {method: swept(result, "k", "score") for method, result in phase.first(Result).items()},
+            {
+                method: swept_values(result, "k", "score")
+                for method, result in phase.first(Result).items()
+            },
             phase.task.score,
         ),
     )

@@ -6,7 +6,7 @@ from operator import attrgetter
 import numpy as np
 
 from moecore.measure.cost import Result as Cost
-from moecore.measure.exploring.expert_overlay_data import expert_grid
+from moecore.measure.exploring.expert_overlay_data import parse_expert_grid
 from moecore.measure.routing import Result, RoutingLayer
 from moecore.report.column import Column, ColumnContext, ColumnPerRow, PlannedPhase, score_title
 from moecore.report.figures.charts import ChartSpec
@@ -25,7 +25,7 @@ def describe_adjacent_patches(first: Mapping[str, Result]) -> str:
     """
     shares = {}
     for method, result in first.items():
-        grids = [expert_grid(rows) for layer in result.overlays.grids[-1:] for rows in layer]
+        grids = [parse_expert_grid(rows) for layer in result.overlays.grids[-1:] for rows in layer]
         same = [(row[:, 1:] == row[:, :-1]).mean() for row in grids if row.shape[1] > 1]
         if same:
             shares[method] = float(np.mean(same))
@@ -100,7 +100,9 @@ def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -
     over_what, axis = words[setting]
     look = ChartSpec(f"{label} over {over_what}", axis, label, share, height=3.2)
     what = f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[setting]})."
-    return draw_method_curves(phase, Result, lambda one: swept(one, setting, name), look, what)
+    return draw_method_curves(
+        phase, Result, lambda one: swept_values(one, setting, name), look, what
+    )
 
 
 def time_relative_to_top_1(result: Cost) -> dict[float, float]:
@@ -109,7 +111,7 @@ def time_relative_to_top_1(result: Cost) -> dict[float, float]:
     return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
 
 
-def swept(result: Result, setting: str, name: str) -> dict[float, float]:
+def swept_values(result: Result, setting: str, name: str) -> dict[float, float]:
     """The setting → a value; without the points that have none."""
     rows = sorted(getattr(result.sweeps, setting), key=lambda row: getattr(row, setting))
     values = {getattr(row, setting): getattr(row, name) for row in rows}
@@ -121,7 +123,7 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
     symbol = {"threshold": "T", "k": "k"}[setting]
 
     def values(result: Result) -> dict[str, tuple[float, float]]:
-        points = swept(result, setting, name)
+        points = swept_values(result, setting, name)
         return {setting_slug(tried): (tried, value) for tried, value in points.items()}
 
     column = Column(
@@ -146,11 +148,11 @@ def setting_slug(tried: float) -> str:
 TRAINED_THRESHOLD = 0.5  # T of figure S3, where its curve is said to bend
 
 
-def fallback_slope_columns() -> list[Column]:
+def fallback_threshold_slope_columns() -> list[Column]:
     """Return how fast the fallback rises on either side of the trained threshold (figure S3)."""
 
     def slope(result: Result, above: bool) -> float | None:
-        points = swept(result, "threshold", "fallback")
+        points = swept_values(result, "threshold", "fallback")
         ends = [min(points, default=0.0), max(points, default=0.0)]
         other = ends[above]
         if TRAINED_THRESHOLD not in points or other == TRAINED_THRESHOLD:
@@ -206,11 +208,11 @@ def score_over_k_columns(seen: ColumnContext) -> list[Column]:
     return swept_columns("k", "score", score_title(score), score.better, score.form).columns(seen)
 
 
-def planned_scores(ahead: PlannedPhase) -> list[str]:
+def planned_score_names(ahead: PlannedPhase) -> list[str]:
     return [f"score_k_{value}" for value in ahead.study.routing.sweeps.k]
 
 
-def agreement_by_layer(phase: Phase) -> list[Picture]:
+def draw_teacher_agreement(phase: Phase) -> list[Picture]:
     """Agreement with the teacher over the MoE layers, a line per method (TGR, table 7)."""
 
     def shares(result: Result) -> dict[float, float | None]:

@@ -12,7 +12,7 @@ from moecore.measure.routing_metrics.seed_matching import chance_correlation, se
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
-from moecore.statistics.intervals import Interval, mean_over_pairs
+from moecore.statistics.intervals import Interval, mean_over_seed_pairs
 
 WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
@@ -56,8 +56,8 @@ def seed_stability(phase: Phase, method: str) -> SeedStability | None:
         overlap[one, other] = np.mean([agreement.overlap for agreement in agreements])
         chance += [chance_correlation(*layers, is_fit) for layers in pairs]
     return SeedStability(
-        mean_over_pairs(correlation + correlation.T),
-        mean_over_pairs(overlap + overlap.T),
+        mean_over_seed_pairs(correlation + correlation.T),
+        mean_over_seed_pairs(overlap + overlap.T),
         float(np.mean(chance)),
         len(models),
     )

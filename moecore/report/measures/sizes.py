@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from moecore.measure.sizes import Result, SizeRow
-from moecore.report.figures.drawing import GUIDE, PALETTE, new_figure, styled
+from moecore.report.figures.drawing import GUIDE, PALETTE, empty_figure, styled_drawing
 from moecore.report.measures.result_display import Figures
 from moecore.report.page.view import EMPTY, NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.paper_numbers import REPORTED, PaperModelNumbers
@@ -41,7 +41,7 @@ def figures(result: Result) -> Figures:
     yield "difference_from_the_papers", draw_paper_deviations(result)
 
 
-def section(result: Result) -> Iterator[Block]:
+def paper_size_blocks(result: Result) -> Iterator[Block]:
     yield Block("Ours beside the papers'", grids=[size_table(result)])
     drawn = [Picture(figure, name.replace("_", " ")) for name, figure in figures(result)]
     yield Block("Difference from the papers' numbers", pictures=drawn)
@@ -106,12 +106,12 @@ def count_beside_paper(row: SizeRow, count: SizeColumn) -> PageCell:
     value = ours(row, count)
     paper = find_paper_numbers(row).values.get(count.metric)
     if value is None:
-        return NONE if paper is None else PageCell("–", small=f"paper {number(paper, count)}")
+        return NONE if paper is None else PageCell("–", small=f"paper {format_size(paper, count)}")
     if paper is None:
-        return PageCell(number(value, count), value=value)
+        return PageCell(format_size(value, count), value=value)
     apart = f"{100 * (value / paper - 1):+.1f}\u00a0%".replace("-", "−")
     return PageCell(
-        number(value, count), small=f"paper {number(paper, count)}, {apart}", value=value
+        format_size(value, count), small=f"paper {format_size(paper, count)}, {apart}", value=value
     )
 
 
@@ -121,18 +121,18 @@ def deviation_reason(row: SizeRow) -> PageCell:
     return PageCell(row.why, look="reason") if row.why else EMPTY
 
 
-def number(value: float, count: SizeColumn) -> str:
+def format_size(value: float, count: SizeColumn) -> str:
     return f"{value * count.shown:,.{count.places}f}"
 
 
-@styled
+@styled_drawing
 def draw_paper_deviations(result: Result) -> Figure:
     """Ours over the paper's − 1 for every model and number, a row per model."""
     comparisons: Mapping[str, Mapping[str, Any]] = {
         name: numbers for name, numbers in size_differences(result).items() if numbers
     }
     names = list(comparisons)[::-1]
-    figure = new_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
+    figure = empty_figure(8.2, 1.2 + 0.26 * len(names), "Ours over the paper's, less one.")
     axes = figure.subplots()
     for index, count in enumerate(COUNTS):
         having = [name for name in names if count.metric in comparisons[name]]
@@ -153,7 +153,7 @@ def draw_paper_deviations(result: Result) -> Figure:
     return figure
 
 
-def size_table_rows(
+def terminal_size_rows(
     compared: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> list[Sequence[str]]:
     """The entry ``sizes`` of compare.json as rows of text, the head first."""
@@ -165,7 +165,7 @@ def size_table_rows(
             if one is None:
                 texts.append("–")
                 continue
-            ends = (number(one["ours"], count), number(one["paper"], count))
+            ends = (format_size(one["ours"], count), format_size(one["paper"], count))
             texts.append(f"{ends[0]} / {ends[1]} ({100 * one['difference']:+.1f} %)")
         rows.append((name, *texts))
     return rows

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.exploring.expert_overlay_data import expert_grid
+from moecore.measure.exploring.expert_overlay_data import parse_expert_grid
 from moecore.measure.noise_ramp import RampSummary
 from moecore.measure.stability import NoiseRow, NoisyOverlays, Result
 from moecore.report.column import (
@@ -17,7 +17,7 @@ from moecore.report.column import (
     decode_items,
     mean_or_none,
     score_interval_kind,
-    score_key,
+    score_slug,
     score_title,
     unit_suffix,
 )
@@ -25,10 +25,10 @@ from moecore.report.figures.charts import ChartSpec
 from moecore.report.figures.drawing import (
     PALETTE,
     add_legend_below,
+    empty_figure,
     line_look,
-    new_figure,
-    share_axis,
-    styled,
+    set_percent_axis,
+    styled_drawing,
 )
 from moecore.report.figures.sheets import (
     SheetLabels,
@@ -54,11 +54,11 @@ def largest_noise_reader(read: Callable[[NoiseRow], Any]) -> Callable[[Result], 
     return lambda result: read(max(result.noise, key=lambda row: row.sigma))
 
 
-def noise_score_columns(seen: ColumnContext) -> list[Column]:
+def largest_noise_score_columns(seen: ColumnContext) -> list[Column]:
     known = seen.task.score
     return [
         Column(
-            f"noise_{score_key(known)}",
+            f"noise_{score_slug(known)}",
             f"{score_title(known)}{unit_suffix(known)}, noise",
             largest_noise_reader(lambda row: Interval(row.score, row.low, row.high)),
             known.better,
@@ -73,7 +73,7 @@ def noise_score_columns(seen: ColumnContext) -> list[Column]:
 
 COLUMNS = (
     ContextDependentColumns(
-        noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE, SCORE
+        largest_noise_score_columns, lambda ahead: [f"noise_{ahead.score}"], SCORE, SCORE
     ),
     Column(
         "noise_selection_change",
@@ -109,7 +109,7 @@ COLUMNS = (
 
 def figures(result: Result) -> Figures:
     if result.ramp.shown:
-        yield "noise_ramp", noise_ramp(result.ramp)
+        yield "noise_ramp", draw_probability_ramp(result.ramp)
     if result.overlays:
         yield "noise_overlays", noise_overlays(result.overlays)
 
@@ -139,11 +139,11 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     yield Block(title, pictures=first_seed_pictures(phase, Result, figures), about="jumps")
 
 
-@styled
-def noise_ramp(ramp: RampSummary) -> Figure:
+@styled_drawing
+def draw_probability_ramp(ramp: RampSummary) -> Figure:
     """The true class's probability of a few images over noise; a cross where it changes."""
     caption = "A few images. A cross: another class is predicted."
-    figure = new_figure(4.8, 3.5, caption)
+    figure = empty_figure(4.8, 3.5, caption)
     axes = figure.subplots()
     for number, curve in enumerate(ramp.shown):
         look = line_look(number) | {"marker": ""}
@@ -158,7 +158,7 @@ def noise_ramp(ramp: RampSummary) -> Figure:
             color=look["color"],
         )
     axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
-    share_axis(axes, "Probability of the true class")
+    set_percent_axis(axes, "Probability of the true class")
     add_legend_below(figure, axes)
     return figure
 
@@ -173,8 +173,8 @@ def noise_overlays(stored: tuple[NoisyOverlays, ...], layer: int = -1) -> Figure
     for row in stored:
         line = []
         for number, image in enumerate(row.images()):
-            grid = expert_grid(row.grids[layer][number])
-            changed = grid != expert_grid(clean.grids[layer][number])
+            grid = parse_expert_grid(row.grids[layer][number])
+            changed = grid != parse_expert_grid(clean.grids[layer][number])
             words = np.where(grid < 0, "–", grid.astype(str))
             tint = patch_expert_colours(np.where(changed, 0, -1), (PALETTE[1],))
             line.append(Tile(displayable_image(image), tint, words))

@@ -14,7 +14,7 @@ from moecore.report.column import (
     decode_items,
     mean_or_none,
     score_interval_kind,
-    score_key,
+    score_slug,
     score_title,
     unit_suffix,
 )
@@ -32,11 +32,11 @@ from moecore.report.figures.training_figures import (
 from moecore.report.measures import region_experts as regions
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures
 from moecore.report.measures.routing_sweeps import describe_strongest_preference
-from moecore.report.measures.word_swaps import perplexity_columns
+from moecore.report.measures.word_swaps import unswapped_perplexity_columns
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import convergence_columns, overhead_columns
-from moecore.report.typed_results import Measured, Phase, drop_none
+from moecore.report.typed_results import Measured, Phase, list_without_none
 from moecore.training.outcome import Outcome
 
 LISTED = 10  # mistakes of a method with many classes
@@ -76,7 +76,7 @@ def test_score_column(seen: ColumnContext) -> list[Column]:
         label = f"Test {what}{unit_suffix(score)}"
     return [
         Column(
-            f"test_{score_key(score)}",
+            f"test_{score_slug(score)}",
             label,
             lambda result: result.test_score,
             score.better,
@@ -89,7 +89,7 @@ def test_score_column(seen: ColumnContext) -> list[Column]:
     ]
 
 
-def loss_column(seen: ColumnContext) -> list[Column]:
+def test_loss_column(seen: ColumnContext) -> list[Column]:
     """Return the loss on the test split; of numbers and texts the score says the same."""
     if seen.task.kind not in LOSS:
         return []
@@ -97,7 +97,7 @@ def loss_column(seen: ColumnContext) -> list[Column]:
     return [Column("test_loss", "Test loss", lambda result: result.test_loss, "lower", note=note)]
 
 
-def throughput(seen: ColumnContext) -> list[Column]:
+def throughput_column(seen: ColumnContext) -> list[Column]:
     """Images, volumes, or blocks of words, a second."""
     what = {"share": "Images"}.get(seen.task.score.form, "Volumes")
     if seen.task.long:
@@ -124,9 +124,9 @@ def agreement_items_reader(name: str) -> Callable[[Outcome], np.ndarray | None]:
 
 COLUMNS = (
     ContextDependentColumns(test_score_column, lambda ahead: [f"test_{ahead.score}"], SCORE, SCORE),
-    ContextDependentColumns(loss_column, lambda ahead: ["test_loss"], better="lower"),
+    ContextDependentColumns(test_loss_column, lambda ahead: ["test_loss"], better="lower"),
     ContextDependentColumns(
-        perplexity_columns,
+        unswapped_perplexity_columns,
         lambda ahead: ["ppl", "ppl_all"] if ahead.score == "nats" else [],
         better="lower",
     ),
@@ -141,7 +141,7 @@ COLUMNS = (
         note="used for one token",
         is_fixed=True,
     ),
-    ContextDependentColumns(throughput, lambda ahead: ["images_per_second"], "count"),
+    ContextDependentColumns(throughput_column, lambda ahead: ["images_per_second"], "count"),
     Column("seconds", "Training time", lambda result: result.seconds, form="seconds"),
     ContextDependentColumns(overhead_columns, lambda ahead: ["training_overhead"]),
     ContextDependentColumns(
@@ -181,7 +181,7 @@ COLUMNS = (
     Column(
         "agreement_consecutive_mean",
         "Agreement of epochs, mean",
-        lambda result: mean_or_none(drop_none(result.agreement_consecutive)),
+        lambda result: mean_or_none(list_without_none(result.agreement_consecutive)),
         "higher",
         "share",
         "tokens, between an epoch and the next, mean over training",
@@ -192,7 +192,7 @@ COLUMNS = (
     Column(
         "agreement_before_after",
         "Agreement before / after",
-        lambda result: mean_or_none(drop_none(result.routing_agreement_before_after)),
+        lambda result: mean_or_none(list_without_none(result.routing_agreement_before_after)),
         "higher",
         "share",
         "tokens whose first expert survives fine-tuning",
@@ -234,10 +234,10 @@ def figures(result: Outcome) -> Figures:
         yield "training_curves", training_curves({"": [result]})
     if result.confusion is not None:
         yield "confusion_matrix", confusion_matrix(result.confusion, result.task.classes)
-    yield from class_map_figures(result)
+    yield from class_routing_figures(result)
 
 
-def class_map_figures(result: Outcome) -> Figures:
+def class_routing_figures(result: Outcome) -> Figures:
     if result.class_maps:
         yield "class_maps", draw_class_routing_by_epoch(result)
 
@@ -248,12 +248,12 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         chart = training_curves(phase.of(Outcome))
         caption = "One line per seed." if phase.seeds > 1 else ""
         drawn = Picture(chart, f"{phase.name}: training", caption)
-        score = f"test_{score_key(phase.task.score)}"
+        score = f"test_{score_slug(phase.task.score)}"
         yield Block("Training", pictures=[drawn], about=score)
     yield agreement_block(phase)
     yield warnings_block(phase)
     yield from regions.phase_blocks(phase)
-    maps = first_seed_pictures(phase, Outcome, class_map_figures)
+    maps = first_seed_pictures(phase, Outcome, class_routing_figures)
     finding = describe_strongest_preference(phase.first(Outcome))
     yield Block("Which class goes to which expert", pictures=maps, finding=finding)
     yield confusion_block(phase)

@@ -18,7 +18,7 @@ from moecore.report.typed_results import Phase
 
 def figures(result: Result) -> Figures:
     if result.cells:
-        yield "transfer", matrix(result)
+        yield "transfer", draw_transfer_matrix(result)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
@@ -75,7 +75,7 @@ def format_transfer_cell(cell: TransferCell | None, form: str) -> PageCell:
     return PageCell(text, small, value=cell.score.value)
 
 
-def matrix(result: Result) -> Figure:
+def draw_transfer_matrix(result: Result) -> Figure:
     """Scores in colour: dark where much of the score is left, or where the error is large."""
     lines = transfer_table(result).lines
     values = np.array([[item.value for item in line.items] for line in lines], dtype=float)

@@ -18,7 +18,7 @@ from moecore.report.measures.result_display import (
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.number_format import PIXEL
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 from moecore.statistics.crossed import Difference, headroom_recovered
 from moecore.statistics.intervals import Interval
 from moecore.training.outcome import Outcome
@@ -39,7 +39,7 @@ def changed_key(kind: str, strength: float) -> str:
     return f"{kind}_{UNITS[kind][0] * strength:.3g}".replace(".", "_")
 
 
-def changed_words(key: str, row: ChangedPurity) -> tuple[str]:
+def perturbation_words(key: str, row: ChangedPurity) -> tuple[str]:
     """Say how the images of a column were changed."""
     scale, unit = UNITS[row.kind]
     return (f"{row.kind}, {unit} = {scale * row.strength:.3g}",)
@@ -106,7 +106,7 @@ COLUMNS = (
             detail=True,
         ),
         lambda ahead: CHANGES,
-        changed_words,
+        perturbation_words,
     ),
 )
 
@@ -142,7 +142,9 @@ def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
     sign = -1 if phase.task.score.better == "lower" else 1
     sides = []
     for name in (method, DENSE, CEILING):
-        items = drop_none(decode_items(outcome.test_items) for outcome in trained.get(name, []))
+        items = list_without_none(
+            decode_items(outcome.test_items) for outcome in trained.get(name, [])
+        )
         if len(items) < phase.seeds:
             return None
         sides.append(sign * np.stack(items))
@@ -190,7 +192,9 @@ def purity_curves(phase: Phase) -> list[Picture]:
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Yield what of routing's worth each method finds, and which kinds each expert sees."""
-    words = drop_none(describe_routings_worth(phase, method) for method in phase.first(Result))
+    words = list_without_none(
+        describe_routings_worth(phase, method) for method in phase.first(Result)
+    )
     pictures = [*purity_curves(phase), *first_seed_pictures(phase, Result, figures)]
     yield Block("Experts and truth", words, pictures=pictures, about="purity")
 

@@ -50,7 +50,7 @@ class SwapAgainstClean(NamedTuple):
         return mean_or_none([layer.value for layer in self.row.selection_change])
 
 
-def perplexity_columns(seen: ColumnContext) -> list[Column]:
+def unswapped_perplexity_columns(seen: ColumnContext) -> list[Column]:
     return list(PERPLEXITIES) if seen.task.long else []
 
 
@@ -70,7 +70,7 @@ def planned_swap_shares(ahead: PlannedPhase) -> list[str]:
     return [percent_slug(share) for share in settings.shares]
 
 
-def word_swap_columns(
+def columns_per_swap_share(
     name: str, label: str, read: Callable[[SwapAgainstClean], Value], note: str, item: str = ""
 ) -> ColumnPerRow:
     """Return a column for each share of words; item: the key of its items, if it is their mean."""
@@ -87,24 +87,24 @@ def word_swap_columns(
 
 
 COLUMNS = (
-    word_swap_columns(
+    columns_per_swap_share(
         "nats",
         "Nats",
         lambda swapped: swapped.row.nats,
         "a token; the words to be foretold are those of the clean text",
         "nats",
     ),
-    word_swap_columns(
+    columns_per_swap_share(
         "ppl", "Perplexity", lambda swapped: swapped.row.perplexity, "exp of the nats"
     ),
-    word_swap_columns(
+    columns_per_swap_share(
         "lost",
         "Nats lost",
         lambda swapped: swapped.row.nats.value - swapped.clean_nats,
         "above those of the clean text",
         "lost",
     ),
-    word_swap_columns(
+    columns_per_swap_share(
         "change",
         "Routing change",
         lambda swapped: swapped.change,
@@ -118,18 +118,18 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
     """Perplexity and routing over the share of swapped words, a line per method."""
     axis = "Words swapped, %"
     look = ChartSpec("Perplexity with swapped words", axis, "Perplexity")
-    drawn = draw_method_curves(phase, Result, perplexity_by_swap_percent, look, SPARED)
+    drawn = draw_method_curves(phase, Result, perplexities_by_swap_percent, look, SPARED)
     look = ChartSpec("Routing change with swapped words", axis, "1 − IoU of experts")
-    drawn += draw_method_curves(phase, Result, change_by_swapped, look, SPARED)
+    drawn += draw_method_curves(phase, Result, routing_changes_by_swap_percent, look, SPARED)
     about = f"swapped_ppl_{next(iter(swap_rows_by_share(phase.results(Result)[0])), '')}"
     yield Block("Swapped words", pictures=drawn, about=about)
 
 
-def perplexity_by_swap_percent(result: Result) -> dict[float, float]:
+def perplexities_by_swap_percent(result: Result) -> dict[float, float]:
     return {0.0: result.perplexity} | {100 * row.share: row.perplexity for row in result.rows}
 
 
-def change_by_swapped(result: Result) -> dict[float, float | None]:
+def routing_changes_by_swap_percent(result: Result) -> dict[float, float | None]:
     """Return percent of words → change, from none on; {} of a dense model."""
     changes = {100 * one.row.share: one.change for one in swap_rows_by_share(result).values()}
     if set(changes.values()) <= {None}:

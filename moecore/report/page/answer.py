@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from moecore.report.claims.claims_table import ANSWERS
-from moecore.report.claims.evaluation import EvaluatedClaim, drop_questions, keep_own_questions
+from moecore.report.claims.evaluation import EvaluatedClaim, drop_questions, keep_questions
 from moecore.report.headline_quantities import PhaseQuantities, QuantityByMethod
 from moecore.report.reference_methods import has_moe_method
 from moecore.report.tables.number_format import keep_percent_on_line
-from moecore.report.typed_results import Phase, drop_none
+from moecore.report.typed_results import Phase, list_without_none
 
 VERDICTS = {
     "holds": ("holds", "hold"),
@@ -36,7 +36,7 @@ def describe_phase_findings(
 def describe_claims(evaluated: Sequence[EvaluatedClaim]) -> str:
     """How many claims of the papers hold, and which; of questions how many have an answer."""
     claims = drop_questions(evaluated)
-    questions = keep_own_questions(evaluated)
+    questions = keep_questions(evaluated)
     told = []
     if claims:
         told.append(_judged(claims))
@@ -99,15 +99,15 @@ def _routing(phase: Phase, quantities: PhaseQuantities) -> str:
             return "nobody decides, as a dense model sends every token through the same weights"
         return "the router decides, and how steadily was not measured"
     if len(steady.cells) == 1:
-        return steady.told(format_leader_value(steady, next(iter(steady.cells))))
+        return steady.told(format_method_value(steady, next(iter(steady.cells))))
     if leader := steady.leader:
-        value = steady.told(format_leader_value(steady, leader))
+        value = steady.told(format_method_value(steady, leader))
         return f"the router of {leader} is the steadiest: {value}"
     return steady.told(format_value_range(steady))
 
 
 def _scores(quantities: PhaseQuantities, dense: Collection[str], one_seed: bool) -> list[str]:
-    both = drop_none((quantities.score, quantities.attacked))
+    both = list_without_none((quantities.score, quantities.attacked))
     if len(both) == 2 and all(quantity.leader is None for quantity in both):
         tie = f"no method {SCORES.get(both[0].column.form, ERRORS)[0]}, clean or attacked"
         return [f"With one seed {tie}" if one_seed else tie.capitalize()]
@@ -121,21 +121,21 @@ def _score(quantity: QuantityByMethod, dense: Collection[str]) -> str:
     where = quantity.words
     if leader is None:
         return f"{where.capitalize()} no method {better}: {format_value_range(quantity)}"
-    measured = format_leader_value(quantity, leader)
+    measured = format_method_value(quantity, leader)
     if leader in dense:
         return f"{where.capitalize()} no mixture {as_good} {leader}, {measured}"
     return f"{leader} {best} {where}, {measured}"
 
 
 def _alone(quantities: PhaseQuantities) -> Iterable[str]:
-    for quantity in drop_none((quantities.score, quantities.attacked)):
+    for quantity in list_without_none((quantities.score, quantities.attacked)):
         method = next(iter(quantity.cells))
-        measured = format_leader_value(quantity, method)
+        measured = format_method_value(quantity, method)
         told = {"share": "has {} right"}.get(quantity.column.form, "errs by {}")
         yield f"{method} {told.format(measured)} {quantity.words}"
 
 
-def format_leader_value(quantity: QuantityByMethod, method: str) -> str:
+def format_method_value(quantity: QuantityByMethod, method: str) -> str:
     """79.1 % (76.0 – 82.2); an error has its unit."""
     text = quantity.format.value_with_limits(quantity.interval(method), "()")
     return f"{text} {quantity.unit}".rstrip()

@@ -28,7 +28,8 @@ def explorer(results: Results) -> str:
     phases = [
         phase
         for phase in results.phases.values()
-        if phase.first(Explorer) or any(why_not(phase, method) for method in phase.models)
+        if phase.first(Explorer)
+        or any(explorer_skip_reason(phase, method) for method in phase.models)
     ]
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool) for phase in phases]
@@ -46,7 +47,7 @@ def has_explorer_images(results: Results) -> bool:
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
-def why_not(phase: Phase, method: str) -> str:
+def explorer_skip_reason(phase: Phase, method: str) -> str:
     """Why the measurement skipped the first seed of a method; "" where it did not."""
     (title,) = [shown.title for shown in list_displays() if shown.result is Explorer]
     first = next(iter(phase.models[method].values()))
@@ -71,7 +72,10 @@ def explored_method_data(phase: Phase, method: str, pool: dict[str, int]) -> dic
     """The model of a method's first seed, or why there is none to look at."""
     result = phase.first(Explorer).get(method)
     if result is None:
-        return {"name": method, "reason": why_not(phase, method) or "it was not measured"}
+        return {
+            "name": method,
+            "reason": explorer_skip_reason(phase, method) or "it was not measured",
+        }
     model = result.model_dump(mode="json")
     outcome = phase.first(Outcome).get(method)
     if outcome is not None:

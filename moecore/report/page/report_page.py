@@ -55,14 +55,14 @@ def build_page(results: Results, evaluated: Sequence[EvaluatedClaim]) -> Page:
     for name, phase in results.phases.items():
         table = build_table(results, phase)
         known[name] = phase_quantities(phase, table, results.controls)
-        overviews.append(build_overview_charts(results, phase, known[name]))
+        overviews.append(build_phase_overview(results, phase, known[name]))
         sections.append(phase_section(results, phase, table))
         facts.append(PageTable((), card_facts(phase), title=phase_title(phase)))
     if linear := results.alone.get(LinearExperts):
-        blocks = list(linear_experts.section(linear))
+        blocks = list(linear_experts.theorem_failure_blocks(linear))
         sections.append(Section("linear_experts", "Linear experts", "Linear experts", (), blocks))
     if counted_sizes := results.alone.get(Sizes):
-        blocks = list(sizes.section(counted_sizes))
+        blocks = list(sizes.paper_size_blocks(counted_sizes))
         sections.append(Section("sizes", "Sizes of the papers' models", "Sizes", (), blocks))
     return Page(
         simulated=", ".join(results.simulated),
@@ -95,7 +95,7 @@ def main_finding(
     return keep_percent_on_line(f"{worth} {finding}") if worth else finding
 
 
-def build_overview_charts(
+def build_phase_overview(
     results: Results, phase: Phase, known: PhaseQuantities
 ) -> PhaseOverviewCharts:
     """The picture of the first screen, and what it lacks."""

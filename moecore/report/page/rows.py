@@ -90,7 +90,7 @@ def percent_grid(
     return PageTable([corner, *columns], lines, small=True)
 
 
-def paper_number(value: float, column: Column) -> str:
+def format_paper_number(value: float, column: Column) -> str:
     """A paper's number with the digits that the paper prints."""
     match column.form:
         case "share":

@@ -8,7 +8,7 @@ from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
 from moecore.report.measures import transfer
 from moecore.report.measures.result_display import list_displays
-from moecore.report.page.answer import format_leader_value
+from moecore.report.page.answer import format_method_value
 from moecore.report.page.rows import method_rows_table, metric_rows_table
 from moecore.report.page.view import Block, Picture, Section
 from moecore.report.tables.cells import Cells
@@ -161,7 +161,7 @@ def describe_leader_or_range(column: Column, cells: Cells, controls: Collection[
     if not quantity.cells:
         return ""
     if leader := quantity.leader:
-        value = format_leader_value(quantity, leader)
+        value = format_method_value(quantity, leader)
         return f"{column.label}: {value} of {leader} is {column.better} than all others"
     told = [
         f"{quantity.format.value(quantity.interval(method).value)} ({method})"

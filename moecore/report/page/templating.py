@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from moecore.report.figures.drawing import INK, STYLE, laid_out
+from moecore.report.figures.drawing import INK, STYLE, finish_layout
 from moecore.report.page.view import Picture
 
 
@@ -49,7 +49,7 @@ def svg(figure: Figure, label: str) -> str:
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": label}):
-        FigureCanvasSVG(laid_out(figure)).print_svg(buffer, metadata={"Date": None})
+        FigureCanvasSVG(finish_layout(figure)).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -64,6 +64,6 @@ def png(figure: Figure) -> str:
     """The figure as a data URI; smaller than SVG for figures made of many patches."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        laid_out(figure).set_dpi(110)
+        finish_layout(figure).set_dpi(110)
         FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

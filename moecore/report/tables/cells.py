@@ -37,7 +37,7 @@ def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | 
     return Cell(mean, "t", len(intervals))
 
 
-def read_cells(metric: ResultColumn, models: Models) -> dict[str, Cell | None]:
+def method_cells_over_seeds(metric: ResultColumn, models: Models) -> dict[str, Cell | None]:
     """Return method → its cell; None where a method has no such thing."""
     return {
         method: cell_over_seeds(metric, list(seeds.values())) for method, seeds in models.items()

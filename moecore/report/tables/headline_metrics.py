@@ -15,7 +15,11 @@ from moecore.measure.base import Skipped, read_result
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import ResultColumn
 from moecore.report.figures.contact_sheet import draw_contact_sheet
-from moecore.report.headline_quantities import HEADLINES, attacked_names, first_columns
+from moecore.report.headline_quantities import (
+    HEADLINES,
+    attacked_score_and_change_names,
+    first_columns,
+)
 from moecore.report.measures import linear_experts, sizes, transfer
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.results import read_card_and_task, read_model
@@ -31,7 +35,7 @@ ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "tran
 TRAININGS = ("teacher", *PHASES)
 
 
-def render_metrics_json(results: Results) -> dict[str, str]:
+def render_metrics_files(results: Results) -> dict[str, str]:
     """Path below reports/ → content: ``metrics/pretrain/vmoe-0.json``, a flat JSON of numbers."""
     numbers: dict[str, dict[str, float]] = {}
     if counted := results.alone.get(Sizes):
@@ -59,7 +63,7 @@ def metrics_json_columns(phase: Phase) -> list[ResultColumn]:
     """At most ``MOST`` that any model has: the score first, then under attack, routing, cost."""
     metrics = {metric.name: metric for metric in phase_result_columns(phase)}
     names = [headline.name for headline in HEADLINES if headline.run]
-    names = list(dict.fromkeys([*names[:4], *attacked_names(phase), *names]))
+    names = list(dict.fromkeys([*names[:4], *attacked_score_and_change_names(phase), *names]))
     return [metrics[name] for name in names if name in metrics][:MOST]
 
 
@@ -70,7 +74,7 @@ def round_significant(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def headline_numbers(
+def read_headline_numbers(
     study: Path, method: str, seed: int, items: Items
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Return the numbers of the first table of every phase that was measured,

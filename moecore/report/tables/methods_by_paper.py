@@ -11,7 +11,7 @@ from typing import Any
 from moecore.core.files import UserError
 from moecore.report.column import Column
 from moecore.report.headline_quantities import HEADLINES
-from moecore.report.page.rows import method_rows_table, paper_number
+from moecore.report.page.rows import format_paper_number, method_rows_table
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.cells import Cells, markdown_table
 from moecore.report.tables.metrics_by_method import NO_METHODS, read_comparison
@@ -75,7 +75,7 @@ def paper_values(column: Column, papers: Sequence[PaperModelNumbers]) -> list[st
     """The paper's numbers of one column: model by model where they are few, else their ends."""
     values = {one.model: one.values[column.name] for one in papers if column.name in one.values}
     printed = {
-        model: paper_number(value, column).replace(" ", "\u00a0")
+        model: format_paper_number(value, column).replace(" ", "\u00a0")
         for model, value in sorted(values.items(), key=lambda one: one[1])
     }
     if len(values) <= FEW:
@@ -87,7 +87,7 @@ def paper_values(column: Column, papers: Sequence[PaperModelNumbers]) -> list[st
 def paper_model_line(model: PaperModelNumbers, columns: Sequence[Column]) -> TableRow:
     """All numbers of one model of the paper, and where in it they stand."""
     values = [
-        f"{column.label} {paper_number(model.values[column.name], column)}"
+        f"{column.label} {format_paper_number(model.values[column.name], column)}"
         for column in columns
         if column.name in model.values
     ]
@@ -96,7 +96,7 @@ def paper_model_line(model: PaperModelNumbers, columns: Sequence[Column]) -> Tab
     )
 
 
-def headline_tables_by_phase(compared: Mapping[str, Any]) -> list[str]:
+def headline_tables_as_markdown(compared: Mapping[str, Any]) -> list[str]:
     """Return the lines of a Markdown table for each phase: means over seeds.
 
     A metric that no method has is left out, one that a method lacks is a dash.
@@ -120,6 +120,6 @@ def headline_tables_by_phase(compared: Mapping[str, Any]) -> list[str]:
 if __name__ == "__main__":
     try:
         path = next(iter(sys.argv[1:]), "reports/compare.json")
-        print("\n".join(headline_tables_by_phase(read_comparison(Path(path)))))
+        print("\n".join(headline_tables_as_markdown(read_comparison(Path(path)))))
     except UserError as error:
         sys.exit(str(error))

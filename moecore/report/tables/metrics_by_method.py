@@ -16,13 +16,13 @@ from moecore.report.measures.result_display import list_displays
 from moecore.report.measures.seed_stability import seed_stability
 from moecore.report.measures.truth import share_of_routings_worth
 from moecore.report.reference_methods import column_context, references
-from moecore.report.tables.cells import Cell, cell_to_json, read_cells
+from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
 from moecore.study.reading.claims_section import Comparison
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.overlay import stages_reading_params
+from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.run_section import Phase as PhaseName
 from moecore.study.reading.study import Study, read_study
 from moecore.tasks.regression import Regression
@@ -56,7 +56,9 @@ def phase_result_columns(phase: Phase) -> list[ResultColumn]:
 def build_table(results: Results, phase: Phase) -> ComparisonTable:
     """Return every metric of every method; controls are never marked."""
     columns = {
-        metric: column_cells(metric, phase.models, results.controls, results.without_experts)
+        metric: cells_with_best_marked(
+            metric, phase.models, results.controls, results.without_experts
+        )
         for metric in phase_result_columns(phase)
     }
     cells = {
@@ -68,7 +70,7 @@ def build_table(results: Results, phase: Phase) -> ComparisonTable:
     )
 
 
-def column_cells(
+def cells_with_best_marked(
     metric: ResultColumn,
     models: Models,
     controls: Collection[str] = (),
@@ -78,7 +80,7 @@ def column_cells(
 
     controls: neither best nor to be beaten; unmarked: to be beaten, not marked where ahead.
     """
-    cells = read_cells(metric, models)
+    cells = method_cells_over_seeds(metric, models)
     having = {method: cell for method, cell in cells.items() if cell and method not in controls}
     if not metric.column.better or len(having) < 2:
         return cells
@@ -111,7 +113,7 @@ def used_tests(results: Results, phase: Phase, metrics: Sequence[ResultColumn]) 
     """The tests behind the marks of these metrics: keys of ``significance.WORDS``."""
     tests = set()
     for metric in metrics:
-        cells = read_cells(metric, phase.models)
+        cells = method_cells_over_seeds(metric, phase.models)
         having = [name for name, cell in cells.items() if cell and name not in results.controls]
         if len(having) > 1:
             seeds = [phase.models[name] for name in having]
@@ -142,7 +144,11 @@ def compare_methods(results: Results) -> dict[str, Any]:
         compared["data"] = facts
     for name, phase in results.phases.items():
         for metric in phase_result_columns(phase):
-            cells = {one: cell for one, cell in read_cells(metric, phase.models).items() if cell}
+            cells = {
+                one: cell
+                for one, cell in method_cells_over_seeds(metric, phase.models).items()
+                if cell
+            }
             for method, cell in cells.items():
                 compared[method][name][metric.name] = cell_to_json(cell, metric.column.form)
             having = {method: phase.models[method] for method in cells}
@@ -189,7 +195,7 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     return compared
 
 
-def unfit_metrics(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
+def unfit_metric_problems(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
     """Metrics that claims and questions name and that cannot answer them, and measurements that
     nothing would show: keys, and what is wrong.
 
@@ -232,8 +238,8 @@ def _metric_problems(
 
 def expected_metrics_of_folder(folder: Path) -> dict[PhaseName, dict[str, PlannedMetric]]:
     """Return phase → the metrics that a study's folder will have, see ``expected_metrics``."""
-    study = read_study(load_yaml(str(folder / "params.yaml")))
-    stages = stages_reading_params(folder)
+    study = read_study(load_yaml_document(str(folder / "params.yaml")))
+    stages = list_folder_stages(folder)
     return {phase: expected_metrics(study, stages, phase) for phase in study.data}
 
 

@@ -93,7 +93,7 @@ def print_summary(compared: Mapping[str, Any]) -> None:
     heads = [name.replace("_", " ") for name in next(iter(rows), [])]
     cells = [list(row.values()) for row in rows]
     if "sizes" in compared:
-        heads, *cells = sizes.size_table_rows(compared["sizes"])
+        heads, *cells = sizes.terminal_size_rows(compared["sizes"])
     table = Table(*heads, box=None, header_style="bold", padding=(0, 1))
     for row in cells:
         table.add_row(*row)

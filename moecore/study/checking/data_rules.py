@@ -53,7 +53,7 @@ def load_previews(study: Study) -> dict[str, PlannedData]:
     return previews
 
 
-def keys_of_data(phase: str) -> tuple[str, str]:
+def data_source_key_path(phase: str) -> tuple[str, str]:
     """Return where the source of ``load_previews`` stands in params.yaml."""
     return ("teacher", "data") if phase == "teacher" else ("data", phase)
 
@@ -62,7 +62,7 @@ def data_problems(previews: Mapping[str, PlannedData], written: Any) -> Misfits:
     """Yield what is missing or wrong with the data; written: the file as plain data."""
     for phase, preview in previews.items():
         if preview.problem is not None:
-            section, key = keys_of_data(phase)
+            section, key = data_source_key_path(phase)
             source = (written.get(section) or {}).get(key)
             named = isinstance(source, dict) and "root" in source
             yield (section, key, *(["root"] if named else [])), preview.problem
@@ -79,17 +79,17 @@ def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedDat
         axes, others = len(preview.shape), len(first.shape)
         if axes != others:
             text = f"its images have {axes} axes, those of data.pretrain {others}"
-            yield keys_of_data(phase), f"{text}; allowed: as many"
+            yield data_source_key_path(phase), f"{text}; allowed: as many"
         elif preview.channels != first.channels:
             text = f"found {preview.channels} channels, in data.pretrain {first.channels}"
             yield (
-                keys_of_data(phase),
+                data_source_key_path(phase),
                 f"{text}; allowed: as many, choose other data for one of them",
             )
         elif phase == "teacher" and preview.shape != first.shape:
             sides, others = ("×".join(map(str, one.shape)) for one in (preview, first))
             text = f"its images are of {sides} pixels, those of data.pretrain of {others}"
-            yield keys_of_data(phase), f"{text}; allowed: the same size"
+            yield data_source_key_path(phase), f"{text}; allowed: the same size"
     yield from _unknown_answers(study, previews)
 
 

@@ -2,7 +2,7 @@
 
 from moecore.core.files import UserError
 from moecore.core.part_families import list_own_names
-from moecore.nn.layers.moe import scale_router
+from moecore.nn.layers.moe import scale_router_k
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
@@ -65,7 +65,7 @@ def _balance(name: str, method: Method) -> Misfits:
         return
     number = method.experts.choices
     try:
-        balance.check_k(int(scale_router(method.router, method.experts).active(number)), number)
+        balance.check_k(int(scale_router_k(method.router, method.experts).active(number)), number)
     except UserError as error:
         yield ("methods", name, "router", "k"), str(error).removeprefix("router.k: ")
     for index, regularizer in enumerate(method.regularizers):

@@ -10,14 +10,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
-from moecore.core.outside_packages import last_line
+from moecore.core.outside_packages import last_traceback_line
 from moecore.data.expected_data import PlannedData
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
 from moecore.tasks.classification import Classification
-from moecore.training.guide import aligned_blocks
+from moecore.training.guide import aligned_teacher_blocks
 from moecore.training.method import Method
 from moecore.training.upcycle import upcycle_model
 
@@ -56,7 +56,7 @@ def model_misfits(study: Study, previews: Mapping[str, PlannedData]) -> list[tup
         if name in previews and getattr(study, name) is not None
     ]
     misfits: list[tuple[tuple, str]] = []
-    with on_meta_device():
+    with meta_device_context():
         if phases and phases[0].name == "pretrain":
             misfits += _teacher_problems(study, phases[0].image)
         for name in study.run.methods:
@@ -131,7 +131,7 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
     """Return the keys with which a refusal begins, and the rest of it: ``found …; allowed: …``."""
     text = str(error)
     if not isinstance(error, (UserError, ValueError)):
-        return (), f"cannot be built: {last_line(error)}"
+        return (), f"cannot be built: {last_traceback_line(error)}"
     match = KEY_PREFIX.match(text)
     if match is None:
         return (), text
@@ -199,7 +199,7 @@ def _guiding_problems(
         return
     blocks = model.moe.indices(model.depth)
     stages = model.config.stages, teacher.config.stages
-    for block, place in zip(blocks, aligned_blocks(blocks, *stages), strict=True):
+    for block, place in zip(blocks, aligned_teacher_blocks(blocks, *stages), strict=True):
         if place < 0:
             yield _missing_block(name, block, *stages)
             return

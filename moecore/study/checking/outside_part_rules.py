@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError
-from moecore.core.outside_packages import DOTTED_NAME, last_line
+from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
 from moecore.core.part_families import Part
 from moecore.data.expected_data import PlannedData
 from moecore.data.sources.base import Source
@@ -24,7 +24,7 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.experts.base import Experts
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.study.checking.model_build_rules import image_spec
 from moecore.study.reading.study import Misfits, Study
@@ -94,7 +94,7 @@ def outside_part_misfits(
             yield from _part_misfits(keys, name, partial(_try_measurement, measurement), notes)
 
 
-def faults_of(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
+def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
     """Yield in a line why an attempt fails; the draws of the caller stay what they were.
 
     refusals: gets the UserError of parts that refuse so small a model.
@@ -106,14 +106,14 @@ def faults_of(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
     except UserError as error:
         refusals.append(str(error))
     except AssertionError as error:
-        yield str(error) or last_line(error)
+        yield str(error) or last_traceback_line(error)
     except Exception as error:
-        yield last_line(error)
+        yield last_traceback_line(error)
 
 
 def _part_misfits(keys: Keys, kind: str, attempt: Callable[[], Any], notes: list[str]) -> Misfits:
     refusals: list[str] = []
-    for fault in faults_of(attempt, refusals):
+    for fault in run_and_list_faults(attempt, refusals):
         yield keys, f"found {kind}, which breaks what moecore.testing asks: {fault}"
     notes += [f"{kind} was not tried in small: {refusal}" for refusal in refusals]
 
@@ -159,7 +159,7 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
     if is_teacher and part.training is None:
         part.check_name(images)  # building it may download its weights
         return
-    with on_meta_device():
+    with meta_device_context():
         model = part.build(images)
     layout = model.layout_of(0)
     weights = sum(weight.numel() for weight in model.parameters())
@@ -183,7 +183,7 @@ def _try_measurement(measurement: Measurement) -> None:
         raise
     except Exception as error:
         where = "on a small ViT and 24 images of 8 × 8 pixels"
-        raise UserError(f"it fails {where}: {last_line(error)}") from error
+        raise UserError(f"it fails {where}: {last_traceback_line(error)}") from error
 
 
 def _try_task(task: Task) -> None:

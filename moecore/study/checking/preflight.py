@@ -8,8 +8,8 @@ from moecore.core.files import UserError
 from moecore.study.checking.data_rules import (
     chdir_to_stages,
     data_problems,
+    data_source_key_path,
     describe_planned_data,
-    keys_of_data,
     load_previews,
     misfits_with_pretrain_images,
 )
@@ -19,16 +19,16 @@ from moecore.study.checking.outside_part_rules import (
     outside_source_misfits,
 )
 from moecore.study.checking.reduction_rules import reduction_misfits
-from moecore.study.checking.step_rules import step_misfits
 from moecore.study.checking.training_rules import (
+    gradientless_router_note,
     training_image_misfits,
     unused_teacher_note,
-    warn_gradientless_routers,
 )
-from moecore.study.checking.validate import collect_problems, format_misfits
-from moecore.study.reading.document import load_yaml
+from moecore.study.checking.trial_step_rules import trial_step_misfits
+from moecore.study.checking.validate import format_misfits, read_study_and_problems
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.message_format import cap_line_count
-from moecore.study.reading.overlay import stages_reading_params
+from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.study import Study
 
 # What a room above this one has to say of a study and its stages: keys, and what is wrong.
@@ -51,9 +51,9 @@ def check_study(
     home: the folder in which its stages run; left out, that of the file. Raises UserError with one
     line per problem: those of the file in its order, then those of data and models.
     """
-    document = load_yaml(path)
-    stages = stages_reading_params(Path(path).parent)
-    study, problems = collect_problems(document, stages)
+    document = load_yaml_document(path)
+    stages = list_folder_stages(Path(path).parent)
+    study, problems = read_study_and_problems(document, stages)
     if study is None:
         raise UserError(cap_line_count(problems))
     untried: list[str] = []
@@ -71,7 +71,7 @@ def check_study(
         others += reduction_misfits(study, previews)
         if not others:
             others += outside_part_misfits(study, previews, untried)
-            others += step_misfits(study, [keys for keys, _ in others])
+            others += trial_step_misfits(study, [keys for keys, _ in others])
         if also is not None and not others:  # it reads what all these rules have held good
             others += also(study, stages)
     lines = [*problems, *missing, *format_misfits(document, others)]
@@ -80,16 +80,16 @@ def check_study(
     if lines:
         raise UserError(cap_line_count(lines))
     notes = [
-        f"{'.'.join(keys_of_data(phase))}: {describe_planned_data(preview)}"
+        f"{'.'.join(data_source_key_path(phase))}: {describe_planned_data(preview)}"
         for phase, preview in previews.items()
     ]
     notes += [
-        note for note in (unused_teacher_note(study), warn_gradientless_routers(study)) if note
+        note for note in (unused_teacher_note(study), gradientless_router_note(study)) if note
     ]
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
-def describe_check(
+def check_and_describe_study(
     path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
 ) -> str:
     """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""

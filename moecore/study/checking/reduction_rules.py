@@ -6,7 +6,7 @@ from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.study.checking.model_build_rules import image_spec, split_key_and_message
 from moecore.study.reading.study import REDUCING_PHASES, Misfits, Study
 from moecore.training.method import Method
@@ -36,7 +36,7 @@ def _refusals(
         return
     try:
         moe = reduction.reduced_settings(method.moe)
-        with on_meta_device():
+        with meta_device_context():
             method.merge_model_settings(backbone).build(image, moe)
     except UserError as error:
         key, text = split_key_and_message(error)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from moecore.core.part_families import list_classes
+from moecore.core.part_families import part_classes_by_kind
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
@@ -123,7 +123,7 @@ def _calibrator(study: Study, kinds: dict[str, str]) -> Misfits:
     if study.calibrate is None:
         return
     calibrator = study.calibrate.calibrator
-    every = list_classes(Calibrator)
+    every = part_classes_by_kind(Calibrator)
     for index, phase in enumerate(study.run.phases):
         kind = kinds.get(phase)
         fitting = [name for name, part in every.items() if kind in part.tasks]

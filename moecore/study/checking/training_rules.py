@@ -24,7 +24,7 @@ def unused_teacher_note(study: Study) -> str | None:
     )
 
 
-def warn_gradientless_routers(study: Study) -> str | None:
+def gradientless_router_note(study: Study) -> str | None:
     """Return a line where routers get almost no gradient of the task.
 
     A norm behind Swin V2's experts takes away the length that a single expert's weight gave.

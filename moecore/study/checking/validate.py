@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import KIND, Part, list_classes
+from moecore.core.part_families import KIND, Part, part_classes_by_kind
 from moecore.measure.base import Measurement
 from moecore.study.checking.method_rules import method_misfits
 from moecore.study.checking.run_and_claims_rules import selection_misfits
@@ -27,7 +27,7 @@ from moecore.study.reading.study import (
     Misfits,
     Study,
     read_study,
-    stages_by_section,
+    stage_by_section,
     study_model,
 )
 
@@ -37,13 +37,15 @@ LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
 
 def check_document(document: Document, stages: Sequence[str]) -> Study:
     """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
-    study, problems = collect_problems(document, stages)
+    study, problems = read_study_and_problems(document, stages)
     if study is None or problems:
         raise UserError(cap_line_count(problems))
     return study
 
 
-def collect_problems(document: Document, stages: Sequence[str]) -> tuple[Study | None, list[str]]:
+def read_study_and_problems(
+    document: Document, stages: Sequence[str]
+) -> tuple[Study | None, list[str]]:
     """Return the study, None where its sections cannot be read, and a line for each problem.
 
     The lines are in the order of the file.
@@ -69,7 +71,7 @@ def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> 
 
 def params_schema() -> dict[str, Any]:
     """Return the JSON schema of a params.yaml, for editors, with the parts of allowed packages."""
-    every = list_classes(Measurement, imports=True)
+    every = part_classes_by_kind(Measurement, imports=True)
     outside = {name: part for name, part in every.items() if DOTTED_NAME.fullmatch(name)}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft} | study_model(outside).model_json_schema()
@@ -89,7 +91,7 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
 def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     """Sections that a stage reads and the file has not, and sections that no stage reads."""
     run = data["run"] if isinstance(data.get("run"), dict) else {}
-    readers = stages_by_section(stages, run)
+    readers = stage_by_section(stages, run)
     for key, stage in readers.items():
         if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
             continue

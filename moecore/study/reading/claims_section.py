@@ -98,12 +98,12 @@ class Question(Comparison):
     paper: str = Field("", description="Whose method it is about; left out: nobody's.")
 
 
-def measured_quantity(asked: Mapping[str, Any]) -> tuple[Any, ...]:
+def compared_quantity_key(asked: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what of a claim or question, as data, decides the numbers, but not the verdict."""
     return tuple(asked[key] for key in ("metric", "method", "against", "against_metric", "phase"))
 
 
-def comparison_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
+def answer_settings_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
     """Return a digest of the settings that an answer depends on, of a whole params.yaml as data.
 
     Of methods those of the two alone; which runs, claims and questions there are does not matter.

@@ -81,10 +81,11 @@ class Document:
         return value
 
 
-def load_yaml(path: str | Path) -> Document:
+def load_yaml_document(path: str | Path) -> Document:
     """Read the YAML file at ``path``.
 
-    Raises UserError for a file that is missing, too large or not UTF-8, and like ``parse_yaml``.
+    Raises UserError for a file that is missing, too large or not UTF-8, and as
+    ``parse_yaml_document`` does.
     """
     try:
         content = Path(path).read_bytes()
@@ -95,14 +96,14 @@ def load_yaml(path: str | Path) -> Document:
     if len(content) > BYTES:
         raise UserError(f"{path}: found {len(content):,} bytes; allowed: up to {BYTES:,}")
     try:
-        return parse_yaml(content.decode("utf-8"), str(path))
+        return parse_yaml_document(content.decode("utf-8"), str(path))
     except UnicodeDecodeError as error:
         before = content[: error.start].split(b"\n")
         mark = (len(before) - 1, len(before[-1]))
         raise UserError(f"{_place(path, mark)}: not UTF-8 text (byte {error.start})") from None
 
 
-def parse_yaml(text: str, path: str = "params.yaml") -> Document:
+def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
     """Read one YAML 1.2 document.
 
     Raises UserError for a syntax error or a key that is written twice: file, line and column.

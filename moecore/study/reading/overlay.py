@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import list_dvc_files
-from moecore.measure.base import own_measurements
-from moecore.study.reading.document import Document, load_yaml
+from moecore.core.source_layout import list_project_dvc_files
+from moecore.measure.base import builtin_measurements
+from moecore.study.reading.document import Document, load_yaml_document
 from moecore.study.reading.message_format import did_you_mean, show_value
 from moecore.study.reading.setting_errors import format_error_line
 from moecore.study.reading.study import (
@@ -28,7 +28,7 @@ from moecore.study.reading.study import (
     SECTIONS,
     TRAINING_PHASES,
     Study,
-    stages_by_section,
+    stage_by_section,
 )
 
 OVERLAY = "overlay.yaml"
@@ -68,9 +68,9 @@ def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Re
 
     Raises UserError where a file cannot be read, or names a section, stage or preset that is none.
     """
-    base = load_yaml(root / "params.yaml")
+    base = load_yaml_document(root / "params.yaml")
     sections = (*_section_names(), *base.packages)
-    overlay = _check_sections(load_yaml(folder / OVERLAY), (*sections, *DIRECTIVES))
+    overlay = _check_sections(load_yaml_document(folder / OVERLAY), (*sections, *DIRECTIVES))
     stages = _read_list(overlay, "stages", tuple(SECTIONS))
     whole = _read_list(overlay, "whole", _section_names()) or ()
     values = _overlay_sections(base.data, overlay.data, whole)
@@ -78,8 +78,8 @@ def resolve_overlay(folder: Path, root: Path, presets: Sequence[str] = ()) -> Re
     for name in presets:
         layers.append(_load_preset(folder, name))
         values = merge_settings(values, layers[-1].data)
-    runs = stages_reading_params(root) if stages is None else stages
-    wanted = stages_by_section(runs, values.get("run") or {})
+    runs = list_folder_stages(root) if stages is None else stages
+    wanted = stage_by_section(runs, values.get("run") or {})
     values = {key: value for key, value in values.items() if key in wanted}
     for key in ("claims", "questions"):
         if key in values:
@@ -101,7 +101,7 @@ def merge_settings(base: Any, over: Any) -> Any:
     return merged
 
 
-def load_presets(folder: Path) -> dict[str, Document]:
+def load_study_presets(folder: Path) -> dict[str, Document]:
     """Return name → the presets of a study; none where it has no ``presets.yaml``.
 
     Raises UserError where the file cannot be read or is no mapping of names.
@@ -109,7 +109,7 @@ def load_presets(folder: Path) -> dict[str, Document]:
     path = folder / PRESETS_FILE
     if not path.is_file():
         return {}
-    whole = load_yaml(path)
+    whole = load_yaml_document(path)
     if not isinstance(whole.data, dict):
         raise UserError(f"{path}:1:1: found no mapping; allowed: presets by their names")
     return {name: whole.below(name) for name in whole.data}
@@ -164,11 +164,11 @@ def _read_list(overlay: Document, key: str, allowed: Sequence[str]) -> tuple[str
     return tuple(words)
 
 
-def stages_reading_params(folder: Path) -> tuple[str, ...]:
+def list_folder_stages(folder: Path) -> tuple[str, ...]:
     """Return the stages of the dvc.yaml in ``folder`` that read params.yaml; none without one."""
     names: list[str] = []
-    for path in list_dvc_files(folder):
-        document = load_yaml(path)
+    for path in list_project_dvc_files(folder):
+        document = load_yaml_document(path)
         stages = document.get(["stages"])
         if not isinstance(stages, dict):
             text = f"found {show_value(stages)}; allowed: stages by their names"
@@ -179,11 +179,11 @@ def stages_reading_params(folder: Path) -> tuple[str, ...]:
 
 def _section_names() -> tuple[str, ...]:
     """The sections that a params.yaml may have; those of measurements last."""
-    return tuple(sorted(Study.model_fields, key=lambda name: name in own_measurements()))
+    return tuple(sorted(Study.model_fields, key=lambda name: name in builtin_measurements()))
 
 
 def _load_preset(folder: Path, name: str) -> Document:
-    known = load_presets(folder)
+    known = load_study_presets(folder)
     if name not in known:
         allowed = ", ".join(known) or "none, it has no presets"
         hint = did_you_mean(name, list(known))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from moecore.core.part_families import KIND as TAG
-from moecore.core.part_families import UNKNOWN_KIND, is_family, list_classes
+from moecore.core.part_families import UNKNOWN_KIND, is_family_base, part_classes_by_kind
 from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import (
     SHOWN_LETTERS,
@@ -31,7 +31,7 @@ def format_error_line(document: Document, keys: Sequence[str | int], text: str) 
     return f"{document.place(keys)}: {spell_keys(keys)}: {shorten_to_one_line(text)}"
 
 
-def list_errors(
+def list_error_lines(
     error: ValidationError,
     model: type[BaseModel],
     document: Document,
@@ -163,8 +163,8 @@ def _models_at(model: type[BaseModel], loc: Sequence[str | int]) -> list[type[Ba
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Return the models anywhere inside an annotation; of a family its parts."""
-    if isinstance(annotation, type) and is_family(annotation):
-        return list(list_classes(annotation).values())
+    if isinstance(annotation, type) and is_family_base(annotation):
+        return list(part_classes_by_kind(annotation).values())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models_in(inner)]

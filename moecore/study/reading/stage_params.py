@@ -20,8 +20,8 @@ from pydantic import ValidationError, create_model
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.study.reading.document import Document, load_yaml
-from moecore.study.reading.setting_errors import Keys, list_errors
+from moecore.study.reading.document import Document, load_yaml_document
+from moecore.study.reading.setting_errors import Keys, list_error_lines
 
 AnySettings = TypeVar("AnySettings", bound=Config)
 
@@ -49,10 +49,10 @@ def read_params(model: type[AnySettings], path: str | None = None, **item: objec
     the keys, such as ``method="vmoe"``. Raises UserError, a line per problem.
     """
     path = path or os.environ.get("MOECORE_PARAMS") or "params.yaml"
-    return extract_declared_settings(model, load_yaml(path), **item)
+    return extract_declared_settings(model, load_yaml_document(path), **item)
 
 
-def read_section(name: str, model: type[Config]) -> Config:
+def read_section_as_params(name: str, model: type[Config]) -> Config:
     """Return the section ``name`` alone, as the one field of the settings returned."""
     fields: dict[str, Any] = {name: (model, ...)}
     return read_params(create_model("Params", __base__=Config, **fields))
@@ -105,7 +105,7 @@ def _validate(
         settings = model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         absent = {name for name in places if name not in values}
-        problems = problems + list_errors(error, model, document, places, absent)
+        problems = problems + list_error_lines(error, model, document, places, absent)
     else:
         if not problems:
             return settings

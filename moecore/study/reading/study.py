@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
 from moecore.core.part_families import find_class
 from moecore.data.sources.base import Source
-from moecore.measure.base import Measurement, own_measurements
+from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate
 from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.robustness import Robustness
@@ -54,14 +54,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "compare": ("run", "claims", "questions"),
 }
 # by the stage `measure`
-MEASURED_SECTIONS = tuple(name for name in own_measurements() if name not in SECTIONS)
+MEASURED_SECTIONS = tuple(name for name in builtin_measurements() if name not in SECTIONS)
 # their defaults say all
 OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer", "packages")
 TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
 REDUCING_PHASES = ("prune", "merge")  # stages that give a pretrained model fewer experts
 
 
-def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
+def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
     """Return section → a stage that reads it; run: the section ``run`` of the file."""
     readers = {"run": "compare", "packages": "code"}
     for stage in stages:
@@ -80,7 +80,7 @@ def stages_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str
 
 # A section for each measurement of the table, so that a new one costs no line here.
 MEASUREMENT_FIELDS: dict[str, Any] = {
-    name: (measurement | None, None) for name, measurement in own_measurements().items()
+    name: (measurement | None, None) for name, measurement in builtin_measurements().items()
 }
 Measured = create_model("Measured", __base__=Config, **MEASUREMENT_FIELDS)
 

@@ -10,7 +10,7 @@ from ruamel.yaml.representer import RoundTripRepresenter
 
 from moecore.core.files import UserError, write_whole
 from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import load_yaml, parse_yaml
+from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.writing.write_params import list_changes
 
@@ -31,7 +31,7 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
 
     Raises UserError, the file as it was, where an assignment or the file with it is malformed.
     """
-    before = load_yaml(path)
+    before = load_yaml_document(path)
     old = path.read_text(encoding="utf-8")
     write_whole(path, apply_assignments(old, assignments))
     try:
@@ -40,7 +40,7 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
         write_whole(path, old)
         words = " ".join(f"-S {assignment}" for assignment in assignments)
         raise UserError(f"{error}\n{path}: left as it was ({words})") from None
-    return list(list_changes(before.data, load_yaml(path).data))
+    return list(list_changes(before.data, load_yaml_document(path).data))
 
 
 def apply_assignments(text: str, assignments: Sequence[str]) -> str:
@@ -55,7 +55,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
         name, equals, value = assignment.partition("=")
         if not (name.strip() and equals and value.strip()):
             raise UserError(f"-S {assignment}: expected key=value, such as pretrain.epochs=3")
-        parse_yaml(value, f"-S {assignment}")
+        parse_yaml_document(value, f"-S {assignment}")
         _set_value(data, name.strip().split("."), writer.load(value), assignment)
     stream = io.StringIO()
     writer.dump(data, stream)

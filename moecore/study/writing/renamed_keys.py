@@ -25,7 +25,7 @@ class RenamedKey(NamedTuple):
 RENAMED_KEYS: tuple[RenamedKey, ...] = ()  # the oldest first
 
 
-def rename_keys(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
+def rename_keys_in_text(text: str, renamed: Sequence[RenamedKey], path: str) -> str:
     """Return a YAML text with the new names; comments and order stay.
 
     Raises UserError where a mapping has the new name beside the old one.

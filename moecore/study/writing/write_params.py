@@ -13,8 +13,8 @@ from ruamel.yaml.representer import SafeRepresenter
 from moecore.core.files import write_whole
 from moecore.core.source_layout import SHIPPED
 from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import ResolvedStudy, resolve_overlay, stages_reading_params
+from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.overlay import ResolvedStudy, list_folder_stages, resolve_overlay
 
 HEAD = """\
 # yaml-language-server: $schema={schema}
@@ -48,15 +48,15 @@ def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Itera
     """
     text = params_text(folder, root, presets)
     path = folder / "params.yaml"
-    before = load_yaml(path).data if path.is_file() else {}
+    before = load_yaml_document(path).data if path.is_file() else {}
     write_whole(path, text)
-    yield from list_changes(before, load_yaml(path).data)
+    yield from list_changes(before, load_yaml_document(path).data)
 
 
 def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
     """Return what the study's params.yaml should say; raises UserError where it is not in order."""
     resolved = resolve_overlay(folder, root, presets)
-    stages = stages_reading_params(root) if resolved.stages is None else resolved.stages
+    stages = list_folder_stages(root) if resolved.stages is None else resolved.stages
     check_document(resolved.document, stages)
     base, schema = SHIPPED_PARAMS, "params.schema.json"
     if root != SHIPPED:
@@ -80,10 +80,10 @@ def shipped_params_text(study: str | None) -> str:
         sections = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED).document.data
         dumped = [dump_inline_yaml({key: value}) for key, value in sections.items()]
         text = "\n".join([PROJECT_HEAD, *dumped])
-    return paths_from_project(text)
+    return rewrite_data_paths(text)
 
 
-def paths_from_project(text: str) -> str:
+def rewrite_data_paths(text: str) -> str:
     """Return a study's text with its paths of raw data as they are from a project's folder."""
     return text.replace("../../data/", "data/")
 

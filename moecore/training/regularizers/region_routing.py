@@ -15,7 +15,7 @@ from moecore.training.regularizers.layer_terms import check_has_experts
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
 
 
-class Regions(Config):
+class RegionExpertSettings(Config):
     """Region experts (ERMoE-ba, supplement §2.2): the first experts are named after tissues and are
     warm-started on volumes that keep only theirs.
 
@@ -36,7 +36,7 @@ class Regions(Config):
     )
 
     @model_validator(mode="after")
-    def _once(self) -> "Regions":
+    def _once(self) -> "RegionExpertSettings":
         if len(set(self.experts)) != len(self.experts):
             raise ValueError(f"experts are {list(self.experts)}; allowed: each tissue once")
         return self

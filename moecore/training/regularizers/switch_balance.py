@@ -43,7 +43,7 @@ class SwitchBalance(Regularizer):
         """Return the loss of one layer's tokens; UserError where groups do not divide them."""
         counted = record.chosen
         if self.count_from == "probs":
-            counted = most_probable(record.probs, record.chosen.sum(dim=-1, keepdim=True))
+            counted = most_probable_mask(record.probs, record.chosen.sum(dim=-1, keepdim=True))
         images = len(counted)
         if self.level == "group" and images % self.group_size:
             problem = f"found {self.group_size}, and a rank's step has {images} images"
@@ -68,7 +68,7 @@ def switch_balance(*, counts: Tensor, probs: Tensor) -> Tensor:
     return probs.shape[-1] * (shares * means).sum(dim=-1).mean()
 
 
-def most_probable(probs: Tensor, number: Tensor) -> Tensor:
+def most_probable_mask(probs: Tensor, number: Tensor) -> Tensor:
     """Return which experts (B, T, E) are among each token's ``number`` (B, T, 1) most probable."""
     order = probs.detach().argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(probs.shape[-1], device=probs.device).expand_as(order)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs, RoutingContext, RoutingRecord
-from moecore.nn.backbones.base_model import truth_of_tokens
+from moecore.nn.backbones.base_model import majority_token_kinds
 from moecore.nn.routers.told import ToldRouter
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import check_has_experts
@@ -32,7 +32,7 @@ class TruthKl(Regularizer):
             allowed = "data whose card says truth"
             raise UserError(f"truth_kl: nobody knows the truth of these tokens; allowed: {allowed}")
         divergences = [
-            truth_kl(truth=truth_of_tokens(step.batch.images, layout), record=record)
+            truth_kl(truth=majority_token_kinds(step.batch.images, layout), record=record)
             for record, layout in zip(step.output.routing, step.model.layouts, strict=True)
         ]
         return torch.stack(divergences).mean()

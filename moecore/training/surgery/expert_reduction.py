@@ -75,15 +75,15 @@ def check_token_choice(moe: MoESettings, words: str) -> None:
         raise UserError(f"experts.number: {problem} {moe.experts.number}; allowed: {allowed}")
 
 
-def build_with_settings(model: Model, moe: MoESettings) -> Model:
+def rebuild_with_moe_settings(model: Model, moe: MoESettings) -> Model:
     """Return a model as ``model`` with another router and experts, of first weights."""
     with torch.random.fork_rng(devices=[]):
         return model.config.build(model.image, moe).eval()
 
 
-def load_reduced(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
+def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Tensor]) -> Model:
     """Return a model with these settings and weights, where ``model`` lies."""
-    reduced = build_with_settings(model, moe)
+    reduced = rebuild_with_moe_settings(model, moe)
     reduced.load_state_dict(dict(weights))
     return reduced.to(next(model.parameters()).device)
 

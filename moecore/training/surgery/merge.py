@@ -17,8 +17,8 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.folded import Folded
 from moecore.training.surgery.expert_reduction import (
     ExpertReduction,
+    build_reduced_model,
     check_token_choice,
-    load_reduced,
     with_number,
 )
 from moecore.training.surgery.expert_use import ExpertUse
@@ -77,8 +77,8 @@ class Merge(ExpertReduction):
                 if not self.fold:
                     weights[name] = weights[name][clusters.to(weights[name].device)]
             if self.fold:
-                weights |= fold_router(weights, f"{layer}.router.", clusters)
-        return load_reduced(model, moe, weights)
+                weights |= pop_folded_router_state(weights, f"{layer}.router.", clusters)
+        return build_reduced_model(model, moe, weights)
 
 
 def cluster_outputs(
@@ -126,7 +126,9 @@ def merge_parameter(values: Tensor, shares: Tensor) -> Tensor:
     return flat.unflatten(1, values.shape[1:]).to(values.dtype)
 
 
-def fold_router(weights: dict[str, Tensor], prefix: str, clusters: Tensor) -> dict[str, Tensor]:
+def pop_folded_router_state(
+    weights: dict[str, Tensor], prefix: str, clusters: Tensor
+) -> dict[str, Tensor]:
     """Move a router's state out of ``weights``; return it as that of the folded router."""
     names = [name for name in weights if name.startswith(prefix)]
     inner = {f"{prefix}router.{name[len(prefix) :]}": weights.pop(name) for name in names}

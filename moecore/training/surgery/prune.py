@@ -15,9 +15,9 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
 from moecore.training.surgery.expert_reduction import (
     ExpertReduction,
-    build_with_settings,
+    build_reduced_model,
     check_token_choice,
-    load_reduced,
+    rebuild_with_moe_settings,
     with_number,
 )
 from moecore.training.surgery.expert_use import ExpertUse
@@ -49,7 +49,7 @@ class Prune(ExpertReduction):
         kept = {
             name: self.kept_experts(model.experts_and_router, use) for name, use in uses.items()
         }
-        return load_reduced(model, moe, select_experts(model, moe, kept))
+        return build_reduced_model(model, moe, select_expert_weights(model, moe, kept))
 
     def kept_experts(self, moe: MoESettings, use: ExpertUse) -> Tensor:
         """Return the experts (M,) of a layer that stay, in their order; UserError where a router's
@@ -72,11 +72,13 @@ def order_of_pruning(scores: Tensor) -> Tensor:
     return torch.argsort(scores, stable=True)
 
 
-def select_experts(model: Model, moe: MoESettings, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_expert_weights(
+    model: Model, moe: MoESettings, kept: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the weights of ``model`` for fewer experts: the kept ones, (M,) by layer, along every
     axis that has another length in a model of the settings ``moe``.
     """
-    fresh = build_with_settings(model, moe).state_dict()
+    fresh = rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     for layer, own in kept.items():
         for name in [one for one in weights if one.startswith(f"{layer}.")]:

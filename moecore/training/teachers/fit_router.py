@@ -9,7 +9,7 @@ import torch
 
 from moecore.core.streams import derived_seed
 from moecore.data.loader import Loaded, batch_indices
-from moecore.data.views.views import identity_view
+from moecore.data.views.views import evaluation_images
 from moecore.training.guide import Guide
 from moecore.training.method import TeacherRouter
 from moecore.training.regularizers.teacher_router import teacher_router_terms
@@ -18,7 +18,7 @@ from moecore.training.settings import TeacherRouterFit
 LOG_EVERY = 20
 
 
-def fit_routers(
+def iterate_router_fit(
     guide: Guide, train: Loaded, weights: TeacherRouter, settings: TeacherRouterFit, seed: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Train the guide's routers in place; yields (step, loss terms) now and then, and at the end.
@@ -32,7 +32,7 @@ def fit_routers(
     for step in range(1, settings.steps + 1):
         indices = batch_indices(len(train.labels), settings.batch, drawn, step - 1)
         images, _ = train.take(indices)
-        terms = teacher_router_terms(probs=guide(identity_view(images)).probs)
+        terms = teacher_router_terms(probs=guide(evaluation_images(images)).probs)
         loss = weights.load * terms["balance"] + weights.entropy * terms["entropy"]
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

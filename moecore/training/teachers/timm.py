@@ -62,7 +62,11 @@ class Timm(Teacher):
         self, source: Any, image: ImageSpec
     ) -> tuple[BackboneModel, dict[str, Tensor]]:
         """Return our model of a timm model, and its weights; UserError for what ours lacks."""
-        if parts := unsupported_swin(source) if self._is_swin else unsupported_vit(source):
+        if (
+            parts := unsupported_swin_features(source)
+            if self._is_swin
+            else unsupported_vit_features(source)
+        ):
             raise self._name_error(f"which has {', '.join(parts)}")
         config = source.pretrained_cfg
         spec = ImageSpec(
@@ -147,7 +151,7 @@ class Timm(Teacher):
             raise UserError(f"teacher.checkpoint: {problem}") from error
 
 
-def unsupported_vit(source: Any) -> list[str]:
+def unsupported_vit_features(source: Any) -> list[str]:
     """Return in words what of a timm model our ViT does not have."""
     block = source.blocks[0]
     if type(block).__name__ != "Block":
@@ -191,7 +195,7 @@ def vit_settings(source: Any) -> Vit:
     )
 
 
-def unsupported_swin(source: Any) -> list[str]:
+def unsupported_swin_features(source: Any) -> list[str]:
     """Return in words what of a timm model our Swin does not have."""
     first = [stage.blocks[0] for stage in source.layers]
     window = max(block.window_size[0] for block in first)

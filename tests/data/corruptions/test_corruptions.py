@@ -19,7 +19,7 @@ from moecore.data.corruptions.blur import (
 )
 from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.corruptions.digital import elastic_transform
-from moecore.data.corruptions.draws import add_noise, image_rng, noise_directions
+from moecore.data.corruptions.draws import add_noise, image_rng, standard_normal_noise
 from moecore.data.corruptions.severity_scaling import (
     cloud_field,
     sample_bilinear,
@@ -379,10 +379,10 @@ def test_clouds_fill_their_range_and_are_smooth_where_roughness_is_high():
 
 
 def test_noise_directions_belong_to_the_image():
-    drawn = noise_directions(np.array([5, 9, 2]), (3, 40, 50), 1)
+    drawn = standard_normal_noise(np.array([5, 9, 2]), (3, 40, 50), 1)
     assert drawn.dtype == torch.float32 and drawn.shape == (3, 3, 40, 50)
-    assert torch.equal(noise_directions(np.array([2, 5]), (3, 40, 50), 1), drawn[[2, 0]])
-    assert not torch.equal(noise_directions(np.array([5]), (3, 40, 50), 2), drawn[:1])
+    assert torch.equal(standard_normal_noise(np.array([2, 5]), (3, 40, 50), 1), drawn[[2, 0]])
+    assert not torch.equal(standard_normal_noise(np.array([5]), (3, 40, 50), 2), drawn[:1])
     assert float(drawn.std()) == pytest.approx(1, abs=0.02) and float(
         drawn.mean()
     ) == pytest.approx(0, abs=0.03)

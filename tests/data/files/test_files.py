@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from moecore.core.files import UserError, file_checksum
-from moecore.core.inside import path_inside
+from moecore.core.paths_below_root import join_below_root
 from moecore.data.files.download import check_digest, download_file
 from moecore.data.files.idx import read_idx
 from moecore.data.sources import fashion_mnist
@@ -129,7 +129,11 @@ def test_a_relative_folder_is_not_put_before_its_files_twice(tmp_path, monkeypat
     file = Path("pictures/a.png")
     file.parent.mkdir()
     file.touch()
-    assert path_inside(Path("pictures"), file) == path_inside(Path("pictures"), "a.png") == file
-    assert path_inside(Path("."), file) == file
+    assert (
+        join_below_root(Path("pictures"), file)
+        == join_below_root(Path("pictures"), "a.png")
+        == file
+    )
+    assert join_below_root(Path("."), file) == file
     with pytest.raises(UserError, match="which leads out of this folder"):
-        path_inside(Path("pictures"), "../pictures/a.png")
+        join_below_root(Path("pictures"), "../pictures/a.png")

@@ -7,8 +7,8 @@ import torch
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import ciphers
-from moecore.data.sources.ciphers import Ciphers, draw_ciphers
-from moecore.data.text.reading_order import Stream
+from moecore.data.sources.ciphers import Ciphers, draw_word_ciphers
+from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.words import END, UNKNOWN, NumberedText, write_text
 
 VOCABULARY = (END, UNKNOWN, "a", "b", "c", "d")
@@ -26,18 +26,18 @@ ABOUT = ("name", "licence", "source")
 
 
 def test_a_cipher_exchanges_all_words_but_the_special_ones():
-    drawn = draw_ciphers(3, 100, [0, 7], 0)
+    drawn = draw_word_ciphers(3, 100, [0, 7], 0)
     assert drawn.dtype == np.int32 and (drawn[:, [0, 7]] == [0, 7]).all()
     assert (np.sort(drawn, axis=1) == np.arange(100)).all()
     assert len(np.unique(drawn, axis=0)) == 3
-    assert np.array_equal(drawn, draw_ciphers(3, 100, [0, 7], 0))
-    assert not np.array_equal(drawn, draw_ciphers(3, 100, [0, 7], 1))
+    assert np.array_equal(drawn, draw_word_ciphers(3, 100, [0, 7], 0))
+    assert not np.array_equal(drawn, draw_word_ciphers(3, 100, [0, 7], 1))
 
 
 def test_words_and_truth_by_hand(monkeypatch):
     """Cipher 1 makes a b c d to b a d c, cipher 2 to d c b a; paragraphs are in 2, 1, 2, 2, …"""
     table = np.array([[0, 1, 3, 2, 5, 4], [0, 1, 5, 4, 3, 2]], dtype=np.int32)
-    monkeypatch.setattr(ciphers, "draw_ciphers", lambda *_: table)
+    monkeypatch.setattr(ciphers, "draw_word_ciphers", lambda *_: table)
     written = Ciphers(dialects=2, **SMALL).encrypt(numbered())
     said = []
     for split in SPLITS:
@@ -60,7 +60,7 @@ def test_undone_each_split_is_the_docstrings_own(tmp_path):
     source = Ciphers(packages=("networkx",), dialects=3, zipf=0.5, **SMALL)
     source.prepare(tmp_path)
     data, plain = Prepared.open(tmp_path, verify=True), source.read()
-    back = draw_ciphers(3, data.task.outputs, [0, 1], 0).argsort(axis=1)
+    back = draw_word_ciphers(3, data.task.outputs, [0, 1], 0).argsort(axis=1)
     lines = {}
     for split in SPLITS:
         words, kinds = data.text_rows(split)
@@ -88,7 +88,7 @@ def test_windows_and_streams_say_the_kinds_after_the_words(tmp_path):
         part[start : start + 4].tolist() for part in (words, kinds) for start in (16, 20)
     ]
     assert np.array_equal(data.test.labels[5], words[21:25])
-    read, following, _ = Stream(torch.from_numpy(data.text_rows("train")), 4).take(2, 0, 1)
+    read, following, _ = TextStreams(torch.from_numpy(data.text_rows("train")), 4).take(2, 0, 1)
     train = [written.tokens["train"], written.truth["train"]]
     assert read[1].tolist() == [part[304:308].tolist() for part in train]
     assert following[1].tolist() == train[0][305:309].tolist()

@@ -10,7 +10,6 @@ from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
 from moecore.data.phantom import template as phantom_template
-from moecore.data.phantom.anatomy import Anatomy, tissue_removal_map
 from moecore.data.phantom.fields import SIDE, VOXEL_ML, smooth_fields, spline_basis
 from moecore.data.phantom.numbers import (
     HEAD_LOG_SD,
@@ -19,7 +18,7 @@ from moecore.data.phantom.numbers import (
     grey_matter_relative_to_25,
     lesions_ml,
     ventricles_relative_to_25,
-    white_share,
+    white_matter_relative_to_25,
 )
 from moecore.data.phantom.shells import (
     CONTRAST,
@@ -28,6 +27,7 @@ from moecore.data.phantom.shells import (
     folded_brain_template,
     simulate_shell_scan,
 )
+from moecore.data.phantom.simulated_person import LifelongTraits, tissue_removal_map
 from moecore.data.phantom.template import (
     Pose,
     load_template,
@@ -61,7 +61,7 @@ def assert_volumes_hit(person, age, sex, base):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("age", "sex", "seed"), [(20, "F", 1), (55, "M", 2), (90, "F", 3)])
 def test_tissue_volumes_hit_their_targets(age, sex, seed, preset):
-    assert_volumes_hit(Anatomy.draw(seed, preset), age, sex, load_template())
+    assert_volumes_hit(LifelongTraits.draw(seed, preset), age, sex, load_template())
 
 
 def test_regions_are_shares():
@@ -72,14 +72,18 @@ def test_regions_are_shares():
 def test_published_curves():
     # the table's values at 25 are 587.9, 447.2 and 11.78 mL, at 90: 470.1, 386.9 and 51.05; between
     # 25 and 30 the middle (geometric for ventricles)
-    assert (grey_matter_relative_to_25(25), white_share(25), ventricles_relative_to_25(25)) == (
+    assert (
+        grey_matter_relative_to_25(25),
+        white_matter_relative_to_25(25),
+        ventricles_relative_to_25(25),
+    ) == (
         1,
         1,
         1,
     )
-    assert grey_matter_relative_to_25(90) == pytest.approx(470.1 / 587.9) and white_share(
-        90
-    ) == pytest.approx(386.9 / 447.2)
+    assert grey_matter_relative_to_25(90) == pytest.approx(
+        470.1 / 587.9
+    ) and white_matter_relative_to_25(90) == pytest.approx(386.9 / 447.2)
     assert ventricles_relative_to_25(90) == pytest.approx(
         51.05 / 11.78
     ) and ventricles_relative_to_25(27.5) == pytest.approx(np.sqrt(12.87 / 11.78))
@@ -89,7 +93,7 @@ def test_published_curves():
 
 
 def test_the_same_person_ages():
-    person = Anatomy.draw(7)
+    person = LifelongTraits.draw(7)
     brains = [person.at(age, "F") for age in (25, 45, 65, 85)]
     made = [made_ml(brain) for brain in brains]
     for name, sign in (("grey", -1), ("ventricles", 1), ("fluid", 1), ("lesions", 1)):
@@ -102,7 +106,7 @@ def test_the_same_person_ages():
 
 
 def test_a_gap_makes_the_brain_of_another_age():
-    person = Anatomy.draw(2)
+    person = LifelongTraits.draw(2)
     ahead = person._replace(gap=10)
     expected = person._replace(gap=0).at(60, "M").regions
     assert np.array_equal(ahead.at(50, "M").regions, expected)
@@ -113,7 +117,7 @@ def test_a_gap_makes_the_brain_of_another_age():
 def test_men_have_larger_heads():
     # medians 1580 and 1390 mL: the same person as a man is larger by 13.7 %, ventricles 8 % more on
     # top
-    man, woman = (made_ml(Anatomy.draw(3).at(50, sex)) for sex in "MF")
+    man, woman = (made_ml(LifelongTraits.draw(3).at(50, sex)) for sex in "MF")
     assert man["head"] / woman["head"] == pytest.approx(1580 / 1390, rel=0.01)
     assert man["ventricles"] / woman["ventricles"] == pytest.approx(1580 / 1390 * 1.08, rel=0.01)
 
@@ -299,7 +303,7 @@ def test_distance_to_an_ellipsoid():
 
 @pytest.mark.parametrize(("age", "sex"), [(25, "F"), (85, "M")])
 def test_people_of_the_other_generator_have_their_volumes(age, sex):
-    assert_volumes_hit(Anatomy.draw(9, "realistic"), age, sex, folded_brain_template())
+    assert_volumes_hit(LifelongTraits.draw(9, "realistic"), age, sex, folded_brain_template())
 
 
 def test_the_other_generator_has_another_contrast():

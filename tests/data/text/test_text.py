@@ -13,10 +13,10 @@ from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import docstrings, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
-from moecore.data.sources.docstrings import Docstrings, extract_prose
+from moecore.data.sources.docstrings import Docstrings, extract_docstring_prose
 from moecore.data.sources.wikitext import Wikitext
 from moecore.data.text.prepared_captions import tokenize_captions
-from moecore.data.text.reading_order import Stream
+from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.tokenizers import (
     BpeFileSettings,
     BpeTokenizer,
@@ -32,7 +32,7 @@ from moecore.data.text.words import (
     read_vocabulary,
 )
 from moecore.tasks.image_text import NONE, ImageText
-from moecore.training.phase_trainings import words_per_stream
+from moecore.training.phase_trainings import text_stream_length
 
 SOURCE = '''
 """Read a file and give its lines back, one after the other."""
@@ -70,7 +70,7 @@ def test_rare_words_are_unknown():
 
 
 def test_only_prose_is_taken_and_nothing_is_imported():
-    assert list(extract_prose(SOURCE)) == [
+    assert list(extract_docstring_prose(SOURCE)) == [
         "Read a file and give its lines back, one after the other.",
         "A reader holds a file open, and it closes the file when it is no longer used.",
         "Give back what is left of the file as a list of all of its lines.",
@@ -89,7 +89,7 @@ def test_windows_are_blocks_with_what_is_before_them():
 
 
 def test_streams_are_read_block_after_block_and_again_from_elsewhere():
-    text = Stream(torch.arange(43, dtype=torch.int32)[None], 4)
+    text = TextStreams(torch.arange(43, dtype=torch.int32)[None], 4)
     assert text.length(2) == 21 and text.steps(2) == 5
     first = [text.take(2, 0, step) for step in range(5)]
     assert [anew for _, _, anew in first] == [True, False, False, False, False]
@@ -112,10 +112,12 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
     data = SimpleNamespace(
         task=SimpleNamespace(long=True), card={"size": [4]}, tokens=lambda split: words[split]
     )
-    assert words_per_stream(data, 3) == 333, "six words each: a block of four and the one after it"
-    assert words_per_stream(data, 4) == 250
+    assert text_stream_length(data, 3) == 333, (
+        "six words each: a block of four and the one after it"
+    )
+    assert text_stream_length(data, 4) == 250
     with pytest.raises(UserError, match="batch is 5, and the text has 20 test tokens; .* 1 to 4 "):
-        words_per_stream(data, 5)
+        text_stream_length(data, 5)
 
 
 def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
@@ -132,7 +134,7 @@ def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
     assert data.test.images.shape == (card["images"]["test"], 2, 8)
     assert np.array_equal(data.test.images[1:, 0], data.test.images[:-1, 1])
     assert card["packages"].keys() == {"networkx"}
-    seen = {path for path, _ in docstrings.read_modules("networkx")}
+    seen = {path for path, _ in docstrings.read_python_files("networkx")}
     assert seen and not any("tests" in path.split("/") for path in seen)
 
 

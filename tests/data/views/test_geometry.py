@@ -35,8 +35,8 @@ from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
     ViewSettings,
-    draw_views,
-    identity_view,
+    evaluation_images,
+    make_random_views,
 )
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
@@ -106,7 +106,7 @@ CASES = {
 @pytest.mark.parametrize("shape", [(32, 32), (24, 40)])
 @pytest.mark.parametrize("name", CASES)
 def test_pixels_lie_where_the_affine_says(name, shape):
-    views = draw_views(ramps(32, *shape), CASES[name], generator_for(0, 0))
+    views = make_random_views(ramps(32, *shape), CASES[name], generator_for(0, 0))
     assert worst(views, *shape) < 1e-3  # pixels
 
 
@@ -129,7 +129,7 @@ def test_any_composition_is_exact(seed, height, width, flip, shift, degrees, low
         affine=AffineRanges(degrees=degrees),
         randaugment=moves,
     )
-    views = draw_views(ramps(8, height, width), chosen, generator_for(seed))
+    views = make_random_views(ramps(8, height, width), chosen, generator_for(seed))
     seen, said, inside = seen_and_said(views, height, width)
     assert (seen - said)[inside].abs().max().item() < 2e-3 if inside.any() else True
 
@@ -137,7 +137,7 @@ def test_any_composition_is_exact(seed, height, width, flip, shift, degrees, low
 @pytest.mark.parametrize("fill", ["zeros", "border", "reflection"])
 def test_the_gather_equals_the_sampling(fill):
     images = torch.randint(0, 256, (64, 3, 12, 17), generator=generator_for(1), dtype=torch.uint8)
-    views = draw_views(images, ViewSettings(shift=4, flip=True, fill=fill), generator_for(2))
+    views = make_random_views(images, ViewSettings(shift=4, flip=True, fill=fill), generator_for(2))
     sampled = warp_images(images, views.affines.double(), (12, 17), fill) / 255
     assert torch.allclose(views.images, sampled, atol=1e-4)
 
@@ -145,7 +145,7 @@ def test_the_gather_equals_the_sampling(fill):
 def test_a_flip_by_hand():
     images = torch.zeros(16, 1, 3, 5, dtype=torch.uint8)
     images[:, 0, 1, 0] = 255
-    views = draw_views(images, ViewSettings(flip=True), generator_for(3))
+    views = make_random_views(images, ViewSettings(flip=True), generator_for(3))
     for image, affine in zip(views.images, views.affines, strict=True):
         row, column, _ = affine @ torch.tensor([1.5, 0.5, 1.0])
         assert image[0, int(row), int(column)] == 1 and image.sum() == 1
@@ -324,7 +324,7 @@ def test_all_names_are_drawn_and_both_signs():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_views_stay_in_range(name):
     images = torch.randint(0, 256, (16, 3, 12, 12), generator=generator_for(1), dtype=torch.uint8)
-    views = draw_views(
+    views = make_random_views(
         images,
         ViewSettings(randaugment=RandAugment(magnitude=30, names=(name, "rotate"))),
         generator_for(2),
@@ -375,12 +375,16 @@ def test_jitter_draws_every_order_and_factors_within_their_ranges():
 
 def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
     images = torch.randint(0, 256, (16, 3, 8, 8), generator=generator_for(2), dtype=torch.uint8)
-    views = draw_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    views = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert views.dtype == torch.float32 and 0 <= views.min() and views.max() <= 1
-    again = draw_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
+    again = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert torch.equal(views, again)
-    assert not torch.equal(views[0], identity_view(images)[0])
+    assert not torch.equal(views[0], evaluation_images(images)[0])
     still = ViewSettings(jitter=colour.ColourJitter())
-    assert torch.equal(draw_views(images, still, generator_for(3)).images, identity_view(images))
+    assert torch.equal(
+        make_random_views(images, still, generator_for(3)).images, evaluation_images(images)
+    )
     erased = ViewSettings(jitter=JITTER, erasing=1.0)
-    assert (draw_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
+    assert (
+        (make_random_views(images, erased, generator_for(3)).images == 0).any(dim=(1, 2, 3)).all()
+    )

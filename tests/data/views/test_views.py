@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.streams import generator_for
-from moecore.data.image_warping import MixedSizeImages
+from moecore.data.image_warping import MixedSizeImageList
 from moecore.data.views.invariance_transforms import draw_affines, transform_images
 from moecore.data.views.mix import Mix, mix_images
 from moecore.data.views.randaugment import RandAugment
@@ -21,8 +21,8 @@ from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
     ViewSettings,
-    draw_views,
-    identity_view,
+    evaluation_images,
+    make_random_views,
 )
 from moecore.tasks.classification import Classification
 
@@ -44,7 +44,9 @@ def classes(number: int) -> Classification:
 
 def test_same_generator_same_views_and_global_state_untouched():
     before = torch.get_rng_state()
-    first, again, other = (draw_views(IMAGES, FULL, generator_for(1, step)) for step in (5, 5, 6))
+    first, again, other = (
+        make_random_views(IMAGES, FULL, generator_for(1, step)) for step in (5, 5, 6)
+    )
     assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
     assert not torch.equal(first.images, other.images) and torch.equal(
         torch.get_rng_state(), before
@@ -61,8 +63,10 @@ def test_images_one_by_one_have_the_views_of_a_batch(fill):
     """Where they happen to have one shape; what is cut out changes the rounding alone."""
     rows = [image.permute(1, 2, 0).numpy() for image in IMAGES]
     moving = FULL.model_copy(update={"fill": fill, "shift": 9, "erasing": 0.0})
-    together = draw_views(IMAGES, moving, generator_for(1))
-    apart = draw_views(MixedSizeImages(rows, 20, torch.device("cpu")), moving, generator_for(1))
+    together = make_random_views(IMAGES, moving, generator_for(1))
+    apart = make_random_views(
+        MixedSizeImageList(rows, 20, torch.device("cpu")), moving, generator_for(1)
+    )
     assert torch.equal(together.affines, apart.affines)
     assert (together.images - apart.images).abs().mean() < 1e-5
     torch.testing.assert_close(together.images, apart.images, atol=1 / 255, rtol=0)
@@ -75,7 +79,9 @@ def test_a_view_of_images_of_different_shapes_is_each_ones_own():
         for height, width in ((20, 50), (33, 21), (20, 20), (64, 24))
     ]
     settings = ViewSettings(crop=CropRanges(scale=(0.05, 1.0)), flip=True)
-    views = draw_views(MixedSizeImages(rows, 16, torch.device("cpu")), settings, generator_for(7))
+    views = make_random_views(
+        MixedSizeImageList(rows, 16, torch.device("cpu")), settings, generator_for(7)
+    )
     assert views.images.shape == (4, 3, 16, 16)
     # by hand: where each pixel of a view comes from, with the nearest four of the original
     back = torch.linalg.inv(views.affines.double())
@@ -98,22 +104,22 @@ def bilinear(image, row: float, column: float) -> torch.Tensor:
 
 
 def test_images_that_are_kept_whole_need_a_crop():
-    whole = MixedSizeImages([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
+    whole = MixedSizeImageList([IMAGES[0].permute(1, 2, 0).numpy()] * 2, 16, torch.device("cpu"))
     with pytest.raises(UserError, match=r"views: found crop: null, but .* allowed: a crop"):
-        draw_views(whole, ViewSettings(flip=True), generator_for(0))
-    assert identity_view(whole).shape == (2, 3, 16, 16)
+        make_random_views(whole, ViewSettings(flip=True), generator_for(0))
+    assert evaluation_images(whole).shape == (2, 3, 16, 16)
 
 
 def test_the_default_changes_nothing():
-    views = draw_views(IMAGES, ViewSettings(), generator_for(0))
-    assert torch.equal(views.images, identity_view(IMAGES)) and torch.equal(
+    views = make_random_views(IMAGES, ViewSettings(), generator_for(0))
+    assert torch.equal(views.images, evaluation_images(IMAGES)) and torch.equal(
         views.affines, torch.eye(3).expand(len(IMAGES), 3, 3)
     )
 
 
 def test_erasing_blacks_out_a_rectangle():
     white = torch.full((2000, 1, 20, 20), 255, dtype=torch.uint8)
-    views = draw_views(white, ViewSettings(erasing=0.25), generator_for(0)).images[:, 0]
+    views = make_random_views(white, ViewSettings(erasing=0.25), generator_for(0)).images[:, 0]
     hidden = (views == 0).float()
     erased = hidden.sum((1, 2)) > 0
     assert (
@@ -127,7 +133,7 @@ def test_erasing_blacks_out_a_rectangle():
 
 
 def test_half_of_the_images_are_mirrored():
-    views = draw_views(
+    views = make_random_views(
         torch.zeros(4000, 1, 4, 4, dtype=torch.uint8), ViewSettings(flip=True), generator_for(0)
     )
     assert (views.affines[:, 1, 1] < 0).float().mean() == pytest.approx(0.5, abs=0.03)
@@ -163,7 +169,7 @@ def test_cutmix_takes_whole_pixels_in_a_box():
 
 
 def test_mixing_is_a_function_of_the_generator():
-    images = identity_view(IMAGES)
+    images = evaluation_images(IMAGES)
     labels = torch.arange(32) % 5
     before = torch.get_rng_state()
     one, two = (

@@ -14,7 +14,7 @@ from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
     ViewSettings,
-    draw_views,
+    make_random_views,
 )
 from moecore.data.views.views3d import (
     centred_volume_affines,
@@ -43,7 +43,9 @@ def ramps(count: int, size=SIZE) -> torch.Tensor:
 
 def test_a_function_of_seed_and_step_that_leaves_the_data_alone():
     before = VOLUMES.clone()
-    first, again, other = (draw_views(VOLUMES, FULL, generator_for(1, step)) for step in (5, 5, 6))
+    first, again, other = (
+        make_random_views(VOLUMES, FULL, generator_for(1, step)) for step in (5, 5, 6)
+    )
     assert torch.equal(first.images, again.images) and torch.equal(first.affines, again.affines)
     assert not torch.equal(first.affines, other.affines)
     assert torch.equal(VOLUMES, before)
@@ -54,8 +56,8 @@ def test_a_view_does_not_depend_on_the_other_volumes():
     alone = VOLUMES.clone()
     alone[1:] = 0
     assert torch.equal(
-        draw_views(VOLUMES, FULL, generator_for(1)).images[0],
-        draw_views(alone, FULL, generator_for(1)).images[0],
+        make_random_views(VOLUMES, FULL, generator_for(1)).images[0],
+        make_random_views(alone, FULL, generator_for(1)).images[0],
     )
 
 
@@ -86,15 +88,19 @@ def test_a_batch_has_the_bits_of_its_volumes_one_by_one(fill, kind, channels):
     draws = generator_for(4)
     shifts = torch.randint(-3, 4, (9, 3), generator=draws)
     mirrored = torch.rand(9, generator=draws) < 0.5
-    views = draw_views(volumes, ViewSettings(shift=3, flip=True, fill=fill), generator_for(4))
+    views = make_random_views(
+        volumes, ViewSettings(shift=3, flip=True, fill=fill), generator_for(4)
+    )
     assert torch.equal(views.images, torch.stack([*one_by_one(volumes, shifts, mirrored, fill)]))
     assert torch.equal(volumes, before) and mirrored.any() and not mirrored.all()
 
 
 def test_flips_mirror_the_first_axis_half_of_the_time():
-    views = draw_views(torch.rand(400, 1, 2, 2, 2), ViewSettings(flip=True), generator_for(0))
+    views = make_random_views(
+        torch.rand(400, 1, 2, 2, 2), ViewSettings(flip=True), generator_for(0)
+    )
     volumes = VOLUMES
-    flipped = draw_views(volumes, ViewSettings(flip=True), generator_for(3))
+    flipped = make_random_views(volumes, ViewSettings(flip=True), generator_for(3))
     turned = flipped.affines[:, 0, 0] < 0
     assert turned.any() and not turned.all()
     assert torch.equal(flipped.images[turned], volumes[turned].float().flip(2)) and torch.equal(
@@ -119,7 +125,7 @@ def test_the_affine_says_where_every_voxel_went(settings):
     """A ramp's value is the original place; so a view's voxel p must hold A⁻¹ p, wherever that lies
     inside the voxel centres.
     """
-    views = draw_views(ramps(8), settings, generator_for(4))
+    views = make_random_views(ramps(8), settings, generator_for(4))
     centres = torch.stack(
         torch.meshgrid(*(torch.arange(length) + 0.5 for length in SIZE), indexing="ij"), dim=-1
     ).double()
@@ -135,7 +141,7 @@ def test_the_affine_says_where_every_voxel_went(settings):
 
 
 def test_sampling_is_scipys():
-    affine = draw_views(
+    affine = make_random_views(
         VOLUMES[:1], ViewSettings(affine=FULL.affine), generator_for(8)
     ).affines.double()
     back = torch.linalg.inv(affine[0])
@@ -181,7 +187,7 @@ def test_rotations_keep_lengths_and_the_middle():
 
 
 def test_scale_and_translation_have_their_range():
-    views = draw_views(
+    views = make_random_views(
         torch.zeros(300, 1, *SIZE),
         ViewSettings(affine=AffineRanges(scale=(0.5, 2.0), translate=0.25)),
         generator_for(5),
@@ -213,4 +219,4 @@ def test_cubes_find_their_partners_through_the_affines():
 )
 def test_settings_of_images_are_refused(settings, named):
     with pytest.raises(UserError, match=f"found {named}"):
-        draw_views(VOLUMES, settings, generator_for(0))
+        make_random_views(VOLUMES, settings, generator_for(0))

@@ -20,7 +20,7 @@ from moecore.data.volumes.grids import (
     Grid,
     brain_window_start,
     cut_window,
-    resample_inside,
+    resample_masked_volume,
     resample_volume,
 )
 from moecore.data.volumes.stored_volumes import (
@@ -29,8 +29,8 @@ from moecore.data.volumes.stored_volumes import (
     read_volume,
 )
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_cache import VolumeCache, load_stored, save_stored
-from moecore.data.volumes.volume_checks import volume_flags
+from moecore.data.volumes.volume_cache import VolumeCache, load_cached_volume, save_cached_volume
+from moecore.data.volumes.volume_checks import unusual_volume_flags
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
 from moecore.tasks.regression import Regression
@@ -105,7 +105,7 @@ def test_the_background_does_not_darken_the_rim():
     t1 = np.full((30, 30, 30), 7, np.float32)
     mask = np.zeros((30, 30, 30), bool)
     mask[6:24, 6:24, 6:24] = True
-    values, inside = resample_inside(t1, mask, (1.0, 1.0, 1.0), 2.0)
+    values, inside = resample_masked_volume(t1, mask, (1.0, 1.0, 1.0), 2.0)
     assert (
         inside.sum() * 8 == pytest.approx(18**3, rel=0.15)
         and np.allclose(values[inside], 7, rtol=1e-5)
@@ -139,10 +139,14 @@ def test_flags():
     t1, regions = head()
     image = normalise_intensities(t1, t1 > 0)[None]
     shares = (regions * 255).astype(np.uint8)
-    assert volume_flags(image, shares) == [] == volume_flags(image, None)
-    assert "not T1-weighted" in volume_flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
-    assert volume_flags(image, shares[[0, 2, 1]])[0].startswith("tissue fractions unusual (gm 0.1")
-    assert volume_flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith(
+    assert unusual_volume_flags(image, shares) == [] == unusual_volume_flags(image, None)
+    assert (
+        "not T1-weighted" in unusual_volume_flags(np.where(image > 0, 1.01 - image, 0), shares)[0]
+    )
+    assert unusual_volume_flags(image, shares[[0, 2, 1]])[0].startswith(
+        "tissue fractions unusual (gm 0.1"
+    )
+    assert unusual_volume_flags(np.where(image > 0, 0.1 * image, 0), None)[0].startswith(
         "mean intensity unusual"
     )
 
@@ -316,8 +320,8 @@ def test_the_cache_keeps_a_subject_until_a_file_or_a_setting_changes(tmp_path, r
     path = cache.subject_path({"t1": file})
     assert cache.subject_path({"t1": file}) == path
     made = VolumeWithTissueShares(np.ones((1, 2, 2, 2), np.float16), regions)
-    save_stored(path, made)
-    kept = load_stored(path)
+    save_cached_volume(path, made)
+    kept = load_cached_volume(path)
     assert np.array_equal(kept.image, made.image) and kept.image.dtype == np.float16
     assert np.array_equal(kept.regions, regions) if regions is not None else not kept.regions
     assert cache._replace(settings={"voxel_mm": 2}).subject_path({"t1": file}) != path

@@ -14,8 +14,8 @@ from moecore.measure.probes import ageing_and_rescans
 from moecore.measure.probes.ageing_and_rescans import (
     UnseenPeopleSimulator,
     compare_sessions,
+    measure_simulated_rescans,
     predict_ageing,
-    predict_rescans,
     predicted_ages,
     rank_correlations,
     rising_step_share,
@@ -192,7 +192,7 @@ def test_only_age_changes_when_a_subject_is_aged():
 def test_a_scan_again_and_at_another_site():
     source = Source()
     ages = np.linspace(20, 80, 4)
-    found = predict_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2)
+    found = measure_simulated_rescans(Brightness(), UnseenPeopleSimulator(source), ages, 2)
     assert found.mean_abs_difference == pytest.approx(0.1, abs=1e-4)
     assert found.other_site_mean_abs_difference == pytest.approx(10.1, abs=1e-4)
     assert [asked[0] for asked in source.asked[:4]] == [20, 40, 60, 80]

@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord, first_choices, rank_chosen_first
-from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, expert_grid
+from moecore.core.routing_records import RoutingRecord, chosen_first_scores, first_choices
+from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
-    change_after_capacity,
-    change_of_choice,
     choice_iou,
     dead_expert_share,
     expert_counts,
     load_cv2,
     max_load_violation,
     normalised_load_entropy,
+    processing_change_by_layer,
+    routing_change_by_layer,
     routing_confidence,
 )
 from moecore.measure.routing_metrics.layer_use import map_border_shares
 from moecore.measure.routing_metrics.tail_and_fallback import (
     below_k_eligible_rate,
+    eligible_tail_mass,
     fallback_rate,
-    tail_mass,
     tail_of_probs,
 )
 
@@ -97,7 +97,7 @@ def test_the_first_choice_is_the_most_probable_of_the_chosen():
     chosen = torch.tensor([[[False, True, True], [False, True, True], [False, False, False]]])
     record = RoutingRecord(probs.log(), probs, chosen.float(), chosen, probs * chosen)
     assert first_choices(record).tolist() == [[2, 1, -1]]
-    order = rank_chosen_first(record.logits, chosen).argsort(dim=-1, descending=True, stable=True)
+    order = chosen_first_scores(record.logits, chosen).argsort(dim=-1, descending=True, stable=True)
     assert order.tolist() == [[[2, 1, 0], [1, 2, 0], [0, 1, 2]]]
 
 
@@ -122,9 +122,9 @@ def test_change_of_choice_and_of_processing_differ_under_capacity():
         torch.tensor([[[0.6, 0.4, 0, 0], [0.7, 0, 0, 0]]]),
     )  # the second token lost expert 2
     full = record(chosen)
-    assert change_of_choice([full], [record(chosen, weights)]) == [0.0]
-    assert change_after_capacity([full], [record(chosen, weights)]) == [0.25]
-    assert change_of_choice((), ()) == []
+    assert routing_change_by_layer([full], [record(chosen, weights)]) == [0.0]
+    assert processing_change_by_layer([full], [record(chosen, weights)]) == [0.25]
+    assert routing_change_by_layer((), ()) == []
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2])
@@ -136,7 +136,7 @@ def test_overlays_skip_the_tokens_before_the_patches(prefix):
         combine[0, prefix + patch, 0] = 0.1
     stored = encode_expert_overlays(images, (record(combine > 0, combine),))
     assert stored.grids == ((("3 4 5", "6 7 8", "9 10 -"),),) and stored.experts == 12
-    assert expert_grid(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
+    assert parse_expert_grid(stored.grids[0][0]).tolist() == [[3, 4, 5], [6, 7, 8], [9, 10, -1]]
     assert np.array_equal(stored.images(), images)
 
 
@@ -225,18 +225,20 @@ def test_rates_by_hand():
 def test_tail_mass_by_hand():
     # k = 2, tokens 0, 1 and 3: 0.6/(0.9 + 0.75 + 0.6) = 4/15, 0 and 0. Token 2 has no eligible
     # expert and does not count.
-    assert tail_mass(SCORES, 0.5, 2) == pytest.approx(4 / 15 / 3)
+    assert eligible_tail_mass(SCORES, 0.5, 2) == pytest.approx(4 / 15 / 3)
     # k = 1: (0.75 + 0.6)/2.25 = 0.6, 0, 0.7/1.5.
-    assert tail_mass(SCORES, 0.5, 1) == pytest.approx((0.6 + 0.7 / 1.5) / 3)
-    assert tail_mass(SCORES, 0.9, 1) is None
+    assert eligible_tail_mass(SCORES, 0.5, 1) == pytest.approx((0.6 + 0.7 / 1.5) / 3)
+    assert eligible_tail_mass(SCORES, 0.9, 1) is None
     # A negative threshold lets in scores that count 1e-6: 1e-6/(0.4 + 1e-6).
-    assert tail_mass(torch.tensor([[[-0.2, 0.4, -0.8]]]), -0.5, 1) == pytest.approx(1e-6 / 0.400001)
+    assert eligible_tail_mass(torch.tensor([[[-0.2, 0.4, -0.8]]]), -0.5, 1) == pytest.approx(
+        1e-6 / 0.400001
+    )
 
 
 @given(scores(), st.floats(-1, 1, width=32), st.integers(1, 6))
 @settings(deadline=None)
 def test_bounds_and_definition(scores, threshold, k):
-    sizes, mass = (scores > threshold).sum(-1), tail_mass(scores, threshold, k)
+    sizes, mass = (scores > threshold).sum(-1), eligible_tail_mass(scores, threshold, k)
     assert (mass is None) == (fallback_rate(scores, threshold) == 1)
     assert mass == (None if mass is None else pytest.approx(slow_tail_mass(scores, threshold, k)))
     assert mass is None or 0 <= mass < 1
@@ -249,7 +251,7 @@ def test_bounds_and_definition(scores, threshold, k):
     )
     order = torch.arange(scores.shape[-1]).flip(0)
     # relabelled experts
-    assert tail_mass(scores[..., order], threshold, k) == (
+    assert eligible_tail_mass(scores[..., order], threshold, k) == (
         None if mass is None else pytest.approx(mass)
     )
 
@@ -286,4 +288,6 @@ def test_bounds_of_the_tail_of_probs(probs, k, random):
     assert tail_of_probs(probs, k + 1) <= mass, "more experts leave less outside"
     order = torch.tensor(random.sample(range(experts), experts))
     assert tail_of_probs(probs[..., order], k) == pytest.approx(mass), "relabelled experts"
-    assert tail_mass(probs, 0.0, k) == pytest.approx(mass), "eq. 12 where every expert is eligible"
+    assert eligible_tail_mass(probs, 0.0, k) == pytest.approx(mass), (
+        "eq. 12 where every expert is eligible"
+    )

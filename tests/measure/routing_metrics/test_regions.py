@@ -14,7 +14,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data.views.views import draw_views
+from moecore.data.views.views import make_random_views
 from moecore.measure.exploring.watched import (
     explorer_image_indices,
     read_epoch_traces,
@@ -23,7 +23,7 @@ from moecore.measure.exploring.watched import (
     write_epoch_trace,
 )
 from moecore.measure.routing_metrics.imed import class_expert_probs
-from moecore.measure.routing_metrics.regions import region_rows, scatter_tissue_in_brain
+from moecore.measure.routing_metrics.regions import region_rows, shuffle_tissue_in_brain
 from moecore.measure.routing_metrics.sweeps import (
     RoutingSweeps,
     SweepImages,
@@ -41,7 +41,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     draw_two_views,
 )
 from moecore.nn.predict import predict_in_batches
-from moecore.nn.routing_traces import build_image_trace
+from moecore.nn.routing_traces import build_image_traces
 from moecore.tasks.classification import Classification
 from moecore.training.single_tissue_volumes import keep_only_tissue
 from tests.measure.subjects import images, moe, subject, volumes
@@ -110,17 +110,17 @@ def test_a_share_scales_the_voxels():
 def test_the_control_keeps_as_much_inside_the_brain_and_nothing_outside():
     image, regions = ball(60, 0)
     share, brain = torch.from_numpy(regions[None, 0]), torch.from_numpy(image > 0)
-    found = scatter_tissue_in_brain(share, brain, 3)
+    found = shuffle_tissue_in_brain(share, brain, 3)
     assert (
         torch.equal(found[brain].sort().values, share[brain].sort().values)
         and (found[~brain] == 0).all()
     )
     assert (
         not torch.equal(found, share)
-        and torch.equal(found, scatter_tissue_in_brain(share, brain, 3))
-        and not torch.equal(found, scatter_tissue_in_brain(share, brain, 4))
+        and torch.equal(found, shuffle_tissue_in_brain(share, brain, 3))
+        and not torch.equal(found, shuffle_tissue_in_brain(share, brain, 4))
     )
-    two = scatter_tissue_in_brain(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
+    two = shuffle_tissue_in_brain(share.expand(2, -1, -1, -1), brain.expand(2, -1, -1, -1), 3)
     assert torch.equal(two[0], found[0]) and not torch.equal(two[0], two[1])
 
 
@@ -183,7 +183,7 @@ def test_first_images_keep_their_views_when_there_are_more():
         many.affines[130:230], few.affines[100:]
     )
     generator = generator_for(derived_seed("measured_views", 0), 100, 1)
-    by_hand = draw_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
+    by_hand = make_random_views(torch.from_numpy(images[100:]), PRESETS["crop"].views, generator)
     assert torch.equal(many.images[230:], by_hand.images) and torch.equal(
         many.affines[230:], by_hand.affines
     )
@@ -235,7 +235,7 @@ def test_what_was_kept_is_what_the_model_did(tmp_path):
     for one in found:
         assert one.images == tuple(where)
         seen = predict_in_batches(models[one.epoch].model, data.test.images[where], 32)
-        assert one.trace == build_image_trace(*seen, data.task)
+        assert one.trace == build_image_traces(*seen, data.task)
     assert found[0].trace != found[1].trace
 
 

@@ -11,9 +11,9 @@ from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord, TokenLayout
 from moecore.measure.routing_metrics.consistency import (
-    Matches,
-    agreeing_pair_counts,
-    epoch_agreement,
+    MatchRatios,
+    agreement_over_epochs,
+    match_counts_by_image,
     match_ratios,
 )
 from moecore.measure.routing_metrics.epochs import agreement_items
@@ -124,23 +124,23 @@ THEIRS = torch.tensor(
 
 
 def test_ratios_by_hand():
-    assert match_ratios(OURS, THEIRS, torch.ones(1, 5, dtype=torch.bool)) == Matches(
+    assert match_ratios(OURS, THEIRS, torch.ones(1, 5, dtype=torch.bool)) == MatchRatios(
         2 / 5, 1 / 5, 2 / 5
     )
     assert match_ratios(
         OURS, THEIRS, torch.tensor([[False, True, True, True, False]])
-    ) == pytest.approx(Matches(1 / 3, 0, 1 / 3))
+    ) == pytest.approx(MatchRatios(1 / 3, 0, 1 / 3))
 
 
 def test_ties_go_to_the_lowest_index():
     even = torch.full((1, 1, 40), 1 / 40)
     low, found = torch.eye(40)[0] + 0.5 * torch.eye(40)[1], torch.ones(1, 1, dtype=torch.bool)
-    assert match_ratios(even, low.view(1, 1, 40), found) == Matches(1, 1, 1)
+    assert match_ratios(even, low.view(1, 1, 40), found) == MatchRatios(1, 1, 1)
     tied_second = torch.tensor([[[0.5, 0.1, 0.2, 0.2]]])
-    assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, 0.3, 0.2]]]), found) == Matches(
+    assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, 0.3, 0.2]]]), found) == MatchRatios(
         1, 1, 1
     )
-    assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, 0.2, 0.3]]]), found) == Matches(
+    assert match_ratios(tied_second, torch.tensor([[[0.4, 0.1, 0.2, 0.3]]]), found) == MatchRatios(
         1, 0, 0
     )
 
@@ -164,8 +164,11 @@ def test_ordered_pairs_are_rarer_than_sets_and_than_best_ones(seed, experts):
 def test_epochs_by_hand():
     # Four tokens over three epochs: 0 → 1 shares two tokens, 1 → 2 three, 0 with the last one.
     epochs = [np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 0]]), np.array([[0, 2], [0, 0]])]
-    assert epoch_agreement(epochs) == {"with_final": [0.25, 0.75, 1.0], "consecutive": [0.5, 0.75]}
-    assert epoch_agreement(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
+    assert agreement_over_epochs(epochs) == {
+        "with_final": [0.25, 0.75, 1.0],
+        "consecutive": [0.5, 0.75],
+    }
+    assert agreement_over_epochs(epochs[:1]) == {"with_final": [1.0], "consecutive": []}
 
 
 def test_pairs_are_counted_image_by_image():
@@ -173,8 +176,8 @@ def test_pairs_are_counted_image_by_image():
     found = torch.tensor([[True, True, True, True, True], [False, True, True, False, False]])
     # Second image: theirs is (1, 2), (0, 1), (1, 0), (0, 2), (2, 1), of which the second and the
     # third are there.
-    assert agreeing_pair_counts(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
-    assert match_ratios(ours, theirs, found) == Matches(3 / 7, 2 / 7, 4 / 7)
+    assert match_counts_by_image(ours, theirs, found).tolist() == [[2, 1, 2], [1, 1, 2]]
+    assert match_ratios(ours, theirs, found) == MatchRatios(3 / 7, 2 / 7, 4 / 7)
 
 
 @pytest.mark.parametrize(("experts", "pairs"), [(1, True), (3, False)])

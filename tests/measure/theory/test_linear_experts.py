@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from moecore.measure.linear_experts import (
     LinearExperts,
+    LipschitzRatioRow,
     Result,
-    Theorem1OverSeeds,
-    evaluate_theorem_2,
     measure,
+    theorem_2_over_seeds,
 )
 from moecore.measure.theory.linear_experts import (
     expert_subspace_bases,
@@ -415,7 +415,7 @@ def found() -> Result:
     return measure(LinearExperts(experts=(2, 4, 8), angles=(5, 60, 90)))
 
 
-def row(targets, experts, angle, rows) -> Theorem1OverSeeds:
+def row(targets, experts, angle, rows) -> LipschitzRatioRow:
     (one,) = [
         row for row in rows if (row.targets, row.experts, row.angle) == (targets, experts, angle)
     ]
@@ -444,6 +444,6 @@ def test_the_printed_theorem_fails_where_the_proofs_does_not(found):
 
 
 def test_theorem_2_promises_where_experts_disagree(found):
-    assert all(one.gamma is not None for one in evaluate_theorem_2(8, 60, "opposed"))
-    assert all(one.gamma is None for one in evaluate_theorem_2(2, 5, "shared"))
+    assert all(one.gamma is not None for one in theorem_2_over_seeds(8, 60, "opposed"))
+    assert all(one.gamma is None for one in theorem_2_over_seeds(2, 5, "shared"))
     assert 2 <= found.theorem_2_promises <= found.draws - 2

@@ -13,14 +13,14 @@ from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer
 from moecore.nn.layers.moe import MoESettings
-from moecore.study.reading.document import load_yaml
+from moecore.study.reading.document import load_yaml_document
 from moecore.training.method import Method
 from tests.nn.backbones.test_language_model import WORDS, text
 from tests.nn.backbones.test_two_towers import TASK
 
 METHODS = {
     name: Method.model_validate(entry)
-    for name, entry in load_yaml(str(ROOT / "params.yaml")).data["methods"].items()
+    for name, entry in load_yaml_document(str(ROOT / "params.yaml")).data["methods"].items()
     if entry
 }
 EXPERTS = {"kind": "mlp", "number": 4, "hidden_ratio": 1.0}

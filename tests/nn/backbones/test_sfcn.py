@@ -7,7 +7,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.sfcn import Sfcn, soft_labels
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.testing.backbone_checks import MOE
 from moecore.testing.small_models import IMAGE
@@ -18,7 +18,7 @@ SMALL = Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviati
 
 def test_the_published_size():
     image = VOLUMES.model_copy(update={"size": (160, 192, 160)})
-    with on_meta_device():
+    with meta_device_context():
         model = Sfcn().build(image)
     assert model.layout.grid == (5, 6, 5)  # what the authors average over
     # Convolutions 27·(1·32 + 32·64 + 64·128 + 128·256 + 256·256) + 256·64 and a bias each, two

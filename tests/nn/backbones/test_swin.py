@@ -27,7 +27,7 @@ from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
 from moecore.training.compilation_and_tracing import CompiledBlocks
-from moecore.training.guide import aligned_blocks, attach_required_guide, build_guide
+from moecore.training.guide import aligned_teacher_blocks, attach_required_guide, build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
@@ -392,10 +392,10 @@ def test_top_1_routing_gets_almost_no_task_gradient_in_v2():
 
 def test_a_teachers_blocks_stand_beside_those_of_the_same_stage():
     tiny, small = (2, 2, 6, 2), (2, 2, 18, 2)
-    assert aligned_blocks((9, 11), tiny, tiny) == (9, 11)
-    assert aligned_blocks((5, 9, 11), tiny, small) == (9, 21, 23)
-    assert aligned_blocks((9, 11), tiny, (12,)) == (-1, -1)
-    assert aligned_blocks((0, 3), (2, 2), (1, 1)) == (-1, 1)
+    assert aligned_teacher_blocks((9, 11), tiny, tiny) == (9, 11)
+    assert aligned_teacher_blocks((5, 9, 11), tiny, small) == (9, 21, 23)
+    assert aligned_teacher_blocks((9, 11), tiny, (12,)) == (-1, -1)
+    assert aligned_teacher_blocks((0, 3), (2, 2), (1, 1)) == (-1, 1)
 
 
 def test_routers_see_patches_and_attention_of_their_own_stage():

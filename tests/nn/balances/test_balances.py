@@ -12,8 +12,8 @@ from moecore.nn.balances.loss_free import bias_change
 from moecore.nn.balances.quantile import needed_biases
 from moecore.nn.balances.sinkhorn import expert_factors
 from moecore.nn.layers.moe import update_routers
-from moecore.nn.routers.expert_groups import ExpertGroups
 from moecore.nn.routers.frozen_copy import FrozenCopy
+from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import top_k
 from moecore.training.method import Method
@@ -172,7 +172,7 @@ def test_each_group_of_images_has_a_plan_and_ends_by_itself():
 def test_a_token_chooses_within_its_best_groups(per_group, groups, chosen):
     # Sums of a pair's two best: 1, .8, 1.05; the best alone: .9, .6, .55. Without groups 0, 3, 5.
     scores = torch.tensor([[[0.9, 0.1, 0.2, 0.6, 0.5, 0.55]]])
-    limited = ExpertGroups(number=3, kept=2, per_group=per_group).limit_scores(scores, 3)
+    limited = GroupLimitedChoice(number=3, kept=2, per_group=per_group).limit_scores(scores, 3)
     assert top_k(limited, 3).flatten().tolist() == chosen
     inside = {place // 2 for place in limited.isfinite().flatten().nonzero().flatten().tolist()}
     assert inside == set(groups) and top_k(scores, 3).flatten().tolist() == [0, 3, 5]

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from torch.nn.functional import gelu, linear, relu
 
 from moecore.core.files import UserError
-from moecore.measure.forward_cost import flops_per_image
+from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.dispatch import Rows, SparsePlan, dense_rows
+from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
 from moecore.nn.experts.base import default_rank
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
@@ -303,7 +303,7 @@ def test_fine_grained_experts_have_the_same_weights():
         _, (record,) = layer(torch.randn(1, 5, 8))
         assert record.chosen.sum(dim=-1).eq(layer.router.config.k).all()
         model = Vit(patch=4, width=8, depth=1, heads=2).build(IMAGE, moe)
-        whole, routing = flops_per_image(model, torch.rand(2, 1, 8, 8))
+        whole, routing = whole_and_routing_flops(model, torch.rand(2, 1, 8, 8))
         counts[-1] += (whole - routing,)
     assert counts[0][:3] == (2048, 1024, 32) and counts[1][:3] == (2048, 1024, 120)
     assert counts[0][3] == counts[1][3]
@@ -332,7 +332,9 @@ def test_a_token_that_a_capacity_drops_keeps_its_shared_expert():
     output, (record,) = layer(tokens)
     dropped = ~(record.combine > 0).any(dim=-1)
     assert dropped.sum() > 20
-    torch.testing.assert_close(output[dropped], layer.shared(dense_rows(tokens))[dropped[0]])
+    torch.testing.assert_close(
+        output[dropped], layer.shared(single_expert_rows(tokens))[dropped[0]]
+    )
 
 
 def test_shared_experts_that_cannot_be_are_refused():

@@ -6,13 +6,13 @@ from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.measure.forward_cost import flops_per_image
+from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.competition import Competition
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -82,10 +82,10 @@ def test_networks_compute_what_chose_them_and_no_more(k):
     draw_weights(model)
     images = torch.rand(3, 1, 8, 8)
     used = [int(one.chosen[..., :2].sum()) for one in model.eval()(images).routing]
-    whole, routing = flops_per_image(model, images)
-    with on_meta_device():  # without data a third of the choices: 2 of 6
+    whole, routing = whole_and_routing_flops(model, images)
+    with meta_device_context():  # without data a third of the choices: 2 of 6
         blank = VIT.build(IMAGE, moe)
-    expected, aside = flops_per_image(blank, torch.empty(3, 1, 8, 8, device="meta"))
+    expected, aside = whole_and_routing_flops(blank, torch.empty(3, 1, 8, 8, device="meta"))
     of_pair = 4 * 8 * 16
     dense = expected - aside - 2 * 17 * k / 3 * of_pair
     assert 0 < sum(used) < 2 * 3 * 17 * k

@@ -9,7 +9,7 @@ from moecore.core.files import UserError
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.standalone_moe import MoELayer
-from moecore.nn.record_tracing import trace_routing
+from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.hash import Hash
@@ -31,7 +31,7 @@ def layer_of(**router) -> MoELayer:
 def test_tokens_keep_their_shape_and_leave_a_record(shape, recorded):
     layer = layer_of(k=4, renormalise=True).eval()
     tokens = torch.randn(shape)
-    with trace_routing(layer) as records:
+    with routing_collector(layer) as records:
         output = layer(tokens)
     assert output.shape == shape
     (record,) = records
@@ -73,16 +73,16 @@ def test_a_router_that_reads_more_than_tokens_is_refused(router, reads):
 
 def test_experts_lend_their_bases():
     layer = MoELayer(8, Eigenbasis(context="learned"), Eigen(number=4))
-    with trace_routing(layer) as records:
+    with routing_collector(layer) as records:
         layer(torch.randn(5, 8)).sum().backward()
     assert records[0].probs.shape == (1, 5, 4) and layer.feed_forward.experts.basis.grad.any()
 
 
 def test_records_are_collected_inside_the_with_in_the_order_of_the_calls():
     model = torch.nn.Sequential(layer_of(k=1), layer_of(k=2))
-    with trace_routing(model) as records:
+    with routing_collector(model) as records:
         model(torch.randn(5, 8))
-        with trace_routing(model[1]) as inner:
+        with routing_collector(model[1]) as inner:
             model(torch.randn(3, 8))
     model(torch.randn(5, 8))
     chosen = [(len(one.chosen[0]), int(one.chosen[0, 0].sum())) for one in (*records, *inner)]
@@ -95,7 +95,7 @@ def test_a_compiled_model_leaves_records_too():
     compiled = torch.compile(model, backend="eager")
     compiled(torch.randn(5, 8))
     for _ in range(2):
-        with trace_routing(compiled) as records:
+        with routing_collector(compiled) as records:
             compiled(torch.randn(5, 8))
         assert len(records) == 1 and records[0].probs.requires_grad
 
@@ -103,13 +103,13 @@ def test_a_compiled_model_leaves_records_too():
 def test_a_model_of_ours_is_traced_and_a_dense_one_is_not():
     images = torch.rand(2, 1, 8, 8)
     model = vit({"kind": "noisy_top_k"}).eval()
-    with trace_routing(model) as records:
+    with routing_collector(model) as records:
         output = model(images)
     assert len(records) == len(output.routing) > 0
     assert all(ours is theirs for ours, theirs in zip(records, output.routing, strict=True))
     for model in (torch.nn.Linear(8, 8), vit(None)):
         with pytest.raises(UserError, match="^trace: .* has no router that is known; allowed: "):
-            with trace_routing(model):
+            with routing_collector(model):
                 pass
 
 

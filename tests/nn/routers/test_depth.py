@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
-from moecore.measure.forward_cost import flops_per_image
+from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
@@ -92,7 +92,7 @@ def test_skipped_tokens_cost_nothing():
     for share in (0.25, 1.0):
         moe = MoESettings(router=Depth(share=share), experts=Mlp(hidden_ratio=2.0), blocks="all")
         model = Vit(patch=2, width=8, depth=1, heads=2).build(IMAGE, moe)
-        whole, routing = flops_per_image(model, images)
+        whole, routing = whole_and_routing_flops(model, images)
         costs.append(whole - routing)
     assert costs[1] - costs[0] == pytest.approx((17 - 4) * 2 * 4 * 8 * 16)
     assert moe.active_share == 2 / 8 and Depth().active(8) == 0.25

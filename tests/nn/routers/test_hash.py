@@ -18,7 +18,7 @@ from moecore.nn.routers import hash as hash_router
 from moecore.nn.routers.hash import (
     PRIME,
     Hash,
-    draw_word_hash,
+    draw_hash_factor_and_shift,
     experts_by_position,
     hash_directions,
 )
@@ -160,7 +160,7 @@ def test_words_by_hand(monkeypatch):
     """Three times a word plus 5, modulo 4 experts; of word 2**30 that is above the prime, and
     3 * 2**30 + 5 - (2**31 - 1) = 1,073,741,830 leaves 2.
     """
-    monkeypatch.setattr(hash_router, "draw_word_hash", lambda seed: (3, 5))
+    monkeypatch.setattr(hash_router, "draw_hash_factor_and_shift", lambda seed: (3, 5))
     words = torch.tensor([[0, 1, 2, 3, 4, 2**30, -1]])
     for k, first in (1, [[1], [0], [3], [2], [1], [2], [2]]), (2, [[1, 2], [0, 1], [3, 0]]):
         router = Hash(k=k, by="word").build(8, 4)
@@ -171,8 +171,8 @@ def test_words_by_hand(monkeypatch):
 
 
 def test_words_are_spread_over_the_experts_by_the_seed():
-    factor, shift = draw_word_hash(0)
-    assert (factor, shift) == draw_word_hash(0) != draw_word_hash(1)
+    factor, shift = draw_hash_factor_and_shift(0)
+    assert (factor, shift) == draw_hash_factor_and_shift(0) != draw_hash_factor_and_shift(1)
     experts = (torch.arange(4000) * factor + shift) % PRIME % 8
     assert torch.bincount(experts).tolist() == pytest.approx([500] * 8, rel=0.1)
 
@@ -182,7 +182,7 @@ def test_a_text_is_routed_by_its_words_and_an_image_has_none():
     moe = MoESettings(router=Hash(by="word"), experts=Mlp(number=3), blocks="all")
     model = LanguageModel(width=8, depth=2, heads=2, span=4).build(text(4, 1), moe).eval()
     words = torch.tensor([[[1, 2, 3, 4], [5, 1, 5, 2]]])
-    factor, shift = draw_word_hash(0)
+    factor, shift = draw_hash_factor_and_shift(0)
     expected = (words[0, 1] * factor + shift) % PRIME % 3
     for record in model(words).routing:
         assert torch.equal(record.chosen[0].int().argmax(-1), expected)

@@ -9,7 +9,7 @@ from moecore.attacks.base import image_generators
 from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.backbones.base_model import truth_of_tokens
+from moecore.nn.backbones.base_model import majority_token_kinds
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
@@ -61,10 +61,10 @@ def test_a_model_routes_by_the_last_channel_and_does_not_see_it(model):
 def test_every_kind_is_read_back():
     kinds = torch.arange(256).view(64, 4)
     layout = VIT.build(IMAGE, MOE).layout
-    read = truth_of_tokens(pictures(kinds.tolist()), layout)
+    read = majority_token_kinds(pictures(kinds.tolist()), layout)
     assert torch.equal(read[:, layout.special :], kinds) and not read[:, : layout.special].any()
     moved = pictures(kinds.tolist()).roll(1, dims=3)  # a column of each patch is its neighbour's
-    assert torch.equal(truth_of_tokens(moved, layout), read)
+    assert torch.equal(majority_token_kinds(moved, layout), read)
 
 
 @torch.no_grad()

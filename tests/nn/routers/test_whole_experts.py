@@ -14,7 +14,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
-from moecore.nn.routers.competition import Competition, cosines_among_chosen
+from moecore.nn.routers.competition import Competition, mean_cosine_among_chosen
 from moecore.nn.routers.merged import Merged
 from tests.nn.routers import reference
 from tests.training.small import COMPETITION, IMAGE
@@ -47,7 +47,7 @@ def test_competition_by_hand():
     both = decide(1.0, 1.0, 0.0)[2].penalty.mean().item()
     assert both - record.penalty.mean().item() == pytest.approx(0.057481, abs=1e-6)
     # (1, −1) and (½, ½) are at right angles; (0, 3) and (1, 1) have .707107, twice of four
-    alike = cosines_among_chosen(torch.tensor([OUTPUTS]), torch.tensor([[[1, 0], [0, 1]]]))
+    alike = mean_cosine_among_chosen(torch.tensor([OUTPUTS]), torch.tensor([[[1, 0], [0, 1]]]))
     torch.testing.assert_close(alike, torch.tensor([[0, 0.353553]]), atol=1e-6, rtol=0)
     assert decide(0.0, 0.0, 1.0)[2].penalty.mean().item() == pytest.approx(0.176777 / 2, abs=1e-6)
 

@@ -4,7 +4,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.meta_device import on_meta_device
+from moecore.nn.meta_device import meta_device_context
 from moecore.study.checking.preflight import check_study
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.timm import Timm
@@ -26,7 +26,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_ours_lack_of_a_model_is_named(name):
-    with on_meta_device(), pytest.raises(UserError) as refused:
+    with meta_device_context(), pytest.raises(UserError) as refused:
         Timm(name=name, checkpoint="not_read.safetensors").check_name(IMAGE)
     said = str(refused.value)
     assert said.startswith(f"teacher.name: found {name}, which has ")
@@ -42,13 +42,13 @@ def test_what_ours_lack_of_a_model_is_named(name):
     ],
 )
 def test_plain_models_are_taken(name):
-    with on_meta_device():
+    with meta_device_context():
         Timm(name=name).check_name(IMAGE)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224.no_such_tag", "vit_small_patch32_clip_224"])
 def test_names_without_weights_are_refused(name):
-    with on_meta_device(), pytest.raises(UserError, match="^teacher.name: found "):
+    with meta_device_context(), pytest.raises(UserError, match="^teacher.name: found "):
         Timm(name=name).check_name(IMAGE)
 
 

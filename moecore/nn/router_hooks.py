@@ -16,7 +16,7 @@ from moecore.nn.layers.standalone_moe import MoELayer
 
 
 @contextmanager
-def trace_routing(
+def routing_collector(
     model: nn.Module, adapters: Mapping[str, RouterAdapter] | None = None
 ) -> Iterator[list[RoutingRecord]]:
     """Collect the routing of a model inside the ``with``: a record a MoE layer and call.

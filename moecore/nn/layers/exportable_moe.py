@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moecore.core.routing_records import RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.experts.base import ExpertsModule
-from moecore.nn.kernels.grouped import PlainOperations
+from moecore.nn.kernels.grouped import PlainOperationsFlag
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.depth_plan import DepthPlan
 from moecore.nn.routers.projection_plan import ProjectionDispatchPlan
@@ -23,7 +23,7 @@ TokenChoice = SparsePlan | ProjectionDispatchPlan | DepthPlan
 
 
 @contextmanager
-def compute_plainly(model: nn.Module) -> Iterator[None]:
+def exportable_moe_layers(model: nn.Module) -> Iterator[None]:
     """Let the MoE layers of ``model`` give, inside, the same numbers by batched products alone.
 
     No row is sorted or counted, so a graph that is traced here holds for batches of any size.
@@ -31,11 +31,11 @@ def compute_plainly(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, MoEFeedForward)]
     for layer in layers:
         layer.compute_networks = partial(_compute_networks_plainly, layer)
-    PlainOperations.is_on = True
+    PlainOperationsFlag.is_on = True
     try:
         yield
     finally:
-        PlainOperations.is_on = False
+        PlainOperationsFlag.is_on = False
         for layer in layers:
             del layer.compute_networks
 

@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.nn.routers.token_choice import top_k
 
 
-class ExpertGroups(Config):
+class GroupLimitedChoice(Config):
     """Groups of adjacent experts; a token keeps those with the largest sums of their best scores.
 
     A constraint on the choice alone: experts lie nowhere, so nothing is sent less far.

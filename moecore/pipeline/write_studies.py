@@ -14,8 +14,8 @@ from moecore.pipeline.dvc_file import (
     study_dvc_yaml_texts,
     write_study_dvc_files,
 )
-from moecore.study.reading.document import load_yaml
-from moecore.study.reading.overlay import OVERLAY, load_presets, resolve_overlay
+from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.overlay import OVERLAY, load_study_presets, resolve_overlay
 from moecore.study.writing.write_params import params_text, write_params
 
 WORKING_FOLDER = Path()  # the working folder
@@ -43,10 +43,10 @@ def list_studies(root: Path = WORKING_FOLDER) -> list[Path]:
     return [path.parent for path in overlays]
 
 
-def list_study_presets(folder: Path) -> list[str]:
+def list_presets_of_study(folder: Path) -> list[str]:
     """The names of a study's presets. Raises UserError where ``folder`` is no study."""
     _refuse_other_folder(folder)
-    return list(load_presets(folder))
+    return list(load_study_presets(folder))
 
 
 def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
@@ -63,7 +63,7 @@ def write_study(folder: Path, presets: Sequence[str] = ()) -> list[str]:
     return changed
 
 
-def project_overlay_texts(folder: Path) -> dict[str, str]:
+def project_texts_from_overlay(folder: Path) -> dict[str, str]:
     """Return path → text of what ``write_study`` writes of a project with an overlay of its own."""
     resolved = resolve_overlay(folder, SHIPPED)
     run = resolved.document.data["run"]
@@ -79,7 +79,7 @@ def begin_study(name: str, root: Path = WORKING_FOLDER) -> Path:
     refuse_study_name(name)
     if folder.exists():
         raise UserError(f"{folder}: is there already; take another name")
-    load_yaml(root / "params.yaml")  # nothing is written where there is no project
+    load_yaml_document(root / "params.yaml")  # nothing is written where there is no project
     try:
         for file, text in {OVERLAY: NEW_OVERLAY, "README.md": NEW_README.format(name=name)}.items():
             write_whole(folder / file, text)

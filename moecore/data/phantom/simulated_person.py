@@ -22,7 +22,7 @@ ROUNDS = 4  # of sharing out what capped voxels could not give
 ENOUGH = 0.5  # voxels: 0.0135 mL; what is left over is smaller than that
 
 
-class TissueShares(NamedTuple):
+class HeadTissueShares(NamedTuple):
     """The volumes that a brain is made to have: shares of the head."""
 
     grey: float
@@ -31,7 +31,7 @@ class TissueShares(NamedTuple):
     lesions: float
 
 
-class Brain(NamedTuple):
+class BrainMaps(NamedTuple):
     """An unscanned brain: float32 (64, 64, 64) shares; lesions are white matter."""
 
     brightness: np.ndarray
@@ -47,7 +47,7 @@ class Brain(NamedTuple):
         return np.stack([self.white, self.grey, self.fluid])
 
 
-class Anatomy(NamedTuple):
+class LifelongTraits(NamedTuple):
     """What one person is given for life; a function of (seed, preset)."""
 
     gap: float  # brain age − age, years
@@ -63,7 +63,7 @@ class Anatomy(NamedTuple):
     preset: Preset
 
     @classmethod
-    def draw(cls, seed: int, preset: Preset = "demo") -> "Anatomy":
+    def draw(cls, seed: int, preset: Preset = "demo") -> "LifelongTraits":
         """Draw a person; scanner and site have other random streams."""
         random = np.random.default_rng([seed, 1])
         varies = numbers.PRESETS[preset]
@@ -73,7 +73,7 @@ class Anatomy(NamedTuple):
         scores = (gap * varies.gap, atrophy, boundary, ventricles, lesions, head)
         return cls(*scores, pose, thinning, spots, preset)
 
-    def at(self, age: float, sex: str, base: Template | None = None) -> Brain:
+    def at(self, age: float, sex: str, base: Template | None = None) -> BrainMaps:
         """The brain of this person at an age in years, as a woman (F) or a man (M)."""
         base = base or load_template()
         head_ml = numbers.HEAD_ML[sex] * float(np.exp(numbers.HEAD_LOG_SD * self.head))
@@ -83,7 +83,7 @@ class Anatomy(NamedTuple):
         thinning = base.thinning * np.exp(numbers.CORTEX_LOG_SD * self.thinning)
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
-    def targets(self, base: Template, age: float, sex: str) -> TissueShares:
+    def targets(self, base: Template, age: float, sex: str) -> HeadTissueShares:
         """The volumes of this person at an age, as shares of the head."""
         brain_age = float(np.clip(age + self.gap, numbers.YOUNGEST, numbers.OLDEST))
         varies = numbers.PRESETS[self.preset]
@@ -93,17 +93,17 @@ class Anatomy(NamedTuple):
         men = numbers.VENTRICLES_OF_MEN if sex == "M" else 1.0
         growth = float(np.exp(varies.ventricles * self.ventricles))
         lesions = numbers.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
-        return TissueShares(
+        return HeadTissueShares(
             grey * numbers.grey_matter_relative_to_25(brain_age) * lost - moved,
-            white * numbers.white_share(brain_age) * lost + moved,
+            white * numbers.white_matter_relative_to_25(brain_age) * lost + moved,
             ventricles * numbers.ventricles_relative_to_25(brain_age) * growth * men,
             lesions / numbers.LESION_HEAD_ML,
         )
 
 
 def shift_tissue_boundaries(
-    placement: PlacedTemplate, targets: TissueShares, thinning: np.ndarray, spots: np.ndarray
-) -> Brain:
+    placement: PlacedTemplate, targets: HeadTissueShares, thinning: np.ndarray, spots: np.ndarray
+) -> BrainMaps:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 
     Both (64, 64, 64). thinning: where grey matter goes first; spots: lesions where it is high.
@@ -131,7 +131,7 @@ def shift_tissue_boundaries(
     )
     brightness += np.float32(numbers.FLUID) * to_fluid - np.float32(numbers.LESION_DARKER) * lesions
     fluid = fluid + to_fluid + ventricles
-    return Brain(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
+    return BrainMaps(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
 
 
 def tissue_exchange_map(

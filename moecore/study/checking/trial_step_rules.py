@@ -7,14 +7,14 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from moecore.nn.layers.moe import MoESettings
-from moecore.study.checking.outside_part_rules import faults_of
+from moecore.study.checking.outside_part_rules import run_and_list_faults
 from moecore.study.reading.study import Misfits, Study
-from moecore.testing.small_models import small_step, small_vit
+from moecore.testing.small_models import small_objective_inputs, small_vit
 from moecore.training.objective import Objective
 from moecore.training.regularizers.base import Regularizer
 
 
-def step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
+def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
     """Yield what is wrong with a step of each method of ``run.methods``.
 
     faulty: the keys of parts whose fault is known; their methods are not tried.
@@ -28,14 +28,14 @@ def step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
             if tower is None or tower.router is None or tower.experts is None or is_known:
                 continue
             moe = MoESettings(router=tower.router, experts=tower.experts, blocks="all")
-            for fault in faults_of(partial(_step, moe, losses), []):
+            for fault in run_and_list_faults(partial(_step, moe, losses), []):
                 yield keys, f"a small step fails: {fault}"
 
 
 def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
     """Raise AssertionError, in a line, where a step of a small ViT with these layers is wrong."""
     model = small_vit(moe=moe)
-    step = small_step(model)
+    step = small_objective_inputs(model)
     objective = Objective(losses)
     terms = objective.terms(step)
     for name, term in terms.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 from moecore.core.files import UserError
 
 
-def path_inside(root: Path, name: str | Path) -> Path:
+def join_below_root(root: Path, name: str | Path) -> Path:
     """``root / name``, which lies below ``root`` once all links are followed; it is not opened.
 
     A path that begins with ``root`` is taken as it is, a text never. Raises UserError for a name
