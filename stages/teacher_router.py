@@ -47,11 +47,9 @@ def teacher_router(method: str, seed: int) -> None:
         result = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
             data = load_split_for_device(Prepared.open(inputs[0]).train, device)
-            settings = params.teacher_router
+            settings, name = params.teacher_router, f"routers {method} {seed}"
             points = iterate_router_fit(guide, data, chosen.teacher_router, settings, seed)
-            losses = log_points_with_progress(
-                points, settings.steps, f"routers {method} {seed}", run
-            )
+            losses = log_points_with_progress(points, settings.steps, name, run)
             result = FinalRouterLosses(**losses)
         with whole_folder(target) as folder:
             save_guide(folder, guide)

@@ -151,7 +151,7 @@ def sealed_object(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**value, SEAL: _content_seal(value)}
 
 
-def is_intact_once_unsealed(value: Any) -> bool:
+def verify_and_remove_seal(value: Any) -> bool:
     """Return whether this is a sealed object with its content unchanged; the key is removed."""
     seal = value.pop(SEAL, None) if isinstance(value, dict) else None
     return seal is not None and seal == _content_seal(value)
@@ -180,7 +180,7 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     has_seal = isinstance(value, dict) and SEAL in value
     if sealed and not has_seal:
         raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
-    if has_seal and not is_intact_once_unsealed(value):
+    if has_seal and not verify_and_remove_seal(value):
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return value
 

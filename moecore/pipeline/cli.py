@@ -246,9 +246,9 @@ def claims_write() -> None:
 def claims_check() -> None:
     """Compute intervals again from the items that studies keep; look when each was asked."""
     from moecore.pipeline.write_studies import list_studies
-    from moecore.report.claims.asked_before import find_late_questions, has_whole_history
     from moecore.report.claims.claims_page import TARGET, render_claims_page
     from moecore.report.claims.kept_items import verify_kept_items
+    from moecore.report.claims.preregistration import find_late_questions, has_whole_history
 
     studies = list_studies()
     for study in studies:

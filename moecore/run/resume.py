@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, is_intact_once_unsealed, sealed_object, write_whole
+from moecore.core.files import UserError, sealed_object, verify_and_remove_seal, write_whole
 from moecore.core.source_layout import CODE
 from moecore.run.history_file import append_line, whole_lines
 from moecore.run.inputs import hash_inputs
@@ -85,7 +85,7 @@ class KeptParts:
             why = (error.strerror or str(error)).lower()
             mend = "remove it, and the stage starts again"
             raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
-        lines = list(whole_lines(content, is_intact_once_unsealed))
+        lines = list(whole_lines(content, verify_and_remove_seal))
         self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
         whole = b"".join(line for line, _ in lines)
         if whole != content:

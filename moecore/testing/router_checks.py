@@ -166,7 +166,7 @@ def _check_record(router: Any, layer: MoEFeedForward) -> None:
 def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
     """Where experts see whole tokens: the layer and every expert on every token agree."""
     tokens, context = make_tokens_and_context(router, layer)
-    if not has_whole_token_rows(layer.eval(), tokens, context):
+    if not has_one_token_per_row(layer.eval(), tokens, context):
         return
 
     def slow(twin: MoEFeedForward, values: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _check_weighted_sum(router: Any, layer: MoEFeedForward) -> None:
         assert_that(router, agree, f"{promise}, in gradients too")
 
 
-def has_whole_token_rows(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
+def has_one_token_per_row(layer: MoEFeedForward, tokens: Tensor, context: RoutingContext) -> bool:
     """Return whether each row of the experts is a token, and no mixture of several, and each expert
     itself.
     """

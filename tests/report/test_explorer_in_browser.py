@@ -12,7 +12,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
-from moecore.report.page.explorer import explorer
+from moecore.report.page.explorer_page import explorer
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects

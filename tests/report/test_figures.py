@@ -26,7 +26,12 @@ from moecore.report.figures.training_figures import (
     training_curves,
 )
 from moecore.report.page import templating as pictures
-from moecore.report.page.explorer import NO_EXPERTS, NOT_MEASURED, explorer, has_explorer_images
+from moecore.report.page.explorer_page import (
+    NO_EXPERTS,
+    NOT_MEASURED,
+    explorer,
+    has_explorer_images,
+)
 from moecore.report.typed_results import Measured
 from moecore.tasks.next_token import NextToken
 from moecore.training.outcome import Outcome

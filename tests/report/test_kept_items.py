@@ -11,7 +11,6 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.report.claims.asked_before import find_late_questions, has_whole_history
 from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
 from moecore.report.claims.kept_items import (
     ITEMS,
@@ -20,6 +19,7 @@ from moecore.report.claims.kept_items import (
     pack_items,
     verify_kept_items,
 )
+from moecore.report.claims.preregistration import find_late_questions, has_whole_history
 from moecore.report.claims.what_would_decide import needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
 from tests.project import ROOT

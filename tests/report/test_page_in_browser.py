@@ -16,7 +16,7 @@ from moecore.predict.page import (
     picture_tile_with_experts,
 )
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.page.explorer import explorer
+from moecore.report.page.explorer_page import explorer
 from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
 from moecore.report.typed_results import Models

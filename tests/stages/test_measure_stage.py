@@ -23,7 +23,7 @@ from moecore.measure.calibrators.linear import Linear
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from moecore.report.figures.contact_sheet import draw_contact_sheet
+from moecore.report.figures.dataset_samples import draw_dataset_samples
 from moecore.stages import out_of_fold as stage
 from moecore.stages.measure import measure
 from moecore.stages.prepare import prepare
@@ -272,5 +272,5 @@ def test_a_failure_leaves_what_was_there(study):
 def test_contact_sheet_has_a_row_a_class(study):
     (study / "params.yaml").write_text("data:\n  finetune: {kind: digits}\n")
     prepare("finetune")
-    axes = draw_contact_sheet(Prepared.open("artifacts/data/finetune"), shots=3).axes
+    axes = draw_dataset_samples(Prepared.open("artifacts/data/finetune"), shots=3).axes
     assert len(axes) == 30 and [axis.get_ylabel() for axis in axes[::3]] == list("0123456789")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import find_raw_file
-from moecore.data.files.captioned_files import (
+from moecore.data.files.captioned_source import (
     CaptionedSource,
     ImageCaptions,
     group_captions,

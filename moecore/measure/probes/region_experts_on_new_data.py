@@ -104,7 +104,7 @@ def measure_generalisation(
     mixed = {}
     for whole, thinned in permutations(range(len(tissues)), 2):
         for left in SHARES:
-            kept = thinned_pair_filter(whole, thinned, left, seed)
+            kept = tissue_mixture_filter(whole, thinned, left, seed)
             mixed[whole, thinned, left] = route_tissue_masked_volumes(model, test, kept, batch)
     other = None
     if has_generator_voxel_grid(data):
@@ -186,7 +186,9 @@ def one_tissue_filter(tissue: int) -> Callable[[int], Kept]:
     return lambda person: kept
 
 
-def thinned_pair_filter(whole: int, thinned: int, left: float, seed: int) -> Callable[[int], Kept]:
+def tissue_mixture_filter(
+    whole: int, thinned: int, left: float, seed: int
+) -> Callable[[int], Kept]:
     """Two tissues are left, ``thinned`` in the share ``left`` of its voxels, drawn one by one.
 
     A person's voxel draws one number: what is left at a share is left at all greater ones.

@@ -14,7 +14,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import ResultColumn
-from moecore.report.figures.contact_sheet import draw_contact_sheet
+from moecore.report.figures.dataset_samples import draw_dataset_samples
 from moecore.report.headline_quantities import (
     HEADLINES,
     attacked_score_and_change_names,
@@ -128,7 +128,7 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     """
     if stage == "prepare":
         folder = study / "artifacts/data" / item.removeprefix("prepare/")
-        yield "samples", draw_contact_sheet(Prepared.open(folder))
+        yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
     wanted = "" if stage in TRAININGS else stage
     kinds = [(one.result, one.figures) for one in list_displays() if one.stage == wanted]

@@ -26,7 +26,7 @@ from moecore.data.sources.mosaic import (
 )
 from moecore.data.stratified_splits import stratified_split
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.report.figures.contact_sheet import draw_contact_sheet
+from moecore.report.figures.dataset_samples import draw_dataset_samples
 from moecore.tasks.multi_label import MultiLabel
 from moecore.testing import check_source
 
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 def test_the_contact_sheet_shows_images_with_the_class(folder):
     made = Prepared.open(folder / "mosaic")
-    sheet = draw_contact_sheet(made, shots=2)
+    sheet = draw_dataset_samples(made, shots=2)
     for digit in range(10):
         first = np.flatnonzero(made.train.labels[:, digit])[0]
         assert np.array_equal(

@@ -32,7 +32,7 @@ from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_cache import VolumeCache, load_cached_volume, save_cached_volume
 from moecore.data.volumes.volume_checks import unusual_volume_flags
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
-from moecore.report.figures.contact_sheet import draw_contact_sheet, middle_slices
+from moecore.report.figures.dataset_samples import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
 
@@ -295,7 +295,7 @@ def test_the_montage_shows_ages_and_says_simulated(tmp_path, monkeypatch):
         "participant_id,session_id,age,sex,site,qc_flags,diagnosis\na,,30.1,,,odd,\nb,,31.1,M,,,\n"
     )
     monkeypatch.setattr(prepared, "SMALL", 0)
-    figure = draw_contact_sheet(Prepared.open(tmp_path))
+    figure = draw_dataset_samples(Prepared.open(tmp_path))
     assert "simulated" in figure.get_suptitle() and [
         axis.get_title() for axis in figure.axes[:2]
     ] == ["30.1 years, ? *", "31.1 years, M"]

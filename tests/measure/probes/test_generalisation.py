@@ -32,7 +32,7 @@ from moecore.measure.probes.region_experts_on_new_data import (
     own_scans,
     route_tissue_masked_volumes,
     simulate_shell_cohort,
-    thinned_pair_filter,
+    tissue_mixture_filter,
 )
 from tests.measure.subjects import compute_without_cache
 from tests.volumes import GREY, balls, write_cohort
@@ -162,8 +162,8 @@ def test_amounts_are_sums_over_cubes():
 
 def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
     shares = np.random.default_rng(1).integers(1, 80, (3, 16, 16, 16)).astype(np.uint8)
-    little = thinned_pair_filter(0, 2, 0.25, seed=3)(5)(shares)
-    much = thinned_pair_filter(0, 2, 0.75, seed=3)(5)(shares)
+    little = tissue_mixture_filter(0, 2, 0.25, seed=3)(5)(shares)
+    much = tissue_mixture_filter(0, 2, 0.75, seed=3)(5)(shares)
     for left, found in ((0.25, little), (0.75, much)):
         assert (found[0] == shares[0]).all()
         assert (found[1] == 0).all()
@@ -171,10 +171,10 @@ def test_a_mixture_keeps_one_tissue_and_a_share_of_another():
         assert (found[2][some] == shares[2][some]).all()
         assert some.mean() == pytest.approx(left, abs=0.03)
     assert ((little[2] > 0) <= (much[2] > 0)).all(), "what is left at 0.25 is left at 0.75"
-    assert not np.array_equal(little, thinned_pair_filter(0, 2, 0.25, seed=3)(6)(shares)), (
+    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=3)(6)(shares)), (
         "people differ"
     )
-    assert not np.array_equal(little, thinned_pair_filter(0, 2, 0.25, seed=4)(5)(shares))
+    assert not np.array_equal(little, tissue_mixture_filter(0, 2, 0.25, seed=4)(5)(shares))
 
 
 def test_what_is_left_is_what_the_model_sees():

@@ -11,7 +11,7 @@ MOST_CLASSES = 20
 PLANES = ("sagittal", "coronal", "axial")  # across the axes right, anterior, superior
 
 
-def draw_contact_sheet(prepared: Prepared, shots: int = 10) -> Figure:
+def draw_dataset_samples(prepared: Prepared, shots: int = 10) -> Figure:
     """A figure of ``shots`` training images of each class, a row for each of MOST_CLASSES.
 
     Of volumes: the middle slices of ``shots``, from young to old, a row a plane.
