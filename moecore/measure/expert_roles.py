@@ -1,4 +1,4 @@
-"""What experts are for: who goes with whom, what they specialise in, how sure and how steady.
+"""What experts are for: who goes with whom, who is like whom, what they specialise in, how sure.
 
 All from one pass over test images. N images, T tokens per image, E experts, k chosen per token.
 """
@@ -16,7 +16,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
+from moecore.measure.base import SEED, MeasuredModel, Measurement, Number, PartStore
 from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.coactivation import (
     conditional_coactivation,
@@ -27,6 +27,11 @@ from moecore.measure.routing_metrics.expert_information import (
     expert_information,
     permute_images,
     permute_positions,
+)
+from moecore.measure.routing_metrics.expert_similarity import (
+    Similarity,
+    expert_similarity,
+    keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.routing_metrics.load_concentration import (
@@ -78,7 +83,9 @@ class ExpertRoles(Measurement):
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
         images = np.array(test.images[where])
-        _, records = predict_in_batches(subject.model, images, prediction=False)
+        with keep_layer_tokens(subject.model, len(images)) as tokens:
+            _, records = predict_in_batches(subject.model, images, prediction=False)
+        alike = [expert_similarity(kept.outputs(len(images))) for kept in tokens.values()]
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
         layers = []
         by_image = []
@@ -87,7 +94,7 @@ class ExpertRoles(Measurement):
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
                 labels["layer_before"] = first_choices(record_on_finer_grid(*before, layout))
-            layer, values = layer_roles(record, layout, labels, self)
+            layer, values = layer_roles(record, layout, labels, self, alike[index])
             layers.append(layer)
             by_image.append(values)
         # the first layer has none before it
@@ -126,6 +133,9 @@ class RolesLayer(Config):
     values: dict[str, float]
     chances: dict[str, float]
     coverage: tuple[float, ...]  # share of the choices that the m most used experts have
+    # similarity of the outputs of networks a and b; nothing of too few tokens
+    cka: tuple[tuple[Number, ...], ...] = ()
+    cosine: tuple[tuple[Number, ...], ...] = ()
     kept: KeptChoices
 
 
@@ -135,8 +145,10 @@ class Result(ItemMeans):
     information_{label}: as ``normalised``.  pair_lift: mean of P(b | a) / P(b) over pairs of
     experts that tokens chose; its chance is at an even load.  margin: lowest probability of a
     chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
-    tokens; its chance with each image's tokens exchanged.  Of layers alone: smallest_margin, a 1 %
-    quantile; batch_violation, the mean MaxVio of batches, beside that of even random choices.
+    tokens; its chance with each image's tokens exchanged.  expert_cka, expert_cosine: of what two
+    make of the same tokens, mean over pairs; their chance of tokens of two images.  Of layers
+    alone: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of batches, beside that
+    of even random choices.
     """
 
     images: int
@@ -175,11 +187,16 @@ def token_labels_by_kind(
 
 
 def layer_roles(
-    record: RoutingRecord, layout: TokenLayout, labels: dict[str, Tensor], settings: ExpertRoles
+    record: RoutingRecord,
+    layout: TokenLayout,
+    labels: dict[str, Tensor],
+    settings: ExpertRoles,
+    alike: Similarity | None,
 ) -> tuple[RolesLayer, Values]:
     """Return one layer's roles, and the values by image of what ``Result`` has.
 
-    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.
+    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.  alike: its
+    experts.
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
@@ -200,6 +217,11 @@ def layer_roles(
         sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
         by_image["margin"] = linearize_ratio(*(one.numpy() for one in sums))
         extra["smallest_margin"] = float(np.quantile(margins[is_known].numpy(), SMALLEST))
+    matrices = {}
+    if alike is not None:
+        by_image |= alike.by_image
+        chances |= alike.chances
+        matrices = {"cka": alike.cka.tolist(), "cosine": alike.cosine.tolist()}
     few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
     layer = RolesLayer(
         share=(counts / tokens).tolist(),
@@ -208,6 +230,7 @@ def layer_roles(
         values={name: float(values.mean()) for name, values in by_image.items()} | extra,
         chances=chances,
         coverage=cumulative_load_shares(counts).tolist(),
+        **matrices,
         kept=KeptChoices(
             shape=(len(few), *chosen.shape[1:]),
             bits=encode_arrays(np.packbits(chosen[few].numpy())),

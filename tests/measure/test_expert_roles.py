@@ -8,6 +8,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.measure.expert_roles import ExpertRoles
+from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
 from moecore.measure.routing_metrics.coactivation import (
     coactivation_lift,
     conditional_coactivation,
@@ -15,6 +16,7 @@ from moecore.measure.routing_metrics.coactivation import (
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import expert_information
+from moecore.measure.routing_metrics.expert_similarity import expert_similarity, keep_layer_tokens
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.measure.routing_metrics.load_concentration import (
     chance_violation,
@@ -27,6 +29,8 @@ from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_threshold,
     window_use_histogram,
 )
+from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -141,3 +145,61 @@ def test_experts_by_position_tell_the_position():
 def test_where_it_does_not_apply():
     assert ExpertRoles.applies(subject(NoisyTopK())) is None
     assert "expert_choice" in ExpertRoles.applies(subject(ExpertChoice()))
+
+
+def slow_similarity(outputs: torch.Tensor) -> float:
+    """Return CKA of two experts (2, n, d) as HSIC(K, L) / √(HSIC(K, K) HSIC(L, L))."""
+    n = outputs.shape[1]
+    centre = np.eye(n) - 1 / n
+    kernels = [centre @ one.numpy() @ one.numpy().T @ centre for one in outputs]
+    hsic = [[np.trace(one @ other) for other in kernels] for one in kernels]
+    return hsic[0][1] / np.sqrt(hsic[0][0] * hsic[1][1])
+
+
+def test_expert_similarity(monkeypatch):
+    """The fixture is of 4 tokens; without 10 for each number nothing is said."""
+    first = torch.tensor([[1.0, 0], [0, 1], [2, 1], [-1, 1]]).double()
+    second = torch.tensor([[2.0, 1], [1, 1], [3, 0], [0, 2]]).double()
+    constant = torch.full((4, 2), 0.1).double()
+    pair = [one.view(2, 2, 2) for one in (first, second, constant)]
+    assert expert_similarity(pair) is None
+    monkeypatch.setattr(expert_similarity_file, "LEAST", 1)
+    alike = expert_similarity(pair)
+    expected = [[1, 0.978596, np.nan], [0.978596, 1, np.nan], [np.nan] * 3]
+    assert alike.cka.numpy() == pytest.approx(np.array(expected), abs=1e-6, nan_ok=True)
+    assert alike.cosine[0, 1] == pytest.approx(0.800767, abs=1e-6)
+    assert alike.by_image["expert_cka"].mean() == pytest.approx(0.978596, abs=1e-6)
+    assert expert_similarity(pair[1:]) is None
+
+
+def test_similarity_of_images_by_the_slow_formula():
+    """What an image does to CKA is its derivative by the image's weight; turned outputs are 1."""
+    random = torch.Generator().manual_seed(0)
+    outputs = torch.randn(3, 20, 4, 5, generator=random, dtype=torch.float64)
+    outputs[2] = 3 * outputs[0] @ torch.linalg.qr(outputs[1, :2].view(-1, 5)[:5]).Q + 7
+    alike = expert_similarity(outputs.unbind())
+    assert alike.cka[0, 1] == pytest.approx(slow_similarity(outputs[:2].flatten(1, 2)))
+    assert alike.cka[0, 2] == pytest.approx(1) and alike.chances["expert_cka"] < 0.1
+    first, second = outputs[:2]
+    again = [torch.cat([one[:1], *[one] * 499]) for one in (first, second)]
+    step = expert_similarity(again).cka[0, 1] - alike.cka[0, 1]
+    values = expert_similarity([first, second]).by_image["expert_cka"]
+    assert step * len(again[0]) == pytest.approx(values[0] - values.mean(), rel=0.01)
+
+
+@pytest.mark.parametrize("made", [subject, text_subject])
+def test_kept_tokens_are_those_of_the_images_own_pass(made):
+    """An expert's outputs, weighted, are the layer's, where one expert is chosen with weight 1."""
+    measured = made(NoisyTopK(k=1, renormalise=True))
+    images = measured.data.test.images
+    (layer, *_) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
+    outputs = []
+    layer.register_forward_hook(lambda *given: outputs.append(given[2]))
+    with keep_layer_tokens(measured.model, len(images)) as kept:
+        predict_in_batches(measured.model, images, prediction=False)
+    tokens, (record,) = outputs[-1]
+    said = torch.stack(next(iter(kept.values())).outputs(len(images)), dim=2)
+    rows, number = torch.arange(len(images)).unsqueeze(-1), said.shape[1]
+    where = (rows + torch.arange(number) * (tokens.shape[1] // number)) % tokens.shape[1]
+    own = said[record.chosen[rows, where]].view(len(images), number, -1)
+    torch.testing.assert_close(own.float(), tokens[rows, where])

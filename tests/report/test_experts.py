@@ -80,12 +80,14 @@ def test_seeds_that_are_told_the_same_agree():
     assert stability.correlation.value == pytest.approx(1) and stability.overlap.value == 1
     assert stability.chance < 0.8 and stability.seeds == 3
     first, second = phase_blocks(phase)
-    assert len(first.pictures) == len(list(figures(result))) == 1
+    drawn = ["expert_information", "expert_similarity_1", "expert_similarity_2"]
+    assert len(first.pictures) == 3 and [name for name, _ in figures(result)] == drawn
     assert second.grids[0].lines[0].items[0].text == "1.000"
     compared = compare_methods(Results({"pretrain": phase}))["told"]["pretrain"]
     assert compared["seed_stability"]["seeds"] == 3
     assert compared["information_truth"]["mean"] == pytest.approx(1, abs=0.05)
     assert compared["consistency_2_chance"]["mean"] > 0
+    assert compared["expert_cka"]["mean"] > compared["expert_cka_chance"]["mean"] > 0
 
 
 def test_worth_and_regret_of_a_model():

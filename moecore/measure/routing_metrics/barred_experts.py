@@ -33,8 +33,13 @@ def bar_experts(model: Model, barred: Sequence[Tensor | None]) -> Iterator[None]
 
 def list_routers(model: Model) -> list[Any]:
     """Return the routers of the MoE layers in their order, without those of a teacher."""
-    own = model.model if isinstance(model, GuidedModel) else model
+    own = find_own_model(model)
     return [layer.router for layer in own.modules() if isinstance(layer, MoEFeedForward)]
+
+
+def find_own_model(model: Model) -> Model:
+    """Return the model without the teacher that its router asks."""
+    return model.model if isinstance(model, GuidedModel) else model
 
 
 def no_barring_reason(model: Model) -> str | None:

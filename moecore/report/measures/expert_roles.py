@@ -1,4 +1,4 @@
-"""What experts are for: who is chosen with whom, what they tell of a token, how sure and steady."""
+"""What experts are for: who is chosen with whom, who is like whom, what they tell of a token."""
 
 from collections.abc import Iterator, Sequence
 
@@ -93,6 +93,20 @@ COLUMNS = (
         "P(b | a) / P(b) of the pairs of experts that tokens chose",
         "of experts chosen independently at an even load",
     ),
+    *value_and_chance_columns(
+        "expert_cka",
+        "Similarity of experts, CKA",
+        "share",
+        "linear CKA of what two experts make of the same tokens, mean over pairs",
+        "the same of tokens of two images",
+    ),
+    *value_and_chance_columns(
+        "expert_cosine",
+        "Similarity of experts, cosine",
+        "number",
+        "cosine of what two experts make of a token, mean over pairs",
+        "the same of tokens of two images",
+    ),
     item_mean_column(
         "margin",
         "Margin",
@@ -128,12 +142,16 @@ COLUMNS = (
 
 
 def figures(result: Result) -> Figures:
-    """Yield what experts tell, by layer, and of each layer of k ≥ 2 who is chosen with whom."""
+    """Yield what experts tell, by layer, and of each layer who is chosen with whom (where k ≥ 2),
+    and who is like whom.
+    """
     if any(layer.labels for layer in result.layers):
         yield "expert_information", draw_expert_information(result.layers)
     for number, layer in enumerate(result.layers, 1):
         if np.any(layer.together):
             yield f"coactivation_{number}", draw_coactivation(layer, f"MoE {number}")
+        if layer.cka:
+            yield f"expert_similarity_{number}", similarity_table(layer, f"MoE {number}")
 
 
 def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
@@ -153,14 +171,32 @@ def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
 
 def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
     """Draw which experts a token chose beside each expert."""
-    together = np.array(layer.together)
-    texts = percent_annotations(together, 0.005)
-    if len(together) > NUMBERED:
-        texts = np.full(together.shape, "")
-    experts = [str(expert) for expert in range(len(together))]
-    labels = Labels(title, experts, experts, "Also chose expert", "Chose expert")
     caption = "Percent of the tokens that chose the row's expert."
-    return draw_heatmap(together, texts, labels, (4.8, 4.7), caption)
+    return expert_pair_table(
+        layer.together, title, ("Also chose expert", "Chose expert"), caption, 0.005
+    )
+
+
+def similarity_table(layer: RolesLayer, title: str) -> Figure:
+    """Draw how alike what two experts make of the same tokens is."""
+    caption = "Linear CKA of what two experts make of the same tokens, in percent."
+    return expert_pair_table(layer.cka, f"Similarity, {title}", ("Expert", "Expert"), caption)
+
+
+def expert_pair_table(
+    pairs: Sequence[Sequence[float | None]],
+    title: str,
+    axes: tuple[str, str],
+    caption: str,
+    least: float = 0.0,
+) -> Figure:
+    """Draw a share for each pair of experts, (E, E), as percent from ``least`` on."""
+    values = np.array(pairs, dtype=float)
+    texts = percent_annotations(values, least)
+    if len(values) > NUMBERED:
+        texts = np.full(values.shape, "")
+    experts = [str(expert) for expert in range(len(values))]
+    return draw_heatmap(values, texts, Labels(title, experts, experts, *axes), (4.8, 4.7), caption)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:

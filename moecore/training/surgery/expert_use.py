@@ -3,6 +3,8 @@
 N tokens, E experts, d width.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,36 +60,53 @@ def measure_expert_use(model: Model, split: Split, images: int) -> dict[str, Exp
     so a layer costs E / k times as much.
     """
     sums: dict[str, ExpertUseSums] = {}
+    pixels = split.images[evenly_spaced_indices(len(split.labels), images)]
+    with watch_layers(model, partial(_add_batch, sums)):
+        predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
+    return {name: own.average() for name, own in sums.items()}
+
+
+@contextmanager
+def watch_layers(
+    model: nn.Module, watch: Callable[[str, MoEFeedForward, Tensor, RoutingRecord], None]
+) -> Iterator[None]:
+    """Inside the ``with`` call ``watch`` each time that the router of a layer of this name has
+    decided on tokens (B, T, d).
+    """
     hooks = [
-        layer.router.register_forward_hook(partial(_add_batch, sums, name, layer.experts))
+        layer.router.register_forward_hook(
+            lambda _, inputs, decided, name=name, layer=layer: watch(
+                name, layer, inputs[0], decided[1]
+            )
+        )
         for name, layer in model.named_modules()
         if isinstance(layer, MoEFeedForward)
     ]
-    pixels = split.images[evenly_spaced_indices(len(split.labels), images)]
     try:
-        predict_in_batches(model, pixels, BATCH, routing=False, prediction=False)
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: own.average() for name, own in sums.items()}
+
+
+def compute_all_outputs(layer: MoEFeedForward, tokens: Tensor) -> Iterator[Tensor]:
+    """Yield what each network of a layer makes of all tokens (N, d): (N, d)."""
+    for expert in range(layer.number):
+        ends = torch.zeros(layer.number, dtype=torch.int32, device=tokens.device)
+        ends[expert:] = len(tokens)
+        yield layer.experts(Rows(tokens, ends))
 
 
 def _add_batch(
     sums: dict[str, ExpertUseSums],
     name: str,
-    experts: nn.Module,
-    router: nn.Module,
-    inputs: tuple[Any, ...],
-    decided: tuple[Any, RoutingRecord],
+    layer: MoEFeedForward,
+    tokens: Tensor,
+    record: RoutingRecord,
 ) -> None:
-    """Add the tokens that a router has just decided on to the sums of its layer; its hook."""
-    tokens, record = inputs[0].flatten(0, 1), decided[1]
+    """Add the tokens that a router has just decided on to the sums of its layer."""
     weights, chosen = record.combine.flatten(0, 1), record.chosen.flatten(0, 1)
-    number = weights.shape[-1]
-    own = sums.setdefault(name, ExpertUseSums(number))
-    own.tokens += len(tokens)
-    for expert in range(number):
-        ends = torch.zeros(number, dtype=torch.int32, device=tokens.device)
-        ends[expert:] = len(tokens)
-        outputs = experts(Rows(tokens, ends))
+    own = sums.setdefault(name, ExpertUseSums(layer.number))
+    own.tokens += len(weights)
+    for expert, outputs in enumerate(compute_all_outputs(layer, tokens.flatten(0, 1))):
         own.add_outputs(expert, outputs, weights[:, expert], chosen[:, expert])

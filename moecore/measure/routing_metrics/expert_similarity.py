@@ -1,0 +1,142 @@
+"""How alike a layer's experts are: what each makes of the same tokens.
+
+N images, B of a batch, T tokens of each, c of them kept, E experts that are networks, d width.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from math import ceil, comb
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from moecore.core.routing_records import RoutingRecord
+from moecore.measure.routing_metrics.barred_experts import find_own_model
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.layers.moe import MoEFeedForward
+from moecore.training.surgery.expert_use import compute_all_outputs, watch_layers
+
+LEAST = 10  # tokens for each number of their width: CKA is near 1 for any two experts with few
+
+NAMES = ("expert_cka", "expert_cosine")
+
+
+class KeptTokens(NamedTuple):
+    """Tokens of all images as they came to one MoE layer."""
+
+    layer: MoEFeedForward
+    parts: list[Tensor]  # (B, c, d), the calls of its router
+
+    @torch.no_grad()
+    def outputs(self, images: int) -> list[Tensor]:
+        """Return what each expert makes of the tokens of so many images, E times (N, c, d) fp64."""
+        # a text is read with the blocks before its own, which are calls too: the last is its own
+        calls = sum(map(len, self.parts)) // images
+        tokens = torch.cat(self.parts[calls - 1 :: calls])
+        rows = compute_all_outputs(self.layer, tokens.flatten(0, 1))
+        return [one.double().view(tokens.shape) for one in rows]
+
+
+@contextmanager
+def keep_layer_tokens(model: Model, images: int) -> Iterator[dict[str, KeptTokens]]:
+    """Inside the ``with``, where so many images pass, keep some tokens of each MoE layer.
+
+    c are as many as make LEAST · d of all images, or all; they are evenly spread in an image, and
+    start one later in the next.
+    """
+    kept: dict[str, KeptTokens] = {}
+
+    def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
+        batch, length, width = tokens.shape
+        number = min(length, ceil(LEAST * width / images))
+        rows = torch.arange(batch, device=tokens.device).unsqueeze(-1)
+        spread = torch.arange(number, device=tokens.device) * (length // number)
+        own = kept.setdefault(name, KeptTokens(layer, []))
+        own.parts.append(tokens[rows, (rows + spread) % length])
+
+    with watch_layers(find_own_model(model), keep):
+        yield kept
+
+
+class Similarity(NamedTuple):
+    """Of all pairs of experts; NaN beside an expert that says the same of all tokens."""
+
+    cka: Tensor  # (E, E) fp64
+    cosine: Tensor  # (E, E) fp64
+    by_image: dict[str, np.ndarray]  # NAMES → mean over the pairs that have one, (N,)
+    chances: dict[str, float]  # the same where one of a pair reads another image's tokens
+
+
+def expert_similarity(outputs: Sequence[Tensor]) -> Similarity | None:
+    """Return how alike experts are; None of fewer than LEAST · d tokens, or without such a pair.
+
+    outputs: E times (N, c, d), of the same tokens.  Linear CKA (Kornblith et al. 2019), and the
+    mean cosine of what two say of a token, 0 for a vector of zeros.
+    """
+    images, number, width = outputs[0].shape
+    experts = [ExpertOutputs.of(one) for one in outputs]
+    varied = [place for place, one in enumerate(experts) if one.strength > 0]
+    if images * number < LEAST * width or len(varied) < 2:
+        return None
+    order = np.random.default_rng(0).permutation(images)
+    pairs = torch.full((2, len(experts), len(experts)), torch.nan, dtype=torch.float64)
+    pairs[:, varied, varied] = 1
+    total, exchanged = torch.zeros(2, 2, images, dtype=torch.float64)
+    for a, b in combinations(varied, 2):
+        by_image = experts[a].similarities(experts[b]).cpu()
+        pairs[:, a, b] = pairs[:, b, a] = by_image.mean(dim=1)
+        total += by_image
+        exchanged += experts[a].similarities(experts[b].exchange_images(order)).cpu()
+    count = comb(len(varied), 2)
+    return Similarity(
+        pairs[0],
+        pairs[1],
+        dict(zip(NAMES, (total / count).numpy(), strict=True)),
+        dict(zip(NAMES, (exchanged.mean(dim=1) / count).tolist(), strict=True)),
+    )
+
+
+class ExpertOutputs(NamedTuple):
+    """What one expert says of tokens."""
+
+    values: Tensor  # (N, c, d)
+    centred: Tensor  # (N, c, d), X: less their mean
+    strength: Tensor  # ‖XᵀX‖²
+    by_image: Tensor  # (N,) what each image adds to it: of its tokens xᵀ(XᵀX)x
+
+    @classmethod
+    def of(cls, values: Tensor) -> "ExpertOutputs":
+        """Return them of values (N, c, d); equal ones have no strength, none by rounding either."""
+        moved = values - values[0, 0]
+        centred = moved - moved.mean(dim=(0, 1))
+        return cls(values, centred, *cross_strength(centred, centred))
+
+    def exchange_images(self, order: np.ndarray) -> "ExpertOutputs":
+        """Return them with the images in another order (N,)."""
+        values, centred, by_image = (
+            one[order] for one in (self.values, self.centred, self.by_image)
+        )
+        return ExpertOutputs(values, centred, self.strength, by_image)
+
+    def similarities(self, other: "ExpertOutputs") -> Tensor:
+        """Return linear CKA, ‖XᵀY‖² / (‖XᵀX‖ ‖YᵀY‖), and cosine, one value an image, (2, N).
+
+        Their means are the two; CKA's by each image's influence (infinitesimal jackknife).
+        """
+        strength, by_image = cross_strength(self.centred, other.centred)
+        scale = (self.strength * other.strength).sqrt()
+        cka = strength / scale
+        own = self.by_image / self.strength + other.by_image / other.strength
+        influence = len(own) * (2 * by_image / scale - own * cka)
+        cosines = cosine_similarity(self.values, other.values, dim=-1).mean(dim=1)
+        return torch.stack([cka + influence, cosines])
+
+
+def cross_strength(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ‖XᵀY‖² of centred outputs (N, c, d), and what each image adds to it, (N,)."""
+    product = torch.einsum("nci,ncj->ij", first, second)
+    return product.square().sum(), torch.einsum("nci,ij,ncj->n", first, product, second)
