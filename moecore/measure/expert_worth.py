@@ -1,9 +1,13 @@
 """What an expert is worth: the score without it, and without more and more experts (2411.00918).
 
-Tokens choose again among the others, by the router's own rule. N images, L MoE layers, E experts.
+Tokens choose again among the others, by the router's own rule. And what a token's first, second …
+choice is worth, whichever expert that is. N images, L MoE layers, E experts, k chosen per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import get_args
 
 import numpy as np
 import torch
@@ -18,11 +22,13 @@ from moecore.measure.routing_metrics.barred_experts import (
     no_barring_reason,
     removable_expert_count,
 )
+from moecore.measure.routing_metrics.dropped_choices import Way, drop_choices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device, predict_in_batches, text_block_scores
 from moecore.statistics.intervals import bootstrap_mean
 
-POINTS = 8  # numbers of removed experts at most
+POINTS = 8  # numbers of removed experts at most, and ranks of a token's choices
 
 
 class ExpertWorth(Measurement):
@@ -44,42 +50,26 @@ class ExpertWorth(Measurement):
         model = subject.model
         layers, experts = len(model.layouts), model.experts_and_router.experts.choices
         known = load_of_validation(subject, self)
-        full = np.array(parts("all", lambda: scores_without_experts(subject, self, [[]] * layers)))
+        full = np.array(parts("all", lambda: scores_without_experts(subject, self, nullcontext())))
 
-        def lost(name: str, removed: Sequence[Sequence[int]]) -> np.ndarray:
-            left = np.array(parts(name, lambda: scores_without_experts(subject, self, removed)))
+        def lost(name: str, change: AbstractContextManager) -> np.ndarray:
+            left = np.array(parts(name, lambda: scores_without_experts(subject, self, change)))
             sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
             return sign * (full - left)
 
-        alone = np.array(
-            [
-                [
-                    lost(
-                        f"layer {layer} expert {expert}", single_removal_plan(layers, layer, expert)
-                    )
-                    for expert in range(experts)
-                ]
-                for layer in range(layers)
+        def expert_losses(layer: int) -> list[np.ndarray]:
+            return [
+                lost(
+                    f"layer {layer} expert {expert}",
+                    remove_experts(model, single_removal_plan(layers, layer, expert)),
+                )
+                for expert in range(experts)
             ]
-        )
+
+        alone = np.array([expert_losses(layer) for layer in range(layers)])
         split = subject.data.test
         people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
 
-        most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
-        rows = []
-        for number in expert_counts_to_remove(removable_expert_count(model)):
-            values = {
-                "most_used": lost(f"most {number}", [one[:number] for one in most_used]),
-                "least_used": lost(f"least {number}", [one[-number:] for one in most_used]),
-                "random": np.mean(
-                    [
-                        lost(f"random {number} {draw}", draw_experts(layers, experts, number, draw))
-                        for draw in range(self.draws)
-                    ],
-                    axis=0,
-                ),
-            }
-            rows.append(RemovalCountRow.of(values, people, removed=number))
         return Result.of(
             {"worth": alone.mean(axis=(0, 1))},
             people,
@@ -90,7 +80,8 @@ class ExpertWorth(Measurement):
                 for layer in alone
             ],
             load=(known / known.sum(dim=1, keepdim=True)).tolist(),
-            removal=rows,
+            removal=removal_rows(model, lost, known, self.draws, people),
+            ranks=rank_rows(model, lost, people),
         )
 
 
@@ -104,6 +95,15 @@ class RemovalCountRow(ItemMeans):
     removed: int
 
 
+class RankRow(ItemMeans):
+    """What the score loses where every token goes without one choice, in every layer.
+
+    values, items: by what becomes of the token's others (``dropped_choices.Way``).
+    """
+
+    rank: int  # of that choice by probability, from 1
+
+
 class Result(ItemMeans):
     """A loss is positive where the score is worse without. worth: mean over layers and experts."""
 
@@ -112,6 +112,48 @@ class Result(ItemMeans):
     layers: tuple[tuple[Estimate, ...], ...]  # (L, E), what the score loses without one expert
     load: tuple[tuple[float, ...], ...]  # (L, E), share of the choices on validation images
     removal: tuple[RemovalCountRow, ...]
+    ranks: tuple[RankRow, ...]  # k at most
+
+
+# name of a part and a change of the model → what the score of each image loses, (N,)
+Lost = Callable[[str, AbstractContextManager], np.ndarray]
+
+
+def removal_rows(
+    model: Model, lost: Lost, known: Tensor, draws: int, people: np.ndarray | None
+) -> list[RemovalCountRow]:
+    """Return a row for each of some numbers of removed experts.
+
+    known: (L, E) how often each is chosen.
+    """
+    layers, experts = known.shape
+    without = partial(remove_experts, model)
+    most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
+    rows = []
+    for number in expert_counts_to_remove(removable_expert_count(model)):
+        drawn = [
+            lost(f"random {number} {draw}", without(draw_experts(layers, experts, number, draw)))
+            for draw in range(draws)
+        ]
+        values = {
+            "most_used": lost(f"most {number}", without([one[:number] for one in most_used])),
+            "least_used": lost(f"least {number}", without([one[-number:] for one in most_used])),
+            "random": np.mean(drawn, axis=0),
+        }
+        rows.append(RemovalCountRow.of(values, people, removed=number))
+    return rows
+
+
+def rank_rows(model: Model, lost: Lost, people: np.ndarray | None) -> list[RankRow]:
+    """Return a row for each of a token's choices, POINTS at most."""
+    choices = model.experts_and_router.experts.choices - removable_expert_count(model)
+    rows = []
+    for rank in range(1, min(POINTS, choices) + 1):
+        values = {
+            way: lost(f"rank {rank} {way}", drop_choices(model, rank, way)) for way in get_args(Way)
+        }
+        rows.append(RankRow.of(values, people, rank=rank))
+    return rows
 
 
 def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
@@ -121,19 +163,24 @@ def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:
     return torch.stack([expert_counts(record.chosen) for record in records]).double()
 
 
+def remove_experts(model: Model, removed: Sequence[Sequence[int]]) -> AbstractContextManager[None]:
+    """Return ``bar_experts`` of the ``removed`` experts of each layer."""
+    every = torch.arange(model.experts_and_router.experts.choices)
+    masks = [torch.isin(every, torch.tensor(one).long()) for one in removed]
+    return bar_experts(model, [mask.to(model_device(model)) for mask in masks])
+
+
 def scores_without_experts(
-    subject: MeasuredModel, settings: ExpertWorth, removed: Sequence[Sequence[int]]
+    subject: MeasuredModel, settings: ExpertWorth, change: AbstractContextManager
 ) -> list[float]:
-    """Return the score of each test image without the ``removed`` experts of each layer."""
+    """Return the score of each test image under a change of the model."""
     model, split, task = subject.model, subject.data.test, subject.model.image.task
     where = evenly_spaced_indices(len(split.images), settings.images)
     images, labels = (
         evenly_spaced_images(split, settings),
         torch.from_numpy(np.array(split.labels[where])),
     )
-    number = model.experts_and_router.experts.choices
-    masks = [torch.isin(torch.arange(number), torch.tensor(one).long()) for one in removed]
-    with bar_experts(model, [mask.to(model_device(model)) for mask in masks]):
+    with change:
         if task.long:
             return text_block_scores(model, images, labels).tolist()
         prediction, _ = predict_in_batches(model, images, settings.batch, routing=False)

@@ -4,10 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.routing_records import RoutingRecord
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
 from moecore.measure.routing_metrics.barred_experts import bar_experts, list_routers
+from moecore.measure.routing_metrics.dropped_choices import (
+    drop_choices,
+    drop_weights,
+    find_ranked_choice,
+)
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
+from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
@@ -19,6 +26,7 @@ from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
 from moecore.testing.small_models import small_data, small_vit
+from moecore.training.surgery.expert_use import compute_all_outputs
 from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import IMAGE, subject, text_subject
 
@@ -65,6 +73,59 @@ def test_the_one_that_is_left_gets_all_tokens():
     assert output.shape == tokens.shape and not output.isnan().any()
 
 
+def test_a_dropped_choice_by_hand():
+    """Fixture E7: without expert 0 of (0.5, 0, 0.2, 0.3) the others are as they are, or doubled."""
+    combine = torch.tensor([[[0.5, 0, 0.2, 0.3]]])
+    outputs = torch.tensor([[1.0, 0], [9, 9], [0, 1], [2, 2]])
+    record = RoutingRecord(combine, combine, combine, combine > 0, combine)
+    first, third = (find_ranked_choice(record, rank) for rank in (1, 3))
+    assert first.tolist() == [[[True, False, False, False]]] and third[0, 0, 2]
+    assert not find_ranked_choice(record, 4).any()
+    for is_renormalised, expected in ((False, [0.6, 0.8]), (True, [1.2, 1.6])):
+        left = drop_weights(combine, first, is_renormalised)
+        assert (left @ outputs).flatten().tolist() == pytest.approx(expected)
+    alone = combine * first
+    assert not drop_weights(alone, first, True).any()
+
+
+@pytest.mark.parametrize("way", ["as_is", "renormalised", "reroute"])
+@pytest.mark.parametrize(
+    "moe",
+    [
+        MoESettings(router=NoisyTopK(k=2), experts=Mlp(number=4), blocks="all"),
+        MoESettings(router=Eigenbasis(threshold=-1), experts=Eigen(number=4), blocks="all"),
+    ],
+    ids=["noisy_top_k", "eigenbasis"],
+)
+def test_a_dropped_choice_of_a_model(moe, way):
+    """The layer's output is that of its record, which a dense evaluation says."""
+    model = small_vit(moe=moe).eval()
+    (layer, _) = [one for one in model.modules() if isinstance(one, MoEFeedForward)]
+    seen = []
+    layer.register_forward_hook(lambda _, given, said: seen.append((*given, *said)))
+    images = torch.from_numpy(small_data().test.images).float() / 255
+    with torch.no_grad():
+        whole = model(images)
+        with drop_choices(model, 1, way):
+            model(images)
+        again = model(images)
+        (tokens, *_), (_, _, output, (record,)), _ = seen
+        said = list(compute_all_outputs(layer, tokens.flatten(0, 1)))
+    assert torch.equal(whole.prediction, again.prediction)
+    outputs = torch.stack(said).view(4, *output.shape)
+    torch.testing.assert_close(output, torch.einsum("nte,entd->ntd", record.combine, outputs))
+    before = whole.routing[0]
+    is_first = find_ranked_choice(before, 1)
+    assert not record.chosen[is_first].any()
+    assert (record.chosen.sum(dim=-1) == (2 if way == "reroute" else 1)).all()
+    others = before.chosen & ~is_first
+    assert record.chosen[others].all()
+    if way == "renormalised":
+        torch.testing.assert_close(record.combine.sum(dim=-1), before.combine.sum(dim=-1))
+    if way == "as_is":
+        assert torch.equal(record.combine[others], before.combine[others])
+
+
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_worth(made):
     result = check_measurement(ExpertWorth(draws=2), made(NoisyTopK(k=1)))
@@ -72,6 +133,8 @@ def test_worth(made):
     worths = [one.value for layer in result.layers for one in layer]
     assert result.values["worth"].value == pytest.approx(np.mean(worths))
     assert [row.removed for row in result.removal] == [1, 2]
+    (first,) = result.ranks  # without the only choice nothing is left to scale
+    assert first.values["as_is"] == first.values["renormalised"]
     assert np.sum(result.load, axis=1) == pytest.approx([1, 1])
     for row in result.removal:
         for lost in row.values.values():

@@ -104,6 +104,9 @@ def test_worth_and_regret_of_a_model():
     assert compared["router_regret"]["mean"] == pytest.approx(regret.values["regret"].value)
     row = worth.removal[0]  # one of three experts: the most that is at most half
     assert compared["lost_without_random"]["mean"] == pytest.approx(row.values["random"].value)
+    (first,) = worth.ranks
+    lost = compared["lost_without_choice_1_reroute"]["mean"]
+    assert lost == pytest.approx(first.values["reroute"].value)
     shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
     assert all(0 <= share <= 1 for share in shares)
     (lost,) = expert_worth.phase_blocks(phase)

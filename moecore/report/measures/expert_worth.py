@@ -1,10 +1,11 @@
-"""What experts are worth: losses without one, and curves over how many are removed."""
+"""What experts are worth: losses without one, without more and more, and without a choice."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from moecore.measure.expert_worth import RemovalCountRow, Result
+from moecore.measure.base import Estimate
+from moecore.measure.expert_worth import RankRow, RemovalCountRow, Result
 from moecore.report.column import Column, decode_items
 from moecore.report.figures.charts import ChartSpec, curves_chart, point_from_interval
 from moecore.report.measures.result_display import (
@@ -22,6 +23,12 @@ ORDERS = {
     "least_used": "least used first",
     "random": "random",
 }
+WAYS = {
+    "as_is": "the others as they are",
+    "renormalised": "the others scaled to the old sum",
+    "reroute": "the next one in its place",
+}
+ORDINALS = ("1st", "2nd")  # of the choices that have columns
 PAIRED = "of the score, paired by image; positive: it is worse without"
 
 
@@ -50,6 +57,30 @@ def half_removal_loss_column(order: str) -> Column:
     )
 
 
+def find_rank(result: Result, rank: int) -> RankRow | None:
+    """Return the row of the choice of this rank; None where tokens have fewer."""
+    return next((row for row in result.ranks if row.rank == rank), None)
+
+
+def rank_column(rank: int, way: str) -> Column:
+    """Return the column of the loss without a choice of this rank."""
+
+    def read(result: Result) -> Estimate | None:
+        row = find_rank(result, rank)
+        return None if row is None else row.values[way]
+
+    def read_items(result: Result) -> np.ndarray | None:
+        row = find_rank(result, rank)
+        return None if row is None else decode_items(row.items[way])
+
+    label = f"Loss without the {ORDINALS[rank - 1]} choice"
+    note = f"every token in every layer goes without it, {WAYS[way]}; {PAIRED}"
+    name = f"lost_without_choice_{rank}_{way}"
+    return Column(
+        name, f"{label}, {WAYS[way]}", read, note=note, items=read_items, detail=way != "as_is"
+    )
+
+
 COLUMNS = (
     item_mean_column(
         "expert_worth",
@@ -65,11 +96,12 @@ COLUMNS = (
         note="experts whose removal loses score beyond its interval, each tested by itself",
     ),
     *map(half_removal_loss_column, ORDERS),
+    *(rank_column(rank, way) for rank in range(1, len(ORDINALS) + 1) for way in WAYS),
 )
 
 
 def figures(result: Result) -> Figures:
-    """Yield the loss over how many experts are removed."""
+    """Yield the loss over how many experts are removed, and over the rank of a dropped choice."""
     curves = {
         words: [
             point_from_interval(row.removed, row.values[order].interval) for row in result.removal
@@ -79,6 +111,13 @@ def figures(result: Result) -> Figures:
     words = "Loss, 95 % intervals over images"
     look = ChartSpec("Without more and more experts", "Experts removed from every layer", words)
     yield "expert_removal", curves_chart(curves, look)
+    if len(result.ranks) < 2:
+        return
+    curves = {
+        words: [point_from_interval(row.rank, row.values[way].interval) for row in result.ranks]
+        for way, words in WAYS.items()
+    }
+    yield "dropped_choices", curves_chart(curves, ChartSpec("Without one choice", "Rank", words))
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
