@@ -190,6 +190,8 @@ def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
         assert layer.items.keys() == found.items.keys()
         items = decode_float_array(layer.items["match_top1"])
         assert items.mean() == pytest.approx(layer.match_top1, abs=1e-6)
+        switched = decode_float_array(layer.items["switch_fraction"])
+        assert switched.mean() == pytest.approx(layer.switch_fraction, abs=1e-6)
     for row in found.augmentations:
         for metric, text in row.items.items():
             items = decode_float_array(text)

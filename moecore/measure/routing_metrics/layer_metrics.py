@@ -109,6 +109,17 @@ def _token_iou(before: Tensor, after: Tensor) -> Tensor:
     return torch.where(either > 0, common / either.clamp(min=1), 1.0)
 
 
+def kept_choices(before: Tensor, after: Tensor) -> Tensor:
+    """Return the share of each token's experts that it had ``before``, fp64 (…); (…, E) bool.
+
+    |before ∩ after| / |after|: of a token that has none, 1 where it had none either, else 0. 1 less
+    this is the switch fraction; by chance at an even load it is k/E.
+    """
+    _check_same_shape(before, after)
+    common, number = (before & after).sum(-1).double(), after.sum(-1)
+    return torch.where(number > 0, common / number.clamp(min=1), ~before.any(dim=-1))
+
+
 def linearize_mean(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """A function of the mean of ``rows`` (B, D) as one value a row, (B,), whose mean it is.
 

@@ -14,7 +14,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
 from moecore.data.views.views import ViewsWithAffines
 from moecore.measure.routing_metrics.consistency import match_counts_by_image, match_ratios
-from moecore.measure.routing_metrics.layer_metrics import average_layers
+from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_choices
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import TokenPairs, token_pair_values, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
@@ -30,6 +30,7 @@ class TwoViewMatchShares(Config):
     match_top1: float | None = None  # share of pairs with the same best expert
     match_top2_ordered: float | None = None  # the same two best in this order
     match_top2_sets: float | None = None  # the same two best
+    switch_fraction: float | None = None  # share of the second's experts that the first has not
 
 
 class AugmentedRow(TwoViewMatchShares):
@@ -62,7 +63,7 @@ def augmented_row(
     ]
     return AugmentedRow(
         name=name,
-        **average_layers(layers, NAMES),
+        **average_layers(layers, TwoViewMatchShares.model_fields),
         **match_intervals(records, paired, people),
         items=encode_means_over_layers(by_image, people),
     )
@@ -83,20 +84,30 @@ def layer_match_shares(
     ratios = match_ratios(
         *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
     )
-    return TwoViewMatchShares(**dict(zip(NAMES, ratios, strict=True)))
+    switched = (switched_by_token(record, pairs, layout) * pairs.found).sum() / pairs.found.sum()
+    return TwoViewMatchShares(
+        **dict(zip(NAMES, ratios, strict=True)), switch_fraction=float(switched)
+    )
+
+
+def switched_by_token(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Tensor:
+    """Return the switch fraction of each pair's chosen experts, (N, T) fp64."""
+    return 1 - kept_choices(*token_pair_values(record.chosen, pairs, layout))
 
 
 def match_ratios_by_image(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
 ) -> dict[str, Tensor]:
-    """The match ratios of one MoE layer as one value per image, (N,), whose mean each is."""
+    """Return what ``layer_match_shares`` does as one value per image, (N,), whose mean each is."""
     counts = match_counts_by_image(
         *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
     ).double()
+    switched = (switched_by_token(record, pairs, layout) * pairs.found).sum(dim=1)
     number = pairs.found.sum(dim=1).double().numpy()
+    sums = torch.cat([counts, switched.unsqueeze(-1)], dim=1).numpy()
     return {
-        name: torch.from_numpy(linearize_ratio(counts[:, place].numpy(), number))
-        for place, name in enumerate(NAMES)
+        name: torch.from_numpy(linearize_ratio(sums[:, place], number))
+        for place, name in enumerate(TwoViewMatchShares.model_fields)
     }
 
 

@@ -142,6 +142,13 @@ COLUMNS = (
         )
         for match, (words, same) in MATCHES.items()
     ),
+    routing_column(
+        "switch_fraction",
+        "Switch fraction",
+        "lower",
+        "share",
+        "experts of a patch that it had not in another augmented view; 1 − k/E by chance",
+    ),
     *(router_confidence_column(place) for place in SURE),
     *(match_columns(match) for match in MATCHES),
     *(

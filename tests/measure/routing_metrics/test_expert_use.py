@@ -18,6 +18,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     choice_iou,
     dead_expert_share,
     expert_counts,
+    kept_choices,
     load_cv2,
     max_load_violation,
     normalised_load_entropy,
@@ -42,6 +43,15 @@ def masks(*rows: str) -> torch.Tensor:
 def record(chosen: torch.Tensor, combine: torch.Tensor | None = None) -> RoutingRecord:
     weights = chosen.float() if combine is None else combine
     return RoutingRecord(weights, weights, weights, chosen, weights)
+
+
+def test_kept_choices_by_hand():
+    """Fixture E1: 0 and 1 in another order, one of two, both; and tokens without a choice."""
+    before = masks("xx..", "x.x.", ".x.x", "....", "x...")
+    after = masks("xx..", "..xx", ".x.x", "....", "....")
+    kept = kept_choices(before, after)[0]
+    assert kept.tolist() == [1, 0.5, 1, 1, 0]
+    assert 1 - float(kept[:3].mean()) == pytest.approx(0.166667, abs=1e-6)
 
 
 def test_counts_by_hand():
