@@ -53,13 +53,15 @@ class Settling(Config):
 
     agreement_with_final: Agreement = ()  # after each epoch
     agreement_consecutive: Agreement = ()  # between epochs
+    saturation: Agreement = ()  # after each epoch: share of the experts of a token at the end
     purity: tuple[float, ...] = ()  # after each epoch, where the truth is known; mean over layers
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[EpochTissueRouting, ...] = ()  # of data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs
     routing_agreement_before_after: Agreement = ()  # fine-tuning, for each layer, on test images
     # Of some of these values one number per item, mean over layers, by ``encode_item_values``:
-    # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after.
+    # with_final_quarter, with_final_half, consecutive_quarter, …_half, …_last, before_after,
+    # saturation_half.
     agreement_items: dict[str, str] = {}
 
 

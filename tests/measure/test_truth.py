@@ -115,7 +115,8 @@ def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
     watch.look(1)
     watch.look(2)
     purity = np.mean([layer.purity for layer in Truth().measure(measured, kept).layers])
-    assert watch.collect_settling().purity == pytest.approx([purity] * 2)
+    settling = watch.collect_settling()
+    assert settling.purity == pytest.approx([purity] * 2) and settling.saturation == (1, 1)
 
 
 def test_experts_are_listed_by_their_match():

@@ -179,6 +179,7 @@ def settling(number: int, seed: int) -> dict[str, Any]:
     return {
         "agreement_with_final": final,
         "agreement_consecutive": consecutive,
+        "saturation": [share / 2 + 0.5 for share in final],
         "class_maps": {"1": heat, "10": heat},
         "routing_warnings": (f"step 40: MoE 2: expert {number} had no token for 100 steps",),
     }

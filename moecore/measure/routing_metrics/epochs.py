@@ -18,7 +18,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure.exploring.watched import read_epoch_traces, watched_epochs, write_epoch_trace
 from moecore.measure.routing_metrics.consistency import agreement_over_epochs
 from moecore.measure.routing_metrics.imed import class_expert_probs
-from moecore.measure.routing_metrics.layer_metrics import expert_agreement
+from moecore.measure.routing_metrics.layer_metrics import expert_agreement, kept_choices
 from moecore.measure.routing_metrics.purity import purity_by_epoch, token_kinds
 from moecore.measure.routing_metrics.regions import (
     probed_epochs,
@@ -60,7 +60,12 @@ class EpochWatch(NamedTuple):
         _, records = predict_in_batches(self.model, images, batch=250, prediction=False)
         alike = spread_to_one_grid(records, self.model.layouts)
         first = torch.stack([first_choices(record) for record in alike], dim=1)
-        kept = {"first": first.to(torch.int16)}  # (N, layers, T)
+        chosen = np.stack([record.chosen.numpy() for record in alike], axis=1)
+        kept = {
+            "first": first.to(torch.int16),  # (N, layers, T)
+            # (N, layers, T, bytes of E bits)
+            "chosen": torch.from_numpy(np.packbits(chosen, axis=-1)),
+        }
         maps = routing_maps_by_class(records, labels, self.data)
         if maps is not None:
             kept["maps"] = maps.float()
@@ -87,11 +92,17 @@ class EpochWatch(NamedTuple):
         kept = [read_tensors(_epoch_path(self.folder, epoch))[0] for epoch in epochs]
         agreement = agreement_over_epochs([tensors["first"].flatten(1).numpy() for tensors in kept])
         first = [tensors["first"].numpy() for tensors in kept]
+        people = self.data.validation.people
+        if people is not None:
+            people = people[:IMAGES]
+        saturation = saturation_by_image([tensors["chosen"].numpy() for tensors in kept])
+        half = encode_item_values(saturation[(self.epochs - 1) // 2], people)
         mapped = [epoch for epoch in shown_epochs(self.epochs) if "maps" in kept[epoch - 1]]
         return Settling(
             agreement_with_final=agreement["with_final"],
             agreement_consecutive=agreement["consecutive"],
-            agreement_items=agreement_items(first, self.data.validation.people),
+            saturation=[float(shares.mean()) for shares in saturation],
+            agreement_items=agreement_items(first, people) | {"saturation_half": half},
             purity=self._purity(first) if self.model.image.truth else (),
             class_maps={str(epoch): _round_maps(kept[epoch - 1]["maps"]) for epoch in mapped},
             region_routing=read_epoch_tissue_routing(self.folder, self.data, self.epochs),
@@ -107,15 +118,26 @@ class EpochWatch(NamedTuple):
         return purity_by_epoch(first, kinds, number, self.model.image.truth)
 
 
+def saturation_by_image(chosen: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return per epoch the share of its tokens' final experts that each image's had, (N,).
+
+    Mean over layers and tokens (OLMoE, §5.1).  chosen: per epoch, (N, L, T, bytes of E bits).
+    """
+
+    def unpack(packed: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.unpackbits(packed, axis=-1)).bool()
+
+    final = unpack(chosen[-1])
+    return [kept_choices(unpack(one), final).mean(dim=(1, 2)).numpy() for one in chosen]
+
+
 def agreement_items(first: Sequence[np.ndarray], people: np.ndarray | None) -> dict[str, str]:
     """Each item's share of tokens that agree, once a quarter, half and all of training is done;
     of consecutive epochs also the mean over training.
 
-    first: per epoch, (N, L, T) integers. people: of the validation split, or None.
+    first: per epoch, (N, L, T) integers. people: (N,), whose each is, or None.
     """
     epochs = len(first)
-    if people is not None:
-        people = people[: len(first[0])]
 
     def kept(*pairs: tuple[int, int]) -> str:
         same = [(first[one] == first[other]).mean(axis=(1, 2)) for one, other in pairs]

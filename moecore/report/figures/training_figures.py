@@ -32,8 +32,9 @@ from moecore.training.outcome import Outcome
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
 AGREEMENTS = {
-    "agreement_with_final": "Agreement with the final model",
-    "agreement_consecutive": "Agreement of consecutive epochs",
+    "agreement_with_final": "Agreement with the end",
+    "saturation": "Saturation",
+    "agreement_consecutive": "Agreement of epochs",
 }
 ITERATIONS = 45_000  # of MoGE's figure 3
 EXPONENTS = (0.0, 0.3, 0.5, 1.0, 2.0, 3.0)  # γ: its own, and what the paper's text tells apart
@@ -168,9 +169,12 @@ def agreement_points(seeds: Sequence[Outcome], name: str) -> list[Point]:
 
 @styled_drawing
 def routing_agreement(curves: Mapping[str, Mapping[str, Sequence[Point]]]) -> Figure:
-    """Two panels over epochs; curves: key of AGREEMENTS → method → points (TGR, figure 3)."""
+    """A panel for each key of AGREEMENTS, over epochs (TGR, figure 3; OLMoE, §5.1).
+
+    curves: key → method → points.
+    """
     figure = empty_figure(9.8, 3.9)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    panels = figure.subplots(1, len(AGREEMENTS), sharex=True, sharey=True)
     named = []
     for axes, (name, title) in zip(panels, AGREEMENTS.items(), strict=True):
         ends = draw_curves(axes, curves[name])

@@ -106,9 +106,9 @@ def throughput_column(seen: ColumnContext) -> list[Column]:
     return [Column(name, f"{what} / s", attrgetter(name), form="count", note="while training")]
 
 
-def halfway_agreement(result: Outcome) -> float | None:
+def halfway_agreement(by_epoch: Sequence[float | None]) -> float | None:
     """At the epoch at whose end half of training is done: the 5th of 10, the 3rd of 5."""
-    agreements = result.agreement_with_final or (None,)
+    agreements = by_epoch or (None,)
     return agreements[(len(agreements) - 1) // 2]
 
 
@@ -150,12 +150,21 @@ COLUMNS = (
     Column(
         "agreement_with_final",
         "Agreement with final model",
-        halfway_agreement,
+        lambda result: halfway_agreement(result.agreement_with_final),
         "higher",
         "share",
         "tokens, once half of training is done",
         "tgr",
         items=agreement_items_reader("with_final_half"),
+    ),
+    Column(
+        "saturation",
+        "Saturation",
+        lambda result: halfway_agreement(result.saturation),
+        "higher",
+        "share",
+        "experts of a token at the end that it has once half of training is done; k/E by chance",
+        items=agreement_items_reader("saturation_half"),
     ),
     Column(
         "agreement_consecutive",
@@ -267,7 +276,10 @@ def agreement_block(phase: Phase) -> Block:
     title = "How the routing settles"
     if not any(any(points.values()) for points in curves.values()):
         return Block(title)
-    what = "Share of tokens with the same first expert, mean over MoE layers."
+    what = (
+        "Share of tokens with the same first expert as at the end, and as an epoch before; "
+        "saturation: share of a token's experts at the end. Mean over MoE layers."
+    )
     caption = f"{what} {interval_caption(phase.of(Outcome))}"
     drawn = Picture(routing_agreement(curves), f"{phase.name}: agreement", caption)
     about = "agreement_with_final"

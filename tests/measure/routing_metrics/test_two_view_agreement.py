@@ -16,7 +16,7 @@ from moecore.measure.routing_metrics.consistency import (
     match_counts_by_image,
     match_ratios,
 )
-from moecore.measure.routing_metrics.epochs import agreement_items
+from moecore.measure.routing_metrics.epochs import agreement_items, saturation_by_image
 from moecore.measure.routing_metrics.two_view_agreement import NAMES, augmented_row
 from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
 from tests.routed import tiny
@@ -72,6 +72,16 @@ def test_items_of_epochs_by_hand():
     found = {name: decode_float_array(text).tolist() for name, text in items.items()}
     assert found["consecutive_quarter"] == [0.5, 1] and found["consecutive_last"] == [1, 0]
     assert found["consecutive_mean"] == [0.75, 0.5]
+
+
+def test_saturation_by_hand():
+    """Fixture E1, an image of three tokens and one layer: a half of one token's pair is new."""
+    before, final = np.zeros((2, 1, 1, 3, 4), dtype=bool)
+    for mask, sets in ((before, [(0, 1), (2, 0), (1, 3)]), (final, [(1, 0), (2, 3), (1, 3)])):
+        for token, experts in enumerate(sets):
+            mask[0, 0, token, list(experts)] = True
+    shares = saturation_by_image([np.packbits(one, axis=-1) for one in (before, final)])
+    assert [one.item() for one in shares] == pytest.approx([0.833333, 1], abs=1e-6)
 
 
 def test_shares_by_hand():
