@@ -242,7 +242,7 @@ def layer_roles(
 def label_information(
     chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor]
 ) -> tuple[dict[str, LabelInformation], Values]:
-    """Return what experts tell of each kind of label that has two values, and values by image.
+    """Return what experts tell of each kind of label of which they see two, and values by image.
 
     A position is exchanged within its image, every other label with its image's whole map.
     """
@@ -250,7 +250,8 @@ def label_information(
     patches = chosen[:, layout.special :].numpy()
     for name, given in labels.items():
         of_tokens = given.expand(chosen.shape[:2])[:, layout.special :].numpy()
-        if len(np.unique(of_tokens[of_tokens >= 0])) < 2:
+        is_told = (of_tokens >= 0) & patches.any(axis=-1)
+        if len(np.unique(of_tokens[is_told])) < 2:
             continue
         permute = permute_positions if name == "position" else permute_images
         told = expert_information(patches, of_tokens, permute(of_tokens, PERMUTATIONS, SEED))

@@ -31,6 +31,7 @@ from moecore.measure.routing_metrics.local_consistency import (
 )
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -203,3 +204,10 @@ def test_kept_tokens_are_those_of_the_images_own_pass(made):
     where = (rows + torch.arange(number) * (tokens.shape[1] // number)) % tokens.shape[1]
     own = said[record.chosen[rows, where]].view(len(images), number, -1)
     torch.testing.assert_close(own.float(), tokens[rows, where])
+
+
+@pytest.mark.filterwarnings("error")
+def test_labels_of_tokens_without_experts_tell_nothing():
+    """Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's."""
+    result = ExpertRoles(images=20).measure(subject(Depth()), lambda name, compute: compute())
+    assert "class" in result.layers[0].labels and "class" not in result.layers[1].labels

@@ -24,8 +24,8 @@ class ExpertInformation(NamedTuple):
 
 
 def mutual_information(table: np.ndarray) -> float:
-    """Return the plug-in mutual information of a table of counts, in nats."""
-    joint = table / table.sum()
+    """Return the plug-in mutual information of a table of counts, in nats; 0 of no counts."""
+    joint = table / max(1, table.sum())
     independent = joint.sum(axis=1, keepdims=True) * joint.sum(axis=0, keepdims=True)
     there = joint > 0
     return float((joint[there] * np.log(joint[there] / independent[there])).sum())
