@@ -18,6 +18,7 @@ from moecore.report.figures.direct_labels import spread_heights
 from moecore.report.figures.drawing import INK, PALETTE, expert_colours, line_look
 from moecore.report.figures.expert_figures import draw_expert_grids_by_class, expert_load
 from moecore.report.figures.training_figures import (
+    AGREEMENTS,
     confusion_matrix,
     draw_filter_sigma_schedule,
     routing_agreement,
@@ -95,11 +96,12 @@ def test_names_move_as_little_as_they_must():
 
 
 def test_one_epoch_has_whole_ticks():
-    points = {"agreement_with_final": {}, "agreement_consecutive": {}}
-    points["agreement_consecutive"]["vmoe"] = [Point(2, 0.5, 0.5, 0.5)]
+    points = dict.fromkeys(AGREEMENTS, {}) | {
+        "agreement_consecutive": {"vmoe": [Point(2, 0.5, 0.5, 0.5)]}
+    }
     figure = routing_agreement(points)
     figure.canvas.draw()
-    ticks = [text.get_text() for text in figure.axes[1].get_xticklabels()]
+    ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
     assert all(tick.isdigit() for tick in ticks) and "2" in ticks
 
 
