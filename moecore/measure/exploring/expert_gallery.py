@@ -1,9 +1,10 @@
-"""What each expert does on many test images: its load, its classes, the patches it likes most.
+"""What each expert does on many test images: its load, classes, places, kinds, favourite patches.
 
-N images, T tokens per image, P patches, E experts, K classes.
+N images, T tokens per image, P patches, E experts, K classes, D true kinds of tokens.
 """
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from moecore.measure.exploring.expert_overlay_data import (
     patch_crop,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
+from moecore.measure.routing_metrics.purity import token_kinds
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import image_batches, predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
@@ -43,6 +45,8 @@ class ExpertUse(Config):
 
     load: float  # share of all choices, of all tokens
     classes: tuple[tuple[int, float], ...]  # class, its share of these choices; the largest first
+    kinds: tuple[tuple[int, float], ...]  # the same of the tokens' true kinds, where they are known
+    peak: float  # of the patches at one place the share that chose it, where that is largest
     favourites: tuple[FavouritePatch, ...]  # of the highest probability; one an image at most
 
 
@@ -50,6 +54,9 @@ class LayerGallery(Config):
     """The experts of one MoE layer."""
 
     experts: tuple[ExpertUse, ...]
+    # (E, 1, *grid) of the finest layer: of the patches at each place the share that chose the
+    # expert, divided by its peak
+    places: EncodedPicture
     crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None: there are none
 
 
@@ -59,6 +66,8 @@ class ExpertUseByImage(NamedTuple):
     chosen: Tensor  # (N, E) int64, tokens
     highest: Tensor  # (N, E), the largest probability of a patch that chose the expert; −1: none
     patch: Tensor  # (N, E) int64, that patch
+    at_place: Tensor  # (1, P, E) int64, images whose patch there chose the expert
+    of_kind: Tensor  # (1, D, E) int64, tokens of the kind that chose it
 
 
 class GalleryImages(NamedTuple):
@@ -80,7 +89,9 @@ def expert_galleries_by_layer(
     fine = finest_layout(model.layouts)
     for layer, layout in zip(chunks, model.layouts, strict=True):
         seen = ExpertUseByImage(*(torch.cat(field) for field in zip(*layer, strict=True)))
-        use = _expert_uses(seen, labels, gallery, layout, most)
+        at_place = seen.at_place.sum(dim=0)[coarse_patch_indices(layout, fine)]
+        places = (at_place / len(labels)).T.unflatten(1, (1, *fine.grid))
+        use = _expert_uses(seen, labels, gallery, places, layout, most)
         uses.append(use if layout == fine else _on_grid(use, layout, fine))
     return uses
 
@@ -91,17 +102,33 @@ def iterate_expert_use(model: Model, gallery: GalleryImages) -> Iterator[list[Ex
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
         _, records = predict_in_batches(model, images, CHUNK)
         yield [
-            expert_use_by_image(record, layout.special)
+            expert_use_by_image(
+                record, layout.special, one_hot_kinds(images, layout, model.image.truth)
+            )
             for record, layout in zip(records, model.layouts, strict=True)
         ]
 
 
-def expert_use_by_image(record: RoutingRecord, special: int) -> ExpertUseByImage:
-    """Return what a router did with each image's patches (the ``special`` tokens are none)."""
+def one_hot_kinds(images: np.ndarray, layout: TokenLayout, kinds: int) -> Tensor:
+    """Return whether each token is of each of D ``kinds``, (N, T, D) bool; D is 0: unknown."""
+    if not kinds:
+        tokens = layout.special + prod(layout.grid)
+        return torch.zeros(len(images), tokens, 0, dtype=torch.bool)
+    known = token_kinds(torch.from_numpy(images), layout)
+    return known[..., None] == torch.arange(1, kinds + 1)
+
+
+def expert_use_by_image(record: RoutingRecord, special: int, kinds: Tensor) -> ExpertUseByImage:
+    """Return what a router did with each image's patches (the ``special`` tokens are none).
+
+    kinds: (N, T, D) bool.
+    """
     liked = torch.where(record.chosen, record.probs, -1.0)[:, special:]
     highest, patch = liked.max(dim=1)
     counts = torch.stack([expert_counts(image) for image in record.chosen])
-    return ExpertUseByImage(counts, highest, patch)
+    at_place = record.chosen[:, special:].sum(dim=0, keepdim=True)
+    of_kind = (kinds.double().mT @ record.chosen.double()).sum(dim=0, keepdim=True).long()
+    return ExpertUseByImage(counts, highest, patch, at_place, of_kind)
 
 
 def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
@@ -119,10 +146,18 @@ def class_shares(counts: Tensor, labels: Tensor, task: Task) -> Tensor | None:
 
 
 def _expert_uses(
-    seen: ExpertUseByImage, labels: Tensor, gallery: GalleryImages, layout: TokenLayout, most: int
+    seen: ExpertUseByImage,
+    labels: Tensor,
+    gallery: GalleryImages,
+    places: Tensor,
+    layout: TokenLayout,
+    most: int,
 ) -> LayerGallery:
     counts = seen.chosen.sum(dim=0)
     shares = class_shares(seen.chosen, labels, gallery.task)
+    kinds = seen.of_kind.sum(dim=0).double().T
+    kinds /= kinds.sum(dim=1, keepdim=True).clamp(min=1)
+    peaks = places.flatten(1).amax(dim=1)
     number = len(counts)
     kept = max(1, min(most, CROPS // number))
     experts = []
@@ -142,9 +177,21 @@ def _expert_uses(
         crops += [_crop_favourite(gallery, one, layout) for one in favourites]
         classes = () if shares is None else _largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
-        experts.append(ExpertUse(load=round(load, 5), classes=classes, favourites=favourites))
-    shown = encode_thumbnails(torch.stack(crops), CROP) if crops else None
-    return LayerGallery(experts=experts, crops=shown)
+        experts.append(
+            ExpertUse(
+                load=round(load, 5),
+                classes=classes,
+                kinds=[(place + 1, share) for place, share in _largest_shares(kinds[expert])],
+                peak=round(float(peaks[expert]), 4),
+                favourites=favourites,
+            )
+        )
+    of_peak = places / peaks.clamp(min=1e-9).view(-1, *[1] * (places.ndim - 1))
+    return LayerGallery(
+        experts=experts,
+        places=encode_thumbnails(of_peak),
+        crops=encode_thumbnails(torch.stack(crops), CROP) if crops else None,
+    )
 
 
 def _on_grid(use: LayerGallery, layout: TokenLayout, fine: TokenLayout) -> LayerGallery:

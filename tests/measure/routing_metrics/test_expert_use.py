@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, chosen_first_scores, first_choices
+from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays, parse_expert_grid
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
@@ -56,6 +57,15 @@ def test_kept_choices_by_hand():
 
 def test_counts_by_hand():
     assert expert_counts(masks("xx..", "x.x.")).tolist() == [2, 1, 1, 0]
+
+
+def test_places_and_kinds_by_hand():
+    """Two images of a class token, of no kind, and two patches; expert 2 is nobody's."""
+    chosen = torch.cat([masks("x..", "xx.", "x.."), masks("x..", ".x.", "xx.")])
+    kinds = torch.tensor([[0, 1, 2], [0, 1, 1]])[..., None] == torch.tensor([1, 2])
+    use = expert_use_by_image(record(chosen), 1, kinds)
+    assert use.at_place[0].tolist() == [[1, 2, 0], [2, 1, 0]]
+    assert use.of_kind[0].tolist() == [[2, 3, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize(
