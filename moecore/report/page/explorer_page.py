@@ -4,13 +4,20 @@ What measurements packed stays packed; the page unpacks it. A text that several 
 as the clean images, is in the page once.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
-from moecore.report.measures.result_display import list_displays
+from moecore.measure.routing_metrics.seed_matching import indicator_correlation, match_experts
+from moecore.report.measures.seed_stability import decode_choices
+from moecore.report.page.expert_answers import expert_answers, skip_reason
 from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
-from moecore.report.typed_results import Phase, Results
+from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome
 
 FILE = "explorer.html"  # beside the page
@@ -28,8 +35,7 @@ def explorer(results: Results) -> str:
     phases = [
         phase
         for phase in results.phases.values()
-        if phase.first(Explorer)
-        or any(explorer_skip_reason(phase, method) for method in phase.models)
+        if phase.first(Explorer) or any(skip_reason(model, Explorer) for model in phase.every)
     ]
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool) for phase in phases]
@@ -47,16 +53,29 @@ def has_explorer_images(results: Results) -> bool:
     return any(phase.first(Explorer) for phase in results.phases.values())
 
 
-def explorer_skip_reason(phase: Phase, method: str) -> str:
-    """Why the measurement skipped the first seed of a method; "" where it did not."""
-    (title,) = [shown.title for shown in list_displays() if shown.result is Explorer]
-    first = next(iter(phase.models[method].values()))
-    start = f"{title}: "
-    return next((text[len(start) :] for text in first.skipped if text.startswith(start)), "")
+class ExploredModel(NamedTuple):
+    """A model under the name by which a reader chooses it."""
+
+    name: str  # the method; of further seeds with the seed
+    is_first: bool  # of the method's seeds
+    measured: Measured
+
+
+def list_explored_models(phase: Phase) -> list[ExploredModel]:
+    """Return each method's first seed, measured or not, and the further seeds that were."""
+    models = []
+    for method, seeds in phase.models.items():
+        for place, (seed, measured) in enumerate(seeds.items()):
+            if place == 0:
+                models.append(ExploredModel(method, True, measured))
+            elif measured.of(Explorer):
+                models.append(ExploredModel(f"{method} seed {seed}", False, measured))
+    return models
 
 
 def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
+    models = list_explored_models(phase)
     return {
         "name": phase.name,
         "title": phase_title(phase),
@@ -64,23 +83,59 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("classes") is None,
         "cells": phase.task.cells,
-        "methods": [explored_method_data(phase, method, pool) for method in phase.models],
+        "methods": [explored_model_data(model, phase, pool) for model in models],
+        "matches": match_models(models),
     }
 
 
-def explored_method_data(phase: Phase, method: str, pool: dict[str, int]) -> dict[str, Any]:
-    """The model of a method's first seed, or why there is none to look at."""
-    result = phase.first(Explorer).get(method)
+def explored_model_data(
+    explored: ExploredModel, phase: Phase, pool: dict[str, int]
+) -> dict[str, Any]:
+    """A model, or why there is none to look at. Of further seeds only the clean images."""
+    name, is_first, measured = explored
+    result = measured.of(Explorer)
     if result is None:
-        return {
-            "name": method,
-            "reason": explorer_skip_reason(phase, method) or "it was not measured",
-        }
+        return {"name": name, "reason": skip_reason(measured, Explorer) or "it was not measured"}
+    if not is_first:
+        result = clean_images_alone(result)
     model = result.model_dump(mode="json")
-    outcome = phase.first(Outcome).get(method)
-    if outcome is not None:
+    outcome = measured.of(Outcome)
+    if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
-    return {"name": method, "model": intern_texts(model, pool)}
+    answers = expert_answers(measured, phase.task.score, len(result.layers))
+    return {"name": name, "model": intern_texts(model, pool), "known": answers}
+
+
+def clean_images_alone(result: Explorer) -> Explorer:
+    """Return a result without changed images and favourite patches, which are most of its size."""
+    layers = []
+    for layer in result.layers:
+        experts = [one.model_copy(update={"favourites": ()}) for one in layer.experts]
+        layers.append(layer.model_copy(update={"experts": tuple(experts), "crops": None}))
+    return result.model_copy(update={"layers": tuple(layers), "shown": result.shown[:1]})
+
+
+def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
+    """Return of each two models that can be matched their names and the second's partners of the
+    first's experts, layer by layer: one to one, from the choices that ``expert_roles`` kept.
+    """
+    choices = {
+        model.name: [decode_choices(layer.kept) for layer in roles.layers]
+        for model in models
+        if model.measured.of(Explorer) and (roles := model.measured.of(ExpertRoles))
+    }
+    matches = []
+    for (one, ours), (other, theirs) in combinations(choices.items(), 2):
+        if [layer.shape for layer in ours] == [layer.shape for layer in theirs]:
+            pairs = zip(ours, theirs, strict=True)
+            matches.append((one, other, [match_choices(*pair) for pair in pairs]))
+    return matches
+
+
+def match_choices(ours: np.ndarray, theirs: np.ndarray) -> list[int]:
+    """Return the second's partner of each expert of the first; both (images, tokens, experts)."""
+    sides = [side.reshape(-1, side.shape[-1]) for side in (ours, theirs)]
+    return match_experts(indicator_correlation(*sides)).tolist()
 
 
 def image_traces_by_epoch(outcome: Outcome, result: Explorer) -> list[dict[str, Any]]:

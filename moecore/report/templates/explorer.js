@@ -136,17 +136,30 @@ function stepLabels(shown) {
 
 // All that a panel shows; without ``model`` the reason why there is none.
 function viewOf(name, place) {
-  const { model, reason } = entry(name);
+  const { model, reason, known: answers } = entry(name);
   if (!model) return { name, reason };
   const layer = Math.min(state.layer, model.layers.length - 1);
   const there = steps(model, state.kind);
   const shown = there[state.step] ?? model.shown[0];
   const asked = state.experts[place];
   const kept = asked === null ? null : clamp(asked, model.layers[layer].experts.length);
-  const view = { name, model, shown, layer, kept, image: state.image, token: state.token };
+  const { image, token } = state;
+  const view = { name, place, model, shown, layer, kept, image, token, known: answers };
   const expert = kept ?? bestExpert(view, state.token) ?? 0;
   const missing = state.step >= there.length;
   return { ...view, expert, missing, kind: KINDS[state.kind]?.name, phase: phaseNow() };
+}
+
+// What two models have in common where their experts were matched.
+function pair(one, other) {
+  if (!one.model || !other?.model || one.layer !== other.layer) return;
+  for (const [view, { name }] of [[one, other], [other, one]]) {
+    view.beside = name;
+    view.partners = partnersOf(phaseNow(), view.name, name, view.layer);
+  }
+  if (!one.partners || tokens(one.model) !== tokens(other.model)) return;
+  one.unlike = other.unlike = (token) =>
+    (one.partners[bestExpert(one, token)] ?? null) !== bestExpert(other, token);
 }
 
 async function draw() {
@@ -157,6 +170,7 @@ async function draw() {
   hovered = null;
   fillControls(models());
   views = names().map(viewOf);
+  pair(...views);
   panels.forEach((panel, place) => {
     panel.root.hidden = !views[place];
     if (views[place]) panel.draw(views[place]);
@@ -178,11 +192,14 @@ function set(values) {
 
 function keep(place, expert) {
   state.experts[place] = expert;
+  const { partners } = views[place];
+  if (partners) state.experts[1 - place] = partners[expert] ?? null;
   draw();
 }
 
-// How far an arrow key goes, to the right and down; undefined for other keys.
+// How far an arrow key goes, to the right and down; undefined for other keys, and with Shift.
 function arrow(event) {
+  if (event.shiftKey) return undefined;
   if (WAYS[event.key]) event.preventDefault();
   return WAYS[event.key];
 }
@@ -224,7 +241,6 @@ const events = {
     const way = arrow(event);
     const { expert, model, layer } = views[place];
     if (way) keep(place, clamp(expert + way[0] + way[1], model.layers[layer].experts.length));
-    if (event.key === "Escape") keep(place, null);
   },
 };
 const panels = [0, 1].map((place) => new Panel(place, events));
@@ -240,6 +256,20 @@ function moveImage(event) {
   if (way) set({ image: state.image + way[0] + way[1] * columns });
 }
 
+// Keys that no control has taken.
+function pressKey(event) {
+  const isTaken = event.defaultPrevented || event.target.matches("input, select");
+  const [right, down] = WAYS[event.key] ?? [0, 0];
+  if (isTaken || event.altKey || event.ctrlKey || event.metaKey || !views[0]?.model) return;
+  const { expert, model, layer } = views[0];
+  if (event.key === "Escape") set({ experts: [null, null] });
+  else if (right && event.shiftKey) set({ layer: state.layer + right });
+  else if (right) set({ image: state.image + right });
+  else if (down && event.shiftKey) keep(0, clamp(expert + down, model.layers[layer].experts.length));
+  else return;
+  event.preventDefault();
+}
+
 function start() {
   find("panels").append(...panels.map((panel) => panel.root));
   for (const name of ["method", "beside", "kind"]) {
@@ -253,6 +283,7 @@ function start() {
     find("main").classList.toggle("plain", !event.target.checked));
   find("images").addEventListener("click", pickImage);
   find("images").addEventListener("keydown", moveImage);
+  addEventListener("keydown", pressKey);
   addEventListener("hashchange", () => {
     readAddress();
     draw();

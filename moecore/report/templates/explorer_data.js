@@ -20,7 +20,8 @@ async function unpack(place) {
 
 // All arrays of a model are there once this is done.
 async function unpackModel({ layers, shown, kinds }) {
-  const pictures = [...layers.map((one) => one.crops), ...shown.map((one) => one.picture)];
+  const ofLayers = layers.flatMap((one) => [one.crops, one.places]);
+  const pictures = [...ofLayers, ...shown.map((one) => one.picture)];
   const places = [
     kinds,
     ...pictures.map((picture) => picture?.pixels ?? null),
@@ -67,6 +68,25 @@ function expertsOf({ model, shown, layer, image }, token) {
     share: (marks[start + rank] % CHOSEN) / SURE,
     chosen: marks[start + rank] >= CHOSEN,
   }));
+}
+
+// How far the least probable of the chosen experts is above the next; null where none is next.
+function marginOf(view, token) {
+  const found = expertsOf(view, token);
+  const shares = (chosen) => found.filter((one) => one.chosen === chosen).map((one) => one.share);
+  const margin = Math.min(...shares(true)) - Math.max(...shares(false));
+  return Number.isFinite(margin) ? margin : null;
+}
+
+// Of each expert of a model its partner in another; null where the two were not matched.
+function partnersOf(phase, from, to, layer) {
+  const match = phase.matches.find((one) => one.includes(from) && one.includes(to));
+  if (!match || from === to) return null;
+  const [first, , layers] = match;
+  if (first === from) return layers[layer];
+  const partners = [];
+  layers[layer].forEach((second, expert) => { partners[second] = expert; });
+  return partners;
 }
 
 // What became of a token against the clean image in the trained model.
@@ -245,4 +265,28 @@ function countWords(view) {
   if (compared < all.length) words.push(`; ${all.length - compared} are not in the clean image`);
   if (shown.picture === null && shown.kind !== "epoch") words.push("; drawn is the clean one");
   return [...words, ...small];
+}
+
+// How many patches go to an expert that is not the partner of the other model's.
+function unlikeWords({ model, unlike, beside }) {
+  if (!unlike) return [];
+  const all = Array.from({ length: patches(model) }, (_, patch) => unlike(model.special + patch));
+  const number = all.filter(Boolean).length;
+  return [`◥ ${number} of ${all.length} patches go to another expert than in ${beside}; `
+    + "matched experts have one colour"];
+}
+
+// How sure the router was of a token.
+function marginWords(view, token) {
+  const margin = marginOf(view, token);
+  if (margin === null) return "";
+  const { margin: mean } = view.known.layers[view.layer];
+  const usual = mean === undefined ? "" : `; layer mean ${percent(mean)}`;
+  return `margin to the next expert: ${percent(margin)}${usual}`;
+}
+
+function favouriteWords({ model, layer, expert }) {
+  const { load, favourites } = model.layers[layer].experts[expert];
+  if (favourites.length) return "test patches that it likes most";
+  return load ? "favourite patches are kept of the first seed" : "no patch chose it";
 }

@@ -11,9 +11,13 @@ function colour(expert) {
   return COLOURS[expert] ?? `hsl(${Math.round(expert * 137.508) % 360} 62% 58%)`;
 }
 
-function badge(expert) {
-  const words = expert === null ? "–" : String(expert);
-  return make("b", { class: "badge", style: `--tint: ${colour(expert)}` }, words);
+// Of the second of two models that are matched, the colours of the first.
+function tint({ place, partners }, expert) {
+  return `--tint: ${colour(place && partners && expert !== null ? partners[expert] : expert)}`;
+}
+
+function badge(view, expert) {
+  return make("b", { class: "badge", style: tint(view, expert) }, `${expert ?? "–"}`);
 }
 
 function track(share) {
@@ -32,6 +36,9 @@ function kindWords(view, token) {
   return kind ? [`, true kind ${kind}`] : [];
 }
 
+// Of the sentences that there are.
+const paragraphs = (sentences) =>
+  sentences.filter(Boolean).map((words) => make("p", { class: "quiet" }, words));
 const number = (share) => make("span", { class: "number" }, percent(share));
 
 // The elements of a panel stay, so that the focus does; draw() fills them.
@@ -41,18 +48,22 @@ class Panel {
     this.title = make("h2");
     this.answer = make("p", { class: "answer" });
     this.count = make("p", { class: "count" });
+    this.unlike = make("p", { class: "quiet" });
     this.specials = make("p", { class: "specials" });
     this.frames = [0, 1, 2].map((index) => this.frame(index, events));
     this.details = make("div", { class: "details" });
     this.list = make("div", {
       class: "list", role: "listbox", tabindex: "0", "aria-label": "Experts and their load",
     });
+    this.layer = make("div");
     this.expert = make("div", { class: "expert" });
     this.sorry = make("p", { class: "missing" });
     const frames = make("div", { class: "frames" }, ...this.frames);
-    const image = make("div", { class: "image" }, this.specials, frames, this.count);
-    const parts = [image, this.details, this.list, this.expert];
-    this.body = make("div", { class: "body" }, ...parts);
+    const image = make("div", { class: "image" }, this.specials, frames, this.count, this.unlike);
+    const list = make("div", { class: "of-layer" }, this.list, this.layer);
+    this.body = make("div", { class: "body" },
+      make("div", { class: "column" }, image, list),
+      make("div", { class: "column" }, this.details, this.expert));
     const words = [this.title, this.answer, this.sorry];
     this.root = make("section", { class: "panel" }, ...words, this.body);
     this.specials.addEventListener("click", events.pick);
@@ -97,7 +108,7 @@ class Panel {
       return make("button", {
         type: "button", "data-token": token, class: changed ? "changed" : "",
         "aria-pressed": String(token === view.token),
-      }, `${specialName(token)} `, badge(now), words);
+      }, `${specialName(token)} `, badge(view, now), words);
     }));
   }
 
@@ -117,12 +128,14 @@ class Panel {
       figure.querySelector("figcaption").textContent = plane.name;
     });
     this.count.replaceChildren(...countWords(view));
+    this.unlike.replaceChildren(...unlikeWords(view));
   }
 
   drawCells(cells, view, plane, place) {
     const rows = sliceTokens(view.model, plane, place);
     const id = (token) => `cell-${this.place}-${plane.name}-${token}`;
     const spacious = rows[0].length <= SPACIOUS;
+    const unlike = (token) => (view.unlike?.(token) ? " unlike" : "");
     cells.style.setProperty("--columns", rows[0].length);
     cells.style.setProperty("--rows", rows.length);
     cells.setAttribute("aria-label", `Patches of ${view.name} ${plane.name}`.trim());
@@ -133,8 +146,8 @@ class Panel {
       const words = changed && spacious ? moveWords(view.shown, now, was) : `${now ?? "–"}`;
       return make("div", {
         role: "gridcell", id: id(token), "data-token": token,
-        class: `cell${changed ? " changed" : ""}${dim ? " dim" : ""}`,
-        style: `--tint: ${colour(now)}`,
+        class: `cell${changed ? " changed" : ""}${dim ? " dim" : ""}${unlike(token)}`,
+        style: tint(view, now),
         "aria-selected": String(token === view.token), "aria-label": patchWords(view, token),
       }, make("span", {}, words, ...kindMark(view, token)));
     };
@@ -145,7 +158,7 @@ class Panel {
     const found = expertsOf(view, token);
     const { was, compared, changed } = change(view, token);
     const rows = found.map(({ expert, share, chosen }) => make(
-      "li", { class: chosen ? "chosen" : "" }, badge(expert), track(share), number(share),
+      "li", { class: chosen ? "chosen" : "" }, badge(view, expert), track(share), number(share),
       make("span", { class: "mark" }, chosen ? "✓ chosen" : ""),
     ));
     const experts = view.model.layers[view.layer].experts.length;
@@ -158,11 +171,13 @@ class Panel {
       make("h3", {}, placeName(view.model, token), ...kindWords(view, token)),
       make("p", { class: "quiet" }, what),
       make("ol", { class: "bars" }, ...rows),
+      make("p", { class: "margin quiet" }, marginWords(view, token)),
       make("p", { class: changed ? "note" : "quiet" }, words),
     );
   }
 
-  drawList({ model, layer, expert, kept }) {
+  drawList(view) {
+    const { model, layer, expert, kept, known } = view;
     const experts = model.layers[layer].experts;
     const most = Math.max(...experts.map((one) => one.load)) || 1;
     const id = (place) => `expert-${this.place}-${place}`;
@@ -170,35 +185,69 @@ class Panel {
       role: "option", id: id(place), "data-expert": place,
       class: place === kept ? "kept" : "", "aria-selected": String(place === expert),
       "aria-label": `expert ${place}, load ${percent(load)}`,
-    }, badge(place), track(load / most), number(load)));
+    }, badge(view, place), track(load / most), number(load)));
     const words = "expert and load, its share of all choices";
     const head = make("p", { class: "head", role: "presentation" }, words);
     this.list.setAttribute("aria-activedescendant", id(expert));
     this.list.replaceChildren(head, ...rows);
     scrollTo(this.list, rows[expert]);
+    const { tells, regret } = known.layers[layer];
+    this.layer.replaceChildren(...paragraphs([tells, regret, ...known.open]));
   }
 
-  drawExpert({ model, layer, expert, phase }) {
+  drawExpert(view) {
+    const { model, layer, expert, phase, partners, beside } = view;
+    const { load, classes, kinds, favourites } = model.layers[layer].experts[expert];
+    const named = (rows, name) => rows.map(([place, share]) =>
+      [make("span", { class: "name", title: name(place) }, name(place)), share]);
+    const { together = [], without = [] } = view.known.layers[layer];
+    const match = partners ? [`its match in ${beside}: expert ${partners[expert]}`] : [];
+    const others = (together[expert] ?? []).map(([other, share]) => [badge(view, other), share]);
+    const lists = [
+      this.bars("classes whose images chose it", named(classes, (place) => phase.answers[place])),
+      this.bars("true kinds of its tokens", named(kinds, (kind) => `kind ${kind}`)),
+      this.bars("chosen with it, share of its tokens", others),
+    ];
+    this.expert.replaceChildren(
+      make("h3", {}, "Expert ", badge(view, expert), ` · load ${percent(load)}`),
+      ...paragraphs([...match, without[expert]]),
+      make("div", { class: "lists" }, this.map(view), ...lists.flat()),
+      ...paragraphs([favouriteWords(view)]),
+      make("ul", { class: "crops" }, ...this.crops(view, favourites)),
+    );
+  }
+
+  // Where its patches lie: white where most of them chose it.
+  map({ model, layer, expert, token }) {
+    const { experts, places } = model.layers[layer];
+    const at = coordinates(model, Math.max(token, model.special));
+    const slices = planesOf(model).map((plane) => {
+      const canvas = make("canvas", { "aria-hidden": "true" });
+      paint(canvas, places, expert, plane, (at[plane.fixed] + 0.5) / model.grid[plane.fixed]);
+      return canvas;
+    });
+    const words = `where it is chosen; white: by ${percent(experts[expert].peak)} of the patches`;
+    return make("div", { class: "map" }, ...slices, make("p", { class: "quiet" }, words));
+  }
+
+  // Rows of a name and a share; nothing where there are none.
+  bars(title, rows) {
+    if (!rows.length) return [];
+    const items = rows.map(([name, share]) =>
+      make("li", {}, name, track(share / rows[0][1]), number(share)));
+    const list = make("ol", { class: "bars classes" }, ...items);
+    return [make("div", {}, make("p", { class: "quiet" }, title), list)];
+  }
+
+  crops({ model, layer, expert }, favourites) {
     const { experts, crops } = model.layers[layer];
-    const { load, classes, favourites } = experts[expert];
-    const parts = [make("h3", {}, "Expert ", badge(expert), ` · load ${percent(load)}`)];
-    if (classes.length) {
-      const rows = classes.map(([place, share]) => make("li", {},
-        make("span", { class: "name", title: phase.answers[place] }, phase.answers[place]),
-        track(share / classes[0][1]), number(share)));
-      parts.push(make("p", { class: "quiet" }, "classes whose images chose it"));
-      parts.push(make("ol", { class: "bars classes" }, ...rows));
-    }
-    const some = favourites.length ? "test patches that it likes most" : "no patch chose it";
     const before = experts.slice(0, expert).reduce((sum, one) => sum + one.favourites.length, 0);
-    const pictures = favourites.map(({ image, patch, probability }, place) => {
+    return favourites.map(({ image, patch, probability }, place) => {
       const name = placeName(model, patch + model.special).toLowerCase();
       const words = `test image ${image}, ${name}, probability ${percent(probability)}`;
       const canvas = make("canvas", { role: "img", "aria-label": words });
       paint(canvas, crops, before + place, { row: 0, column: 1 }, 0);
       return make("li", { title: words }, canvas);
     });
-    parts.push(make("p", { class: "quiet" }, some), make("ul", { class: "crops" }, ...pictures));
-    this.expert.replaceChildren(...parts);
   }
 }

@@ -1,0 +1,110 @@
+"""What other measurements know of a model's experts, as the routing explorer says it.
+
+Nothing is computed anew: an answer is read from a result, or a line names the measurement that
+gives it.
+"""
+
+from typing import Any
+
+from moecore.core.config import Config
+from moecore.measure.base import Estimate
+from moecore.measure.expert_roles import Result as ExpertRoles
+from moecore.measure.expert_roles import RolesLayer
+from moecore.measure.expert_worth import Result as ExpertWorth
+from moecore.measure.router_regret import Result as RouterRegret
+from moecore.report.measures.expert_roles import LABELS
+from moecore.report.measures.result_display import Shown, list_displays
+from moecore.report.tables.number_format import NumberFormat
+from moecore.report.typed_results import Measured
+from moecore.tasks.base import Score
+
+PARTNERS = 4  # experts that are most often chosen beside an expert
+SHARE = NumberFormat("share", 0)
+QUESTIONS = {
+    ExpertRoles: "which experts go together and match another model's",
+    ExpertWorth: "what is lost without an expert",
+    RouterRegret: "what the best experts would save",
+}
+
+
+def display_of(kind: type[Config]) -> Shown:
+    """Return how the page shows results of this type."""
+    (shown,) = [one for one in list_displays() if one.result is kind]
+    return shown
+
+
+def skip_reason(measured: Measured, kind: type[Config]) -> str:
+    """Return why a measurement was skipped; "" where it was not."""
+    start = f"{display_of(kind).title}: "
+    return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
+
+
+def expert_answers(measured: Measured, score: Score, layers: int) -> dict[str, Any]:
+    """Return what is known of each of the MoE layers, and a line for each question that is open."""
+    known: list[dict[str, Any]] = [{} for _ in range(layers)]
+    if roles := measured.of(ExpertRoles):
+        for layer, of_layer in zip(roles.layers, known, strict=True):
+            of_layer |= {"together": list_partners(layer), "tells": information_words(layer)}
+            of_layer["margin"] = layer.values.get("margin")
+    if worth := measured.of(ExpertWorth):
+        for experts, of_layer in zip(worth.layers, known, strict=True):
+            of_layer["without"] = worth_words(experts, score)
+    if regret := measured.of(RouterRegret):
+        for values, of_layer in zip(regret.layers, known, strict=True):
+            of_layer["regret"] = regret_words(values)
+    return {"layers": known, "open": open_questions(measured)}
+
+
+def open_questions(measured: Measured) -> list[str]:
+    """Return sentences: which measurements did not apply, and which to name for an answer."""
+    sentences, unnamed = [], []
+    for kind, question in QUESTIONS.items():
+        name, reason = display_of(kind).stage, skip_reason(measured, kind)
+        if reason:
+            sentences.append(f"{name} (for {question}) does not apply: {reason}.")
+        elif measured.of(kind) is None:
+            unnamed.append(f"{name} for {question}")
+    if unnamed:
+        sentences.append(f"To see more, name in run.measurements: {', '.join(unnamed)}.")
+    return sentences
+
+
+def list_partners(layer: RolesLayer) -> list[list[tuple[int, float]]]:
+    """Return for each expert those most often chosen beside it, with P(they | it)."""
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in layer.together]
+    return [
+        [(expert, round(share, 4)) for expert, share in row[:PARTNERS] if share > 0] for row in rows
+    ]
+
+
+def information_words(layer: RolesLayer) -> str:
+    """Return what the layer's experts tell of a token."""
+    told = [
+        f"{LABELS[name]} {SHARE.value(max(0.0, label.normalised))}"
+        for name, label in layer.labels.items()
+    ]
+    return f"This layer's experts tell of a token, above chance: {', '.join(told)}."
+
+
+def worth_words(experts: tuple[Estimate, ...], score: Score) -> list[str]:
+    """Return for each expert of a layer what the score loses without it."""
+    intervals = [one.interval for one in experts]
+    form = NumberFormat.of(score.form, intervals)
+    words = []
+    for interval in intervals:
+        limits = form.difference_limits(interval)
+        value = f"{form.difference(interval.value)} {score.unit}".rstrip()
+        words.append(
+            f"Without it the {score.label} is worse by {value}"
+            + (f" ({limits})." if limits else ".")
+        )
+    return words
+
+
+def regret_words(values: dict[str, float]) -> str:
+    """Return what the best sets of experts of a layer's tokens would save."""
+    regret = NumberFormat("number", 3).value(values["regret"])
+    return (
+        f"The best experts for a token would save {regret} nats of the loss, on average; "
+        f"{SHARE.value(values['better'])} of the sets would save some. Which ones is not kept."
+    )
