@@ -6,8 +6,11 @@ import numpy as np
 
 from moecore.measure import explorer
 from moecore.measure.base import MeasuredModel
+from moecore.measure.expert_roles import ExpertRoles
+from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
+from moecore.measure.router_regret import RouterRegret
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
 from moecore.report.typed_results import Measured, Phase, Results
@@ -66,4 +69,22 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
     )
     return WatchedEpoch(
         epoch=epoch, images=places, trace=build_image_traces(prediction, records, model.data.task)
+    )
+
+
+def analysed(model: MeasuredModel) -> Measured:
+    """A model of which the page can say all that it knows of experts."""
+    settings = ExpertRoles(windows=(2,)), ExpertWorth(draws=1), RouterRegret(images=4, tokens=1)
+    found = [one.measure(model, compute_without_cache) for one in settings]
+    known = measured(model)
+    return known._replace(results=known.results | {type(result): result for result in found})
+
+
+def two_seeds() -> Results:
+    """Two seeds of a method, and another method of which only single images were measured."""
+    data = images()
+    seeds = {seed: analysed(subject(data, moe(), seed=seed)) for seed in (0, 1)}
+    other = {0: measured(subject(data, moe(), seed=2))}
+    return results(
+        {"pretrain": Phase("pretrain", data.card, data.task, {"vmoe": seeds, "prc": other})}
     )

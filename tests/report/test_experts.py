@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from moecore.core.files import UserError
-from moecore.measure.expert_roles import ExpertRoles
+from moecore.measure.base import Estimate
+from moecore.measure.expert_roles import ExpertRoles, RolesLayer
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.seed_matching import (
@@ -18,10 +19,12 @@ from moecore.nn.routers.told import Told
 from moecore.report.measures import expert_worth, router_regret
 from moecore.report.measures.expert_roles import Result, figures, phase_blocks
 from moecore.report.measures.seed_stability import decode_choices, seed_stability
+from moecore.report.page.expert_answers import list_partners, open_questions, worth_words
+from moecore.report.page.explorer_page import match_choices
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.intervals import mean_over_seed_pairs
-from tests.measure.test_truth import subject
+from tests.measure.test_truth import IMAGE, subject
 
 FIRST = np.eye(3, dtype=bool)[[0, 0, 1, 1, 2, 2, 0, 1]]
 SECOND = np.eye(3, dtype=bool)[[1, 1, 2, 2, 0, 0, 1, 0]]
@@ -112,3 +115,20 @@ def test_worth_and_regret_of_a_model():
     (lost,) = expert_worth.phase_blocks(phase)
     (left,) = router_regret.phase_blocks(phase)
     assert [len(block.pictures) for block in (lost, left)] == [2, 1]
+
+
+def test_what_the_explorer_knows_of_experts():
+    """Of 4 experts 0 is chosen with 2 three times as often as with 1, 3 never; by hand."""
+    together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    layer = RolesLayer.model_construct(together=together)
+    assert list_partners(layer) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
+    assert match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
+    losses = Estimate(value=0.02, low=-0.01, high=0.05), Estimate(value=-0.01, low=-0.04, high=0.02)
+    assert worth_words(losses, IMAGE.task.score) == [
+        "Without it the accuracy is worse by +2.0 pp (−1.0 to +5.0).",
+        "Without it the accuracy is worse by −1.0 pp (−4.0 to +2.0).",
+    ]
+    measured = Measured({}, ("router regret: experts have a capacity",))
+    capacity, rest = open_questions(measured)
+    assert capacity.endswith("does not apply: experts have a capacity.")
+    assert "expert_roles for" in rest and "expert_worth for" in rest and "regret" not in rest

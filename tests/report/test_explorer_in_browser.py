@@ -4,20 +4,23 @@ import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+import numpy as np
 import pytest
 import torch
 from playwright.sync_api import Browser, Page
 
+from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
-from moecore.report.page.explorer_page import explorer
+from moecore.report.measures.seed_stability import decode_choices
+from moecore.report.page.explorer_page import explorer, match_choices
 from tests.browser import LOOKS, clipped, opened
 from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
 from tests.nn.backbones.test_cells import MOSAIC
-from tests.report.explored import DENSE, alone, study
+from tests.report.explored import DENSE, alone, study, two_seeds
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
 
@@ -240,6 +243,70 @@ def test_by_keyboard_alone(browser: Browser, whole):
         assert page.evaluate(outline) == "solid"
 
 
+def test_two_seeds_side_by_side(browser: Browser, folder):
+    """Their experts are matched on the choices of expert_roles; unlike patches are marked."""
+    found = two_seeds()
+    path = written(folder / "seeds.html", found)
+    roles, others = found.phases["pretrain"].of(ExpertRoles)["vmoe"]
+    layers = [decode_choices(one.layers[1].kept) for one in (roles, others)]
+    partners = match_choices(*layers)
+    with opened(
+        browser, address(path, PICKED.replace("prc", "vmoe seed 1")), 1400, "light"
+    ) as page:
+        assert page.locator("#beside option").all_inner_texts()[1:] == [
+            "vmoe",
+            "vmoe seed 1",
+            "prc",
+        ]
+        page.locator("#step").fill("0")
+        first, second = ([int(one) for one in numbers(page, panel)] for panel in (0, 1))
+        unlike = [partners[one] != other for one, other in zip(first, second, strict=True)]
+        assert 0 < sum(unlike) < 9
+        for panel in page.locator(".panel").all():
+            marks = panel.locator(".cell").evaluate_all(
+                "cells => cells.map(cell => cell.classList.contains('unlike'))"
+            )
+            assert marks == unlike
+            assert f"◥ {sum(unlike)} of 9 patches" in panel.locator(".image").inner_text()
+        tint = (
+            "rows => rows.map(row => row.querySelector('.badge').style.getPropertyValue('--tint'))"
+        )
+        colours = [
+            panel.locator("[data-expert]").evaluate_all(tint)
+            for panel in page.locator(".panel").all()
+        ]
+        assert [colours[1][partner] for partner in partners] == colours[0]
+        page.locator(".panel >> nth=0").locator("[data-expert='2']").click()
+        assert state(page)["expert2"] == str(partners[2])
+        texts = page.locator(".panel >> nth=0").inner_text()
+        assert f"its match in vmoe seed 1: expert {partners[2]}" in texts
+        assert "Without it the accuracy is worse by" in texts and "nats of the loss" in texts
+        margin = roles.layers[1].values["margin"]
+        assert f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %" in texts
+        seed = page.locator(".panel >> nth=1")
+        assert "favourite patches are kept of the first seed" in seed.inner_text()
+        assert seed.locator(".map canvas").count() == 1
+        page.select_option("#beside", "prc")
+        settled(page)
+        assert page.locator(".unlike").count() == 0
+        assert "name in run.measurements: expert_roles" in seed.inner_text()
+
+
+def test_keys_that_no_control_takes(browser: Browser, whole):
+    with opened(browser, address(whole, "#image=0&patch=1&layer=1&beside="), 1400, "light") as page:
+        settled(page)
+        assert "Shift ← → layer" in page.locator("#keys").inner_text()
+        for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "Shift+ArrowRight"):
+            page.keyboard.press(key)
+            settled(page)
+        assert (state(page)["image"], state(page)["layer"]) == ("1", "2")
+        before = page.evaluate("views[0].expert")
+        page.keyboard.press("Shift+ArrowUp" if before else "Shift+ArrowDown")
+        assert state(page)["expert"] == str(before - 1 if before else 1)
+        page.keyboard.press("Escape")
+        assert "expert" not in state(page)
+
+
 def test_epochs_of_a_training(browser: Browser, whole):
     with opened(
         browser, address(whole, "#method=prc&beside=vmoe&kind=epoch"), 1400, "dark"
@@ -330,6 +397,12 @@ def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
     assert {one.kind for one in result.shown} == {"clean", "noise", "attack"}
     assert all(one.picture.shape[1] == 1 for one in result.shown)
     assert result.layers[0].crops.shape[1] == 1
+    experts = result.layers[0].experts
+    assert [use.kinds for use in experts] == [((kind, 1.0),) for kind in (1, 2, 3)]
+    places = (model.data.test.images[:, -1, ::4, ::4] == 2).mean(axis=0)
+    assert experts[1].peak == places.max()
+    drawn = result.layers[0].places.array()[1, 0]
+    assert drawn.tolist() == np.rint(places / places.max() * 255).tolist()
     kinds = model.data.test.images[result.images[2], -1, ::4, ::4].ravel().tolist()
     path = written(folder / "kinds.html", explored)
     for state in ("#image=2", "#image=2&kind=noise&step=4", "#image=2&kind=attack&step=1"):
