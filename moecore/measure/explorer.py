@@ -65,9 +65,11 @@ class Explorer(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: a dense model has no experts."""
+        """Why not, in words: it needs experts, and pictures to show and to change."""
         if subject.model.moe is None:
             return "a dense model has no experts, so there is nothing to see"
+        if subject.model.image.task.long:
+            return "words are no pictures; `moecore lens` shows which experts read them"
         return None
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":

@@ -23,6 +23,7 @@ from moecore.measure import few_shot, retrieval, routing, word_confidence, word_
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_classes
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
+from moecore.measure.explorer import Explorer
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
 from moecore.measure.word_confidence import final_tokens
 from moecore.measure.word_swaps import WordSwaps
@@ -81,11 +82,12 @@ def test_stop_words_and_punctuation_are_spared(subject):
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
 
 
-def test_in_ciphers_it_is_skipped(subject):
+def test_what_is_skipped(subject):
     ciphers = built(LanguageModel(width=8, depth=2, heads=2, span=6), MOE, subject.data, 1.5)
     ciphers.image = ciphers.image.model_copy(update={"truth": 2})
     assert WordSwaps.applies(subject) is None
     assert WordSwaps.applies(subject._replace(model=ciphers)) is not None
+    assert "no pictures" in Explorer.applies(subject)
 
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):

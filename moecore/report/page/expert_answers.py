@@ -90,15 +90,12 @@ def worth_words(experts: tuple[Estimate, ...], score: Score) -> list[str]:
     """Return for each expert of a layer what the score loses without it."""
     intervals = [one.interval for one in experts]
     form = NumberFormat.of(score.form, intervals)
-    words = []
-    for interval in intervals:
-        limits = form.difference_limits(interval)
-        value = f"{form.difference(interval.value)} {score.unit}".rstrip()
-        words.append(
-            f"Without it the {score.label} is worse by {value}"
-            + (f" ({limits})." if limits else ".")
-        )
-    return words
+    return [
+        f"Without it the {score.label} is worse by "
+        + f"{form.difference(interval.value)} {score.unit}".rstrip()
+        + f" ({form.difference_limits(interval)})."
+        for interval in intervals
+    ]
 
 
 def regret_words(values: dict[str, float]) -> str:
