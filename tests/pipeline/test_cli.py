@@ -359,7 +359,9 @@ def test_the_first_look_ends_with_a_page(looked):
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Running stage" not in done.stdout
     assert "Page: pipelines/quick/reports/index.html" in done.stdout
-    assert (looked.folder / "pipelines/quick/reports/index.html").is_file()
+    reports = looked.folder / "pipelines/quick/reports"
+    assert (reports / "index.html").is_file()
+    assert (reports / "explorer.html").stat().st_size <= 3 * 2**20
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["dense", "vmoe", "told"]
 
