@@ -280,6 +280,10 @@ def test_two_seeds_side_by_side(browser: Browser, folder):
         seed = page.locator(".panel >> nth=1")
         assert "favourite patches are kept of the first seed" in seed.inner_text()
         assert seed.locator(".map canvas").count() == 1
+        page.locator("#step").fill("2")
+        settled(page)
+        assert page.locator(".unlike").count() == 0, "of further seeds only clean images are kept"
+        page.locator("#step").fill("0")
         page.select_option("#beside", "prc")
         settled(page)
         assert page.locator(".unlike").count() == 0

@@ -157,7 +157,7 @@ function pair(one, other) {
     view.beside = name;
     view.partners = partnersOf(phaseNow(), view.name, name, view.layer);
   }
-  if (!one.partners || tokens(one.model) !== tokens(other.model)) return;
+  if (!one.partners || one.missing !== other.missing) return;
   one.unlike = other.unlike = (token) =>
     (one.partners[bestExpert(one, token)] ?? null) !== bestExpert(other, token);
 }

@@ -211,15 +211,16 @@ class Panel {
     this.expert.replaceChildren(
       make("h3", {}, "Expert ", badge(view, expert), ` · load ${percent(load)}`),
       ...paragraphs([...match, without[expert]]),
-      make("div", { class: "lists" }, this.map(view), ...lists.flat()),
+      make("div", { class: "lists" }, ...this.map(view), ...lists.flat()),
       ...paragraphs([favouriteWords(view)]),
       make("ul", { class: "crops" }, ...this.crops(view, favourites)),
     );
   }
 
-  // Where its patches lie: white where most of them chose it.
+  // Where its patches lie: white where most of them chose it; nothing where none did.
   map({ model, layer, expert, token }) {
     const { experts, places } = model.layers[layer];
+    if (!experts[expert].peak) return [];
     const at = coordinates(model, Math.max(token, model.special));
     const slices = planesOf(model).map((plane) => {
       const canvas = make("canvas", { "aria-hidden": "true" });
@@ -227,7 +228,7 @@ class Panel {
       return canvas;
     });
     const words = `where it is chosen; white: by ${percent(experts[expert].peak)} of the patches`;
-    return make("div", { class: "map" }, ...slices, make("p", { class: "quiet" }, words));
+    return [make("div", { class: "map" }, ...slices, make("p", { class: "quiet" }, words))];
   }
 
   // Rows of a name and a share; nothing where there are none.
