@@ -1,4 +1,7 @@
-"""Which expert sees which patch of single images, clean and changed: what explorer.html shows."""
+"""Which expert sees which patch of single images, clean and changed: what explorer.html shows.
+
+Of a text: which expert reads which word of single blocks.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Annotated
@@ -14,6 +17,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
+from moecore.data.text.words import read_vocabulary
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
 from moecore.measure.exploring.expert_gallery import (
     GalleryImages,
@@ -22,6 +26,7 @@ from moecore.measure.exploring.expert_gallery import (
 )
 from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
 from moecore.measure.exploring.watched import IMAGES, VOLUMES, explorer_image_indices
+from moecore.measure.exploring.word_gallery import word_galleries_by_layer, word_numbers
 from moecore.measure.routing_metrics import sweeps
 from moecore.measure.routing_metrics.sweeps import ChangedImages
 from moecore.measure.routing_metrics.two_view_augmentations import (
@@ -65,16 +70,16 @@ class Explorer(Measurement):
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs experts, and pictures to show and to change."""
+        """Why not, in words: a dense model has no experts."""
         if subject.model.moe is None:
             return "a dense model has no experts, so there is nothing to see"
-        if subject.model.image.task.long:
-            return "words are no pictures; `moecore lens` shows which experts read them"
         return None
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Everything that the page shows of one model."""
         model = subject.model
+        if model.image.task.long:
+            return explore_text(subject, self)
         data = subject.data
         layout = finest_layout(model.layouts)
         places = explorer_image_indices(data, self.images)
@@ -142,6 +147,7 @@ class Result(Config):
     grid: tuple[int, ...]
     images: tuple[int, ...]  # their places in the test split
     labels: tuple[tuple[float, ...], ...]  # their classes, or the real target
+    words: tuple[tuple[str, ...], ...] | None = None  # of a text: (N, T)
     kinds: str | None = None  # packed uint8 (N, T): each token's true kind where known, else 0
     layers: tuple[LayerGallery, ...]
     shown: tuple[ShownVariant, ...]  # clean first
@@ -157,6 +163,29 @@ class ExplorerExperts(Config):
     """The same of the experts."""
 
     layers: tuple[LayerGallery, ...]
+
+
+def explore_text(subject: MeasuredModel, settings: Explorer) -> Result:
+    """Return what the page shows of a language model: blocks of words as they are, unchanged."""
+    model, data = subject.model, subject.data
+    layout = finest_layout(model.layouts)
+    places = explorer_image_indices(data, settings.images)
+    chosen = evenly_spaced_indices(len(data.test.images), settings.gallery)
+    blocks, others = (np.array(data.test.images[one]) for one in (places, chosen))
+    vocabulary = read_vocabulary(data.folder, model.image.task.outputs)
+    numbers = word_numbers(blocks, bool(model.image.truth))
+    _, records = predict_in_batches(model, blocks, BATCH, prediction=False)
+    trace = build_image_traces(torch.zeros(len(blocks), 0), records, data.task, model.layouts)
+    return Result(
+        special=layout.special,
+        grid=layout.grid,
+        images=places,
+        labels=[[] for _ in places],
+        words=[[vocabulary[number] for number in row] for row in numbers],
+        kinds=encode_token_kinds(torch.from_numpy(blocks), layout) if model.image.truth else None,
+        layers=word_galleries_by_layer(model, others, vocabulary),
+        shown=[ShownVariant(kind="clean", label="clean", picture=None, origins=None, trace=trace)],
+    )
 
 
 def trace_variant(model: Model, task: Task, variant: ChangedImages) -> ShownVariant:

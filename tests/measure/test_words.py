@@ -24,6 +24,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_classes
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer
+from moecore.measure.exploring.word_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
 from moecore.measure.word_confidence import final_tokens
 from moecore.measure.word_swaps import WordSwaps
@@ -32,6 +33,7 @@ from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.report.column import decode_items
 from moecore.report.measures.zero_shot import COLUMNS
@@ -48,6 +50,7 @@ from tests.measure.subjects import (
     trained,
     write_digits,
 )
+from tests.measure.test_truth import text_subject
 
 MOE = MoESettings(router=TopKSoftmax(k=2), experts=Mlp(number=4, hidden_ratio=1.0), blocks="all")
 WORDS = ("tensor", "matrix", "vector", "value", "the", "of", "and", ",", "12", "returns")
@@ -82,12 +85,34 @@ def test_stop_words_and_punctuation_are_spared(subject):
     assert may == {"tensor", "matrix", "vector", "value", "12", "returns"}
 
 
-def test_what_is_skipped(subject):
+def test_in_ciphers_it_is_skipped(subject):
     ciphers = built(LanguageModel(width=8, depth=2, heads=2, span=6), MOE, subject.data, 1.5)
     ciphers.image = ciphers.image.model_copy(update={"truth": 2})
     assert WordSwaps.applies(subject) is None
     assert WordSwaps.applies(subject._replace(model=ciphers)) is not None
-    assert "no pictures" in Explorer.applies(subject)
+
+
+def test_an_experts_words_by_hand():
+    """Word 7 chose expert 0 twice of three times, 9 once of two; 4, once there, is rare."""
+    words = np.array([[7, 9, 7], [9, 4, 7]])
+    chosen = np.eye(2, dtype=bool)[[[0, 0, 1], [1, 0, 0]]]
+    first, second = favourite_words(words, chosen, rare=2)
+    assert first == [(7, 0.6667), (9, 0.5)] and second == [(9, 0.5), (7, 0.3333)]
+
+
+def test_the_explorer_of_a_text(subject, tmp_path):
+    found = check_measurement(Explorer(images=3), subject)
+    vocabulary = read_vocabulary(subject.data.folder, 12)
+    last = subject.data.test.images[found.images[2]][-1]
+    assert found.words[2] == tuple(vocabulary[number] for number in last)
+    assert [one.kind for one in found.shown] == ["clean"] and found.kinds is None
+    told = text_subject(Told())
+    (tmp_path / "vocabulary.txt").write_text("\n".join(["<unk>", "<eos>", *"abcdefghi", ""]))
+    card = {"task": told.model.image.task.model_dump()}
+    data = told.data._replace(card=card, folder=tmp_path)
+    experts = Explorer(images=3).measure(told._replace(data=data), compute_without_cache)
+    kinds = [one.kinds for one in experts.layers[0].experts]
+    assert kinds == [((kind, 1.0),) for kind in (1, 2, 3)]
 
 
 def test_rows_are_those_of_a_text_with_unknown_words(subject):

@@ -9,16 +9,19 @@ import pytest
 import torch
 from playwright.sync_api import Browser, Page
 
+from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
+from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.measures.seed_stability import decode_choices
 from moecore.report.page.explorer_page import explorer, match_choices
 from tests.browser import LOOKS, clipped, opened
-from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
+from tests.measure.subjects import NASTY, OF_VOLUMES, built, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
+from tests.measure.test_words import MOE, text
 from tests.nn.backbones.test_cells import MOSAIC
 from tests.report.explored import DENSE, alone, study, two_seeds
 
@@ -385,6 +388,24 @@ def test_one_layer_and_large_colour_images(browser: Browser, folder):
         assert page.locator("#layer option").all_inner_texts() == ["1 of 1"]
         assert page.locator(".cell").count() == 256
         assert clipped(page) == []
+
+
+def test_a_text_is_words_with_their_experts(browser: Browser, folder):
+    data = text(folder / "words")
+    backbone = LanguageModel(width=8, depth=2, heads=2, span=6)
+    explored = alone(MeasuredModel(built(backbone, MOE, data, 1.5), data))
+    result = explored.phases["pretrain"].first(Explorer)["vmoe"]
+    path = written(folder / "text.html", explored)
+    for width, scheme in LOOKS:
+        with opened(browser, address(path, "#image=1&patch=2"), width, scheme) as page:
+            shown = [re.sub("[0-9]$", "", one) for one in numbers(page)]
+            assert shown == list(result.words[1])
+            assert clipped(page) == [] and page.locator("#kind").is_hidden()
+            assert page.locator(".details h3").inner_text() == f"Token 3, {result.words[1][2]}"
+            page.locator("[data-expert='3']").click()
+            words = [word for word, _ in result.layers[0].experts[3].words]
+            names = settled(page).locator(".expert .name").all_inner_texts()
+            assert names == words != []
 
 
 def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):

@@ -46,6 +46,8 @@ class ExpertUse(Config):
     load: float  # share of all choices, of all tokens
     classes: tuple[tuple[int, float], ...]  # class, its share of these choices; the largest first
     kinds: tuple[tuple[int, float], ...]  # the same of the tokens' true kinds, where they are known
+    # of a text: words, and the share of their tokens that chose it; the largest first
+    words: tuple[tuple[str, float], ...] = ()
     peak: float  # of the patches at one place the share that chose it, where that is largest
     favourites: tuple[FavouritePatch, ...]  # of the highest probability; one an image at most
 
@@ -55,8 +57,8 @@ class LayerGallery(Config):
 
     experts: tuple[ExpertUse, ...]
     # (E, 1, *grid) of the finest layer: of the patches at each place the share that chose the
-    # expert, divided by its peak
-    places: EncodedPicture
+    # expert, divided by its peak; None of a text
+    places: EncodedPicture | None
     crops: EncodedPicture | None  # (crops, C, h, w), expert by expert; None: there are none
 
 
@@ -100,7 +102,7 @@ def iterate_expert_use(model: Model, gallery: GalleryImages) -> Iterator[list[Ex
     """Every layer on the images, CHUNK at a time."""
     for start in range(0, len(gallery.places), CHUNK):
         images = np.array(gallery.split.images[gallery.places[start : start + CHUNK]])
-        _, records = predict_in_batches(model, images, CHUNK)
+        _, records = predict_in_batches(model, images, CHUNK, prediction=False)
         yield [
             expert_use_by_image(
                 record, layout.special, one_hot_kinds(images, layout, model.image.truth)
@@ -175,13 +177,13 @@ def _expert_uses(
             for row, patch in zip(liked, patches, strict=True)
         ]
         crops += [_crop_favourite(gallery, one, layout) for one in favourites]
-        classes = () if shares is None else _largest_shares(shares[expert])
+        classes = () if shares is None else largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(
             ExpertUse(
                 load=round(load, 5),
                 classes=classes,
-                kinds=[(place + 1, share) for place, share in _largest_shares(kinds[expert])],
+                kinds=[(place + 1, share) for place, share in largest_shares(kinds[expert])],
                 peak=round(float(peaks[expert]), 4),
                 favourites=favourites,
             )
@@ -209,8 +211,9 @@ def _on_grid(use: LayerGallery, layout: TokenLayout, fine: TokenLayout) -> Layer
     return use.model_copy(update={"experts": tuple(experts)})
 
 
-def _largest_shares(shares: Tensor) -> tuple[tuple[int, float], ...]:
-    order = shares.sort(descending=True, stable=True).indices[:CLASSES].tolist()
+def largest_shares(shares: Tensor, most: int = CLASSES) -> tuple[tuple[int, float], ...]:
+    """Return the places of the largest shares that are not 0, the first largest, and these."""
+    order = shares.sort(descending=True, stable=True).indices[:most].tolist()
     return tuple((place, round(float(shares[place]), 4)) for place in order if shares[place] > 0)
 
 

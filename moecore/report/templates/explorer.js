@@ -14,6 +14,9 @@ function fillControls(shown) {
   fill("beside", [["", "nothing"], ...methods], state.beside);
   fill("layer", places, state.layer);
   fill("kind", kindsOf(shown).map((kind) => [kind, KINDS[kind].name]), state.kind);
+  document.querySelectorAll("#controls .wide").forEach((label) => {
+    label.hidden = !state.kind;
+  });
   find("how").textContent = KINDS[state.kind]?.slider ?? "";
   const slider = find("step");
   slider.max = Math.max(0, labels.length - 1);
@@ -35,10 +38,13 @@ function drawStrip(model) {
   if (inStrip !== model) {
     inStrip = model;
     const [plane] = planesOf(model);
+    find("images-title").textContent = model.words ? "Test texts" : "Test images";
     images.replaceChildren(...model.images.map((_, image) => {
-      const canvas = make("canvas", { "aria-hidden": "true" });
+      const { picture } = model.shown[0];
+      const canvas = make(picture ? "canvas" : "span", { "aria-hidden": "true" });
       const words = labelWords(phaseNow(), model, image);
-      paint(canvas, model.shown[0].picture, image, plane, 0.5);
+      if (picture) paint(canvas, picture, image, plane, 0.5);
+      else canvas.textContent = image + 1;
       return make("div", {
         role: "option", id: `image-${image}`, "data-image": image, title: words,
         "aria-label": words,

@@ -59,6 +59,9 @@ function kindOf({ model, image }, token) {
   return model.kinds === null ? 0 : arrays.get(model.kinds)[image * tokens(model) + token];
 }
 
+// What stands at a token of a text; "" of an image.
+const wordOf = ({ model, image }, token) => model.words?.[image][token] ?? "";
+
 // The first experts of a token: [{expert, share, chosen}].
 function expertsOf({ model, shown, layer, image }, token) {
   const { kept, experts, marks } = record(model, shown, layer);
@@ -224,13 +227,15 @@ function placeName(model, token) {
 
 function patchWords(view, token) {
   const { now, was, changed } = change(view, token);
-  const words = `${placeName(view.model, token)}: expert ${now ?? "none"}`;
+  const place = [placeName(view.model, token), wordOf(view, token)].filter(Boolean).join(", ");
+  const words = `${place}: expert ${now ?? "none"}`;
   const known = kindOf(view, token) ? `${words}; true kind ${kindOf(view, token)}` : words;
   return changed ? `${known}; ${where(view.shown).toLowerCase()} ${was ?? "none"}` : known;
 }
 
 function labelWords(phase, model, image) {
   const labels = model.labels[image];
+  if (model.words) return `Text ${image + 1}`;
   if (phase.classes) return labels.map((place) => phase.answers[place]).join(", ");
   return `${phase.answers[0]} ${labels[0].toFixed(1)} ${phase.unit}`;
 }
@@ -238,6 +243,7 @@ function labelWords(phase, model, image) {
 function answerWords({ model, shown, image, phase }) {
   const answers = shown.trace.answers[image];
   const values = shown.trace.values[image];
+  if (!answers.length) return [];
   if (!phase.classes) return ["says ", make("b", {}, `${values[0].toFixed(1)} ${phase.unit}`)];
   const said = (rank) => `${phase.answers[answers[rank]]} ${percent(values[rank])}`;
   if (phase.cells > 1) {
@@ -255,6 +261,7 @@ function countWords(view) {
   const { model, shown, kind, missing } = view;
   if (missing) return [`no ${kind} was looked at in this model`];
   const small = model.kinds === null ? [] : ["; k: the true kind"];
+  if (model.words) return small.map((words) => words.slice(2));
   if (shown === model.shown[0]) return ["clean image", ...small];
   const all = Array.from({ length: patches(model) }, (_, patch) =>
     change(view, model.special + patch));
@@ -272,7 +279,8 @@ function unlikeWords({ model, unlike, beside }) {
   if (!unlike) return [];
   const all = Array.from({ length: patches(model) }, (_, patch) => unlike(model.special + patch));
   const number = all.filter(Boolean).length;
-  return [`◥ ${number} of ${all.length} patches go to another expert than in ${beside}; `
+  const what = model.words ? "words" : "patches";
+  return [`◥ ${number} of ${all.length} ${what} go to another expert than in ${beside}; `
     + "matched experts have one colour"];
 }
 
@@ -287,6 +295,7 @@ function marginWords(view, token) {
 
 function favouriteWords({ model, layer, expert }) {
   const { load, favourites } = model.layers[layer].experts[expert];
+  if (model.words) return "";
   if (favourites.length) return "test patches that it likes most";
   return load ? "favourite patches are kept of the first seed" : "no patch chose it";
 }

@@ -31,9 +31,10 @@ function kindMark(view, token) {
   return kind ? [make("small", { class: "kind" }, `k${kind}`)] : [];
 }
 
-function kindWords(view, token) {
+function tokenWords(view, token) {
   const kind = kindOf(view, token);
-  return kind ? [`, true kind ${kind}`] : [];
+  return [wordOf(view, token), kind ? `true kind ${kind}` : ""].filter(Boolean)
+    .map((words) => `, ${words}`);
 }
 
 // Of the sentences that there are.
@@ -118,12 +119,13 @@ class Panel {
     const place = coordinates(model, Math.max(view.token, model.special));
     const picture = shown.picture ?? model.shown[0].picture;
     this.root.classList.toggle("volume", planes.length > 1);
+    this.root.classList.toggle("text", model.grid.length === 1);
     this.frames.forEach((figure, index) => {
       const plane = planes[index];
       figure.hidden = !plane;
       if (!plane) return;
       const level = (place[plane.fixed] + 0.5) / model.grid[plane.fixed];
-      paint(figure.querySelector("canvas"), picture, image, plane, level);
+      if (picture) paint(figure.querySelector("canvas"), picture, image, plane, level);
       this.drawCells(figure.querySelector(".cells"), view, plane, place);
       figure.querySelector("figcaption").textContent = plane.name;
     });
@@ -149,7 +151,7 @@ class Panel {
         class: `cell${changed ? " changed" : ""}${dim ? " dim" : ""}${unlike(token)}`,
         style: tint(view, now),
         "aria-selected": String(token === view.token), "aria-label": patchWords(view, token),
-      }, make("span", {}, words, ...kindMark(view, token)));
+      }, wordOf(view, token), make("span", {}, words, ...kindMark(view, token)));
     };
     cells.replaceChildren(...rows.map((row) => make("div", { role: "row" }, ...row.map(cell))));
   }
@@ -168,7 +170,7 @@ class Panel {
     if (changed) words = `${where(view.shown)}: expert ${was ?? "none"}`;
     if (!compared) words = "The clean image does not show this patch.";
     this.details.replaceChildren(
-      make("h3", {}, placeName(view.model, token), ...kindWords(view, token)),
+      make("h3", {}, placeName(view.model, token), ...tokenWords(view, token)),
       make("p", { class: "quiet" }, what),
       make("ol", { class: "bars" }, ...rows),
       make("p", { class: "margin quiet" }, marginWords(view, token)),
@@ -197,7 +199,7 @@ class Panel {
 
   drawExpert(view) {
     const { model, layer, expert, phase, partners, beside } = view;
-    const { load, classes, kinds, favourites } = model.layers[layer].experts[expert];
+    const { load, classes, kinds, words, favourites } = model.layers[layer].experts[expert];
     const named = (rows, name) => rows.map(([place, share]) =>
       [make("span", { class: "name", title: name(place) }, name(place)), share]);
     const { together = [], without = [] } = view.known.layers[layer];
@@ -205,6 +207,7 @@ class Panel {
     const others = (together[expert] ?? []).map(([other, share]) => [badge(view, other), share]);
     const lists = [
       this.bars("classes whose images chose it", named(classes, (place) => phase.answers[place])),
+      this.bars("words that go to it, and which share of them", named(words, (word) => word)),
       this.bars("true kinds of its tokens", named(kinds, (kind) => `kind ${kind}`)),
       this.bars("chosen with it, share of its tokens", others),
     ];
@@ -220,7 +223,7 @@ class Panel {
   // Where its patches lie: white where most of them chose it; nothing where none did.
   map({ model, layer, expert, token }) {
     const { experts, places } = model.layers[layer];
-    if (!experts[expert].peak) return [];
+    if (!places || !experts[expert].peak) return [];
     const at = coordinates(model, Math.max(token, model.special));
     const slices = planesOf(model).map((plane) => {
       const canvas = make("canvas", { "aria-hidden": "true" });
