@@ -7,25 +7,18 @@ from urllib.parse import parse_qsl
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
-from moecore.measure.base import MeasuredModel
-from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
-from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
-from moecore.report.measures.seed_stability import decode_choices
-from moecore.report.page.explorer_page import explorer, match_choices
 from tests.browser import LOOKS, clipped, opened
-from tests.measure.subjects import NASTY, OF_VOLUMES, built, images, moe, subject, volumes
+from tests.measure.subjects import NASTY, OF_VOLUMES, images, moe, subject, volumes
 from tests.measure.test_truth import subject as measured_on_dialects
-from tests.measure.test_words import MOE, text
 from tests.nn.backbones.test_cells import MOSAIC
-from tests.report.explored import DENSE, alone, study, two_seeds
-
-PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
+from tests.report.explored import DENSE, alone, study
+from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +29,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder) -> Path:
     return written(folder / "whole.html", study())
-
-
-def written(path: Path, found) -> Path:
-    path.write_text(explorer(found), encoding="utf-8")
-    return path
-
-
-def address(path: Path, state: str = "") -> str:
-    return path.resolve().as_uri() + state
-
-
-def settled(page: Page) -> Page:
-    """The page once nothing is being drawn."""
-    page.wait_for_selector("main[data-drawn]")
-    page.wait_for_function("find('main').dataset.drawn === String(turn)")
-    return page
-
-
-def numbers(page: Page, panel: int = 0) -> list[str]:
-    """What stands in the patches, row by row."""
-    settled(page)
-    return page.locator(f".panel >> nth={panel}").locator(".cell").all_text_contents()
-
-
-def state(page: Page) -> dict[str, str]:
-    settled(page)
-    return page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")
 
 
 def best(model, pixels, layer: int, image: int) -> list[str]:
@@ -246,68 +212,6 @@ def test_by_keyboard_alone(browser: Browser, whole):
         assert page.evaluate(outline) == "solid"
 
 
-def test_two_seeds_side_by_side(browser: Browser, folder):
-    """Their experts are matched on the choices of expert_roles; unlike patches are marked."""
-    found = two_seeds()
-    path = written(folder / "seeds.html", found)
-    roles, others = found.phases["pretrain"].of(ExpertRoles)["vmoe"]
-    layers = [decode_choices(one.layers[1].kept) for one in (roles, others)]
-    partners = match_choices(*layers)
-    both = address(path, PICKED.replace("prc", "vmoe seed 1"))
-    with opened(browser, both, 1400, "light") as page:
-        names = page.locator("#beside option").all_inner_texts()
-        assert names == ["nothing", "vmoe", "vmoe seed 1", "prc"]
-        page.locator("#step").fill("0")
-        first, second = ([int(one) for one in numbers(page, panel)] for panel in (0, 1))
-        unlike = [partners[one] != other for one, other in zip(first, second, strict=True)]
-        assert 0 < sum(unlike) < 9
-        for panel in page.locator(".panel").all():
-            marks = panel.locator(".cell").evaluate_all(
-                "cells => cells.map(cell => cell.classList.contains('unlike'))"
-            )
-            assert marks == unlike
-            assert f"◥ {sum(unlike)} of 9 patches" in panel.locator(".image").inner_text()
-        tint = "rows => rows.map(row => row.querySelector('.badge').getAttribute('style'))"
-        colours = [
-            panel.locator("[data-expert]").evaluate_all(tint)
-            for panel in page.locator(".panel").all()
-        ]
-        assert [colours[1][partner] for partner in partners] == colours[0]
-        page.locator(".panel >> nth=0").locator("[data-expert='2']").click()
-        assert state(page)["expert2"] == str(partners[2])
-        texts = page.locator(".panel >> nth=0").inner_text()
-        assert f"its match in vmoe seed 1: expert {partners[2]}" in texts
-        assert "Without it the accuracy is worse by" in texts and "nats of the loss" in texts
-        margin = roles.layers[1].values["margin"]
-        assert f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %" in texts
-        seed = page.locator(".panel >> nth=1")
-        assert "favourite patches are kept of the first seed" in seed.inner_text()
-        assert seed.locator(".map canvas").count() == 1
-        page.locator("#step").fill("2")
-        settled(page)
-        assert page.locator(".unlike").count() == 0, "of further seeds only clean images are kept"
-        page.locator("#step").fill("0")
-        page.select_option("#beside", "prc")
-        settled(page)
-        assert page.locator(".unlike").count() == 0
-        assert "name in run.measurements: expert_roles" in seed.inner_text()
-
-
-def test_keys_that_no_control_takes(browser: Browser, whole):
-    with opened(browser, address(whole, "#image=0&patch=1&layer=1&beside="), 1400, "light") as page:
-        settled(page)
-        assert "Shift ← → layer" in page.locator("#keys").inner_text()
-        for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "Shift+ArrowRight"):
-            page.keyboard.press(key)
-            settled(page)
-        assert (state(page)["image"], state(page)["layer"]) == ("1", "2")
-        before = page.evaluate("views[0].expert")
-        page.keyboard.press("Shift+ArrowUp" if before else "Shift+ArrowDown")
-        assert state(page)["expert"] == str(before - 1 if before else 1)
-        page.keyboard.press("Escape")
-        assert "expert" not in state(page)
-
-
 def test_epochs_of_a_training(browser: Browser, whole):
     with opened(
         browser, address(whole, "#method=prc&beside=vmoe&kind=epoch"), 1400, "dark"
@@ -390,24 +294,6 @@ def test_one_layer_and_large_colour_images(browser: Browser, folder):
         assert clipped(page) == []
 
 
-def test_a_text_is_words_with_their_experts(browser: Browser, folder):
-    data = text(folder / "words")
-    backbone = LanguageModel(width=8, depth=2, heads=2, span=6)
-    explored = alone(MeasuredModel(built(backbone, MOE, data, 1.5), data))
-    result = explored.phases["pretrain"].first(Explorer)["vmoe"]
-    path = written(folder / "text.html", explored)
-    for width, scheme in LOOKS:
-        with opened(browser, address(path, "#image=1&patch=2"), width, scheme) as page:
-            shown = [re.sub("[0-9]$", "", one) for one in numbers(page)]
-            assert shown == list(result.words[1])
-            assert clipped(page) == [] and page.locator("#kind").is_hidden()
-            assert page.locator(".details h3").inner_text() == f"Token 3, {result.words[1][2]}"
-            page.locator("[data-expert='3']").click()
-            words = [word for word, _ in result.layers[0].experts[3].words]
-            names = settled(page).locator(".expert .name").all_inner_texts()
-            assert names == words != []
-
-
 def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
     """Told that a patch is of kind n the router chooses expert n − 1; noise leaves the truth."""
     model = measured_on_dialects(Told())
@@ -424,8 +310,8 @@ def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
     assert drawn.tolist() == np.rint(places / places.max() * 255).tolist()
     kinds = model.data.test.images[result.images[2], -1, ::4, ::4].ravel().tolist()
     path = written(folder / "kinds.html", explored)
-    for state in ("#image=2", "#image=2&kind=noise&step=4", "#image=2&kind=attack&step=1"):
-        with opened(browser, address(path, state), 1400, "light") as page:
+    for view in ("#image=2", "#image=2&kind=noise&step=4", "#image=2&kind=attack&step=1"):
+        with opened(browser, address(path, view), 1400, "light") as page:
             assert numbers(page) == [f"{kind - 1}k{kind}" for kind in kinds]
             assert f"true kind {kinds[3]}" in page.locator(".details h3").inner_text()
             assert clipped(page) == []
