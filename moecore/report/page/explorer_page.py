@@ -62,7 +62,7 @@ class ExploredModel(NamedTuple):
 
 
 def list_explored_models(phase: Phase) -> list[ExploredModel]:
-    """Return each method's first seed, measured or not, and the further seeds that were."""
+    """Return each method's first seed, measured or not; then the further seeds that were."""
     models = []
     for method, seeds in phase.models.items():
         for place, (seed, measured) in enumerate(seeds.items()):
@@ -70,7 +70,7 @@ def list_explored_models(phase: Phase) -> list[ExploredModel]:
                 models.append(ExploredModel(method, True, measured))
             elif measured.of(Explorer):
                 models.append(ExploredModel(f"{method} seed {seed}", False, measured))
-    return models
+    return sorted(models, key=lambda model: not model.is_first)
 
 
 def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
