@@ -107,7 +107,8 @@ def draw_method_rows(quantities: Sequence[QuantityByMethod], looks: Looks) -> Fi
     The method that is first in params.yaml stands at the top.
     """
     methods = [method for method in looks if any(method in one.cells for one in quantities)]
-    figure = empty_figure(5.0, max(4.3, 1.3 + 0.37 * len(methods)))
+    width = max(5.0, 1.4 + 1.55 * len(quantities))  # a title has room beside the next
+    figure = empty_figure(width, max(4.3, 1.3 + 0.37 * len(methods)))
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
     for axes, quantity in zip(panels, quantities, strict=True):
         ends = [0.0]
