@@ -40,7 +40,7 @@ class FavouritePatch(Config):
     probability: float  # that the router gave the expert
 
 
-class ExpertUse(Config):
+class ExpertProfile(Config):
     """One expert."""
 
     load: float  # share of all choices, of all tokens
@@ -55,7 +55,7 @@ class ExpertUse(Config):
 class LayerGallery(Config):
     """The experts of one MoE layer."""
 
-    experts: tuple[ExpertUse, ...]
+    experts: tuple[ExpertProfile, ...]
     # (E, 1, *grid) of the finest layer: of the patches at each place the share that chose the
     # expert, divided by its peak; None of a text
     places: EncodedPicture | None
@@ -180,7 +180,7 @@ def _expert_uses(
         classes = () if shares is None else largest_shares(shares[expert])
         load = float(counts[expert] / counts.sum().clamp(min=1))
         experts.append(
-            ExpertUse(
+            ExpertProfile(
                 load=round(load, 5),
                 classes=classes,
                 kinds=[(place + 1, share) for place, share in largest_shares(kinds[expert])],

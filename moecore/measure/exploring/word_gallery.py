@@ -10,7 +10,7 @@ import torch
 
 from moecore.measure.exploring.expert_gallery import (
     CHUNK,
-    ExpertUse,
+    ExpertProfile,
     LayerGallery,
     largest_shares,
     one_hot_kinds,
@@ -46,7 +46,7 @@ def word_galleries_by_layer(
         kinds = chosen.double().flatten(0, 1).T @ of_kind
         kinds /= kinds.sum(dim=1, keepdim=True).clamp(min=1)
         experts = [
-            ExpertUse(
+            ExpertProfile(
                 load=round(float(load), 5),
                 classes=(),
                 kinds=[(place + 1, share) for place, share in largest_shares(of_expert)],
