@@ -65,9 +65,17 @@ class Measurement(Config, ABC):
     regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return why it does not apply, in words; None where it does."""
+    def model_refusal(cls, model: Model) -> str | None:
+        """Return why no such model can be measured, in words; None where it can.
+
+        ``moecore check`` asks it of models without memory, before anything is trained.
+        """
         return None
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Return why it does not apply to this model and data, in words; None where it does."""
+        return cls.model_refusal(subject.model)
 
     @abstractmethod
     def measure(self, subject: MeasuredModel, parts: PartStore) -> Config:

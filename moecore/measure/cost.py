@@ -35,11 +35,6 @@ class Cost(Measurement):
     rounds: int = Field(10, ge=2, description="Timed passes, after three that are not counted.")
     images: int = Field(64, ge=1, description="Test images that the passes go through in turn.")
 
-    @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Every model costs something."""
-        return None
-
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Counts and timings on images of the test split, which take seconds: no parts are kept."""
         test = subject.data.test.images

@@ -46,6 +46,7 @@ from moecore.measure.routing_metrics.local_consistency import (
     window_use_histogram,
 )
 from moecore.measure.routing_metrics.purity import token_kinds
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.crossed import linearize_ratio
@@ -69,9 +70,9 @@ class ExpertRoles(Measurement):
     )
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
+    def model_refusal(cls, model: Model) -> str | None:
         """Return why not, in words: tokens must choose among experts."""
-        moe = subject.model.moe
+        moe = model.moe
         if moe is None:
             return "a dense model has no experts"
         if not moe.router.chooses_per_token:

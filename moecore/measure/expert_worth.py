@@ -41,9 +41,9 @@ class ExpertWorth(Measurement):
     draws: int = Field(5, ge=1, description="Of the random experts that are removed for comparison")
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
+    def model_refusal(cls, model: Model) -> str | None:
         """Return why not, in words: a router must choose some of the experts by scores."""
-        return no_barring_reason(subject.model)
+        return no_barring_reason(model)
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Return what each expert is worth, and what is lost without several in every layer."""

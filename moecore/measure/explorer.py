@@ -69,9 +69,9 @@ class Explorer(Measurement):
     )
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: a dense model has no experts."""
-        if subject.model.moe is None:
+    def model_refusal(cls, model: Model) -> str | None:
+        """Return why not, in words: a dense model has no experts."""
+        if model.moe is None:
             return "a dense model has no experts, so there is nothing to see"
         return None
 

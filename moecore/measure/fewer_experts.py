@@ -47,9 +47,9 @@ class FewerExperts(Measurement):
     )
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
+    def model_refusal(cls, model: Model) -> str | None:
         """Return why not, in words: it needs experts."""
-        return None if subject.model.moe is not None else "the model has no experts"
+        return None if model.moe is not None else "the model has no experts"
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Return the scores of the model as it is, and of every way and share that can be."""

@@ -37,11 +37,15 @@ class Invariance(Measurement):
     batch: int = Field(256, ge=1, description="Images a forward pass; no result depends on it.")
 
     @classmethod
+    def model_refusal(cls, model: Model) -> str | None:
+        """Return why not, in words: it needs a routing that could move."""
+        return "a dense model has no routing that could move" if model.moe is None else None
+
+    @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: it needs flat images with classes, and a routing that could move."""
-        if subject.model.moe is None:
-            return "a dense model has no routing that could move"
-        return no_changed_images_reason(subject, "class_maps")
+        """Return why not, in words: it needs flat images with classes, too."""
+        reason = cls.model_refusal(subject.model)
+        return reason or no_changed_images_reason(subject, "class_maps")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """IMED of every image and its moved self under each transform, and the classes' maps."""

@@ -102,11 +102,6 @@ class CleanAnswers(NamedTuple):
     scores: Tensor  # (N,)
 
 
-def applies(subject: MeasuredModel) -> str | None:
-    """Every model can be attacked."""
-    return None
-
-
 def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> Result:
     """Every attack at every epsilon, a part each, the worst case over them, and the audit.
 

@@ -29,6 +29,7 @@ from moecore.measure.routing_metrics.subset_regret import (
     list_subsets,
     subset_regret,
 )
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import coupled_image_count, image_batches, model_device
 from moecore.statistics.crossed import linearize_ratio
 
@@ -43,15 +44,15 @@ class RouterRegret(Measurement):
     batch: int = Field(256, ge=1, description="Passes at once.")
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
+    def model_refusal(cls, model: Model) -> str | None:
         """Return why not, in words: images must have a loss each, tokens a choice of their own."""
-        if reason := no_barring_reason(subject.model):
+        if reason := no_barring_reason(model):
             return reason
-        if getattr(subject.model.experts_and_router.router, "groups", None) is not None:
+        if getattr(model.experts_and_router.router, "groups", None) is not None:
             return "its tokens choose within groups of experts, so that not every set can be chosen"
-        if coupled_image_count(subject.model) > 1:
+        if coupled_image_count(model) > 1:
             return "experts have a capacity, so that one token's choice changes another's"
-        return subject.model.image.task.needs_classes("classes")
+        return model.image.task.needs_classes("classes")
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Return each layer's regret, and means over the layers with intervals over images."""

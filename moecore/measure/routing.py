@@ -100,9 +100,9 @@ class Routing(Measurement):
         return self
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Why not, in words: a dense model has no router."""
-        return "a dense model has no routing" if subject.model.moe is None else None
+    def model_refusal(cls, model: Model) -> str | None:
+        """Return why not, in words: a dense model has no router."""
+        return "a dense model has no routing" if model.moe is None else None
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Everything about the routing of images of the test split."""

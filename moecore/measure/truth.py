@@ -30,6 +30,7 @@ from moecore.measure.routing_metrics.sweeps import (
     attack_variants,
     noise_variants,
 )
+from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_interval
 
@@ -49,11 +50,11 @@ class Truth(Measurement):
     )
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
+    def model_refusal(cls, model: Model) -> str | None:
         """Return why not, in words: it needs routers, and tokens whose kind is known."""
-        if not subject.model.image.truth:
+        if not model.image.truth:
             return "nobody knows the truth of these data's tokens; their card says none"
-        if subject.model.moe is None:
+        if model.moe is None:
             return "the model has no routers"
         return None
 

@@ -23,6 +23,7 @@ class PlannedMetric(NamedTuple):
     form: str
     better: str
     is_fixed: bool = False
+    stage: str = ""  # that writes the result, as ``Shown.stage``
 
 
 class Column(NamedTuple):

@@ -25,12 +25,13 @@ from moecore.report.tables.metrics_by_method import (
 )
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
+from moecore.study.checking.data_rules import load_previews
 from moecore.study.reading.document import load_yaml_document, parse_yaml_document
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.study.reading.study import Study
 from moecore.training.outcome import Outcome
-from tests.project import SHIPPED
+from tests.project import PARAMS, SHIPPED
 from tests.report.generated import EPSILONS, NEW, TRANSFORMS, write_results
 from tests.report.test_report import METHODS, assert_self_contained
 
@@ -223,9 +224,8 @@ ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
 def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tuple, str]]:
     text = f"{SETTINGS}questions: [{{{asked}, metric: '{metric}', phase: {phase}}}]\n"
-    return list(
-        unfit_metric_problems(extract_declared_settings(Study, parse_yaml_document(text)), STAGES)
-    )
+    study = extract_declared_settings(Study, parse_yaml_document(text))
+    return list(unfit_metric_problems(study, STAGES, previews={}))
 
 
 @pytest.mark.parametrize(
@@ -276,6 +276,20 @@ def test_no_worse_needs_a_metric_that_can_be_worse():
     assert keys == ("questions", 0, "better") and "token_entropy is worse" in text
 
 
+def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
+    text = PARAMS.replace("phases: [finetune]", "phases: [pretrain, finetune]")
+    text = text.replace("[finetune]\n", "[pretrain]\n").replace("lipschitz", "router_regret", 1)
+    asked = "asks: so, method: vmoe, better: lower, phase: pretrain"
+    first = f"{{{asked}, metric: router_regret, against: dense}}"
+    second = f"{{{asked}, metric: load_cv2, against: tgr}}"
+    settings = parse_yaml_document(text.replace("ions: []", f"ions: [{first}, {second}]"))
+    study = extract_declared_settings(Study, settings)
+    [(keys, problem)] = unfit_metric_problems(study, STAGES, load_previews(study))
+    assert keys == ("questions", 0, "against")
+    assert problem.startswith("found dense, which will have no router_regret: a dense model has no")
+    assert problem.endswith("; allowed: methods that router_regret measures")
+
+
 def test_a_phase_that_is_not_there_is_not_judged_twice():
     assert misnamed("anything", "finetune") == []
 
@@ -299,7 +313,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
         for one in metrics
         if one.name in known
     }
-    assert planned == {name: known[name] for name in planned}
+    assert planned == {name: known[name][:3] for name in planned}
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 

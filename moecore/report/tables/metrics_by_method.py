@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, read_json
+from moecore.data.expected_data import PlannedData
+from moecore.measure.base import find_measurement
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
 from moecore.report.column import PlannedMetric, PlannedPhase, ResultColumn
@@ -19,6 +21,7 @@ from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
+from moecore.study.checking.model_build_rules import build_phase_model, image_spec
 from moecore.study.reading.claims_section import Comparison
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.message_format import did_you_mean
@@ -195,11 +198,14 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
     return compared
 
 
-def unfit_metric_problems(study: Study, stages: Collection[str]) -> Iterator[tuple[tuple, str]]:
-    """Metrics that claims and questions name and that cannot answer them, and measurements that
-    nothing would show: keys, and what is wrong.
+def unfit_metric_problems(
+    study: Study, stages: Collection[str], previews: Mapping[str, PlannedData]
+) -> Iterator[tuple[tuple, str]]:
+    """Metrics that claims and questions name and that cannot answer them, or that a method will not
+    have, and measurements that nothing would show: keys, and what is wrong.
 
-    stages: of the study's dvc.yaml. Nothing is said of a phase that the study does not run.
+    stages: of the study's dvc.yaml; previews: phase → its data, as far as known. Nothing is said of
+    a phase that the study does not run.
     """
     shown = {display.stage for display in list_displays()}
     for index, name in enumerate(study.run.measurements):
@@ -212,6 +218,32 @@ def unfit_metric_problems(study: Study, stages: Collection[str]) -> Iterator[tup
             if metrics := known.get(one.phase):
                 for key, text in _metric_problems(one, metrics):
                     yield (section, index, key), text
+                for key, text in _lacking_methods(study, one, metrics, previews):
+                    yield (section, index, key), text
+
+
+def _lacking_methods(
+    study: Study,
+    asked: Comparison,
+    metrics: Mapping[str, PlannedMetric],
+    previews: Mapping[str, PlannedData],
+) -> Iterator[tuple[str, str]]:
+    """Yield a key of a claim or question, and why that method will not have its metric."""
+    preview = previews.get(asked.phase)
+    if preview is None:
+        return
+    other = asked.against_metric or asked.metric
+    for key, method, name in (
+        ("method", asked.method, asked.metric),
+        ("against", asked.against, other),
+    ):
+        planned = metrics.get(name)
+        if planned and planned.stage in (*study.run.measurements, "routing"):
+            model = build_phase_model(study, method, asked.phase, image_spec(preview))
+            reason = model and find_measurement(planned.stage).model_refusal(model)
+            if reason:
+                text = f"found {method}, which will have no {name}: {reason}"
+                yield key, f"{text}; allowed: methods that {planned.stage} measures"
 
 
 def _metric_problems(
@@ -255,5 +287,6 @@ def expected_metrics(
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
         if shown.applies(task) and (covered or not shown.stage):
             for entry in shown.columns:
-                metrics |= entry.foreseen(ahead)
+                planned = entry.foreseen(ahead)
+                metrics |= {name: one._replace(stage=shown.stage) for name, one in planned.items()}
     return metrics

@@ -15,7 +15,8 @@ from moecore.data.expected_data import PlannedData
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.meta_device import meta_device_context
-from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
+from moecore.study.reading.run_section import Phase
+from moecore.study.reading.study import REDUCING_PHASES, TRAINING_PHASES, Misfits, Study
 from moecore.tasks.classification import Classification
 from moecore.training.guide import aligned_teacher_blocks
 from moecore.training.method import Method
@@ -76,6 +77,25 @@ def image_spec(preview: PlannedData) -> ImageSpec:
         task=task,
         truth=preview.truth,
     )
+
+
+def build_phase_model(
+    study: Study, name: str, phase: Phase, image: ImageSpec
+) -> BackboneModel | None:
+    """Return a method's model as a phase leaves it, on the meta device; it must be buildable.
+
+    None where the study has no model.
+    """
+    if study.model is None:
+        return None
+    method, settings = study.methods[name], getattr(study, phase)
+    moe = method.moe
+    if phase in REDUCING_PHASES and moe is not None:
+        moe = settings.reduced_settings(moe)
+    elif phase in TRAINING_PHASES and phase != "pretrain":
+        moe = method.for_finetuning(settings.k, settings.guided).moe
+    with meta_device_context():
+        return method.merge_model_settings(study.model).build(image, moe)
 
 
 def _method_problems(

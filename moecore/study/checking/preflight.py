@@ -1,10 +1,11 @@
 """Everything that can be known before anything runs: the file, its data, its models."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError
+from moecore.data.expected_data import PlannedData
 from moecore.study.checking.data_rules import (
     chdir_to_stages,
     data_problems,
@@ -31,8 +32,10 @@ from moecore.study.reading.message_format import cap_line_count
 from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.study import Study
 
-# What a room above this one has to say of a study and its stages: keys, and what is wrong.
-ExtraCheck = Callable[[Study, Sequence[str]], Iterable[tuple[tuple, str]]]
+# What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
+ExtraCheck = Callable[
+    [Study, Sequence[str], Mapping[str, PlannedData]], Iterable[tuple[tuple, str]]
+]
 
 
 class CheckedStudy(NamedTuple):
@@ -73,7 +76,7 @@ def check_study(
             others += outside_part_misfits(study, previews, untried)
             others += trial_step_misfits(study, [keys for keys, _ in others])
         if also is not None and not others:  # it reads what all these rules have held good
-            others += also(study, stages)
+            others += also(study, stages, previews)
     lines = [*problems, *missing, *format_misfits(document, others)]
     if missing and len(lines) == len(missing):
         lines.append(f"{document.path}: all else is in order")
