@@ -436,6 +436,8 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
                 "load_cv2": load_cv2(counts),
                 "max_violation": max_load_violation(counts),
                 "dead": dead_expert_share(counts),
+                "experts_per_token": float(record.chosen.sum(dim=-1).double().mean()),
+                "unrouted": 0.0,
                 "entropy": normalised_load_entropy(counts),
                 "confidence": router_confidence(record.probs),
                 "inner_load": None,
@@ -448,7 +450,8 @@ def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Con
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
     shown = encode_expert_overlays(images, four)
-    names = ("load_cv2", "max_violation", "dead", "entropy", *_matched(number, seed))
+    names = ("load_cv2", "max_violation", "dead", "experts_per_token", "unrouted", "entropy")
+    names += tuple(_matched(number, seed))
     means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names}
     return routing.Result(
         images=12,

@@ -59,6 +59,8 @@ class Use(BorderShares):
     load_cv2: float
     max_violation: float
     dead: float  # share of experts with under 1 % of the mean load
+    experts_per_token: float  # chosen, before capacity
+    unrouted: float  # share of tokens that chose none
     entropy: float
     token_entropy: float
     tail_of_probs: float | None = None  # routers with k only
@@ -94,6 +96,15 @@ def map_border_shares(load: Tensor, mass: Tensor) -> BorderShares:
     return BorderShares.model_validate(values)
 
 
+def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
+    """Return the mean number of experts that a token of an image chose, and the share of its tokens
+    that chose none, (B,) fp64 each.  chosen: (B, T, E) bool.
+    """
+    numbers = chosen.sum(dim=-1).double()
+    none = (numbers == 0).double()
+    return {"experts_per_token": numbers.mean(dim=1), "unrouted": none.mean(dim=1)}
+
+
 def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
     """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
     counts = expert_counts(layer.chosen)
@@ -113,6 +124,7 @@ def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | No
         load_cv2=load_cv2(counts),
         max_violation=max_load_violation(counts),
         dead=dead_expert_share(counts),
+        **{name: float(one.mean()) for name, one in choices_by_image(layer.chosen).items()},
         entropy=normalised_load_entropy(counts),
         confidence=routing_confidence(layer.probs),
         token_entropy=mean_token_entropy(layer.probs),
@@ -152,6 +164,7 @@ def use_metrics_by_image(
         "confidence_second": ordered[:, 1:2].sum(dim=1),
         "confidence_others": ordered[:, 2:].sum(dim=1),
         "token_entropy": torch.special.entr(probs).sum(dim=-1).mean(dim=1),
+        **choices_by_image(layer.chosen),
     }
     if experts > 1:
         metrics["entropy"] = linearize_mean(entropy, counts)

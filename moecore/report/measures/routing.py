@@ -171,6 +171,12 @@ COLUMNS = (
     routing_column(
         "dead", "Dead experts", "lower", "share", "experts with under 1 % of the mean load"
     ),
+    routing_column(
+        "experts_per_token", "Experts a token", note="chosen before capacity, mean over layers"
+    ),
+    routing_column(
+        "unrouted", "Unrouted", "", "share", "tokens that chose no expert, mean over layers"
+    ),
     ermoe_column(
         "fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"
     ),

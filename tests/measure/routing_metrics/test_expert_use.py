@@ -27,7 +27,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
     routing_change_by_layer,
     routing_confidence,
 )
-from moecore.measure.routing_metrics.layer_use import map_border_shares
+from moecore.measure.routing_metrics.layer_use import choices_by_image, map_border_shares
 from moecore.measure.routing_metrics.tail_and_fallback import (
     below_k_eligible_rate,
     eligible_tail_mass,
@@ -93,6 +93,16 @@ def test_violation_and_dead_experts_by_hand():
     counts = torch.tensor([60, 30, 29, 1])
     assert max_load_violation(counts) == 1
     assert dead_expert_share(counts, 0.1) == 0.25 and dead_expert_share(counts) == 0
+
+
+def test_choices_a_token_by_hand():
+    """One image's tokens chose 2, 1, 0 and 1 experts; the other's one each."""
+    chosen = torch.zeros(2, 4, 3, dtype=torch.bool)
+    chosen[0, [0, 0, 1, 3], [0, 1, 1, 2]] = True
+    chosen[1, :, 0] = True
+    found = choices_by_image(chosen)
+    assert found["experts_per_token"].tolist() == [1, 1]
+    assert found["unrouted"].tolist() == [0.25, 0]
 
 
 def test_confidence_by_hand():
