@@ -42,3 +42,5 @@ from moecore.tasks.classification import Classification as Classification
 from moecore.training.regularizers.base import Regularizer as Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers as sum_over_layers
 from moecore.training.teachers.base import Teacher as Teacher
+from moecore.training.upcycling_kinds import Drop as Drop
+from moecore.training.upcycling_kinds import Granular as Granular

@@ -12,10 +12,11 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import SwinSettings
-from moecore.nn.experts.base import ExpertsModule
+from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.eigen import EigenExperts
 from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.routers.base import Router
 from moecore.training.upcycling_kinds import (
     WHOLE_MLP,
     Granular,
@@ -72,7 +73,9 @@ def upcycle_model(
         if isinstance(layer, MoEFeedForward):
             check_no_shared_experts(layer)
             _check_activation(layer.experts, replaced.get(name), name)
-            fill_experts(layer.experts, weights, f"{name}.", _cut_mlp(model, layer, kind))
+            moe = model.experts_and_router
+            pieces = cut_mlp(layer.router, moe.router, moe.experts, kind)
+            fill_experts(layer.experts, weights, f"{name}.", pieces)
     for name, value in weights.items():
         if name not in own or own[name].shape != value.shape:
             here = tuple(own[name].shape) if name in own else "absent"
@@ -111,15 +114,18 @@ def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) 
         raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
 
 
-def _cut_mlp(model: BackboneModel, layer: MoEFeedForward, kind: Upcycling) -> MlpPieceScales:
-    """Return how the MLPs are cut; of several pieces the router begins with equal rows."""
+def cut_mlp(module: nn.Module, router: Router, experts: Experts, kind: Upcycling) -> MlpPieceScales:
+    """Return how the MLPs are cut; of several pieces the router begins with equal rows.
+
+    module: the router of these settings, in a layer of such experts. Raises UserError where the
+    pieces would not be chosen together.
+    """
     if not isinstance(kind, Granular):
         return WHOLE_MLP
-    moe = model.experts_and_router
-    for key, problem in kind.misfits(moe.router, moe.experts):
+    for key, problem in kind.misfits(router, experts):
         raise UserError(f"{'.'.join(key)}: {problem}")
-    repeat_router_rows(layer.router, kind.pieces)
-    return kind.cut_mlp(moe.router, moe.experts.number)
+    repeat_router_rows(module, kind.pieces)
+    return kind.cut_mlp(router, experts.number)
 
 
 def fill_experts(

@@ -18,6 +18,7 @@ from moecore.training.regularizers.load import Load
 from moecore.training.regularizers.z_loss import ZLoss
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from moecore.training.upcycle_in_place import upcycle_in_place
+from moecore.training.upcycling_kinds import Drop, Granular
 from tests.attacks.models import vit
 
 ROUTER = NoisyTopK(k=2, renormalise=True)
@@ -64,6 +65,30 @@ def test_it_computes_what_it_did_and_its_routers_learn_from_the_records(name):
         assert layer.feed_forward.experts.up.grad.any() and not layer.training
 
 
+def test_pieces_of_copies_compute_what_the_model_did():
+    model, images = timm_model(), torch.rand(2, 3, 32, 32)
+    before = model(images)
+    quiet = NoisyTopK(k=2, renormalise=True, noise_std=0)
+    halves = Mlp(number=4, hidden_ratio=2)
+    upcycle_in_place(model, router=quiet, experts=halves, kind=Granular(pieces=2))
+    torch.testing.assert_close(model(images), before, atol=1e-5, rtol=1e-4)
+
+
+def test_half_of_each_copys_units_are_drawn_anew_by_the_seed():
+    units = []
+    for seed in (0, 0, 1):
+        model = timm_model()
+        fc1 = model.blocks[3].mlp.fc1.weight.clone()
+        drop = Drop(ratio=0.5)
+        (layer,) = upcycle_in_place(
+            model, router=ROUTER, experts=EXPERTS, blocks=(3,), kind=drop, seed=seed
+        )
+        kept = (layer.feed_forward.experts.up.transpose(1, 2) == fc1).all(dim=-1)
+        assert kept.sum(dim=1).tolist() == [32] * 4, "of 64 hidden units of each expert"
+        units.append(layer.feed_forward.experts.up)
+    assert torch.equal(units[0], units[1]) and not torch.equal(units[0], units[2])
+
+
 def test_blocks_are_chosen_as_in_a_method_and_its_state_is_a_torch_models():
     model, other = timm_model(), timm_model()
     for one in (model, other):
@@ -84,6 +109,7 @@ def test_blocks_are_chosen_as_in_a_method_and_its_state_is_a_torch_models():
         ({}, {"blocks": (4,)}, r"blocks: \[4\]"),
         ({}, {"blocks": "some"}, "blocks: found some"),
         ({}, {"router": Hash()}, "router: found hash, which reads patches"),
+        ({}, {"kind": Granular(pieces=2)}, "router.noise_std: found 1, which breaks ties"),
         ({"proj_drop_rate": 0.1}, {}, "upcycle: found an mlp with dropout"),
         ({"act_layer": nn.SiLU}, {}, "upcycle: found an mlp with the activation SiLU"),
     ],
