@@ -71,7 +71,7 @@ def alone(model: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Tenso
 def race(name: str, images: int, steps: int, rounds: int, device: str = "cpu") -> list[dict]:
     """One row per contestant: images a second, and its time over that of the package alone."""
     size = sizes()[name]
-    model = bench(size, torch.float32, device=device).model
+    model = bench(size, size.vmoe, torch.float32, device=device).model
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(images, size.channels, size.side, size.side, generator=generator).to(device)
     labels = torch.randint(0, size.classes, (images,), generator=generator).to(device)

@@ -1,7 +1,8 @@
 """All races: the MoE layer against dense MLPs, limits and peers; the training step; what
-regularizers cost. Writes one JSON.
+regularizers, routers and their updates cost. Writes one JSON.
 
-    python -m benchmarks.race [--quick] [--only layer peers step regularizers] [--device cuda]
+    python -m benchmarks.race [--quick] [--only layer peers step regularizers
+        routers hook] [--device cuda]
     python -m benchmarks.table benchmarks/race.json
 
 On a GPU layers have 66,192 tokens and steps 16 times the batch, both are raced compiled too, and
@@ -18,13 +19,14 @@ import gc
 import json
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from rich.console import Console
 
-from benchmarks import layers, training_step
+from benchmarks import layers, routers, training_step
 from benchmarks.layers import Size, step
 from benchmarks.limit import Peaks, described, limit, peaks, versions, weight_traffic
 from benchmarks.peers import PEERS, Peer, Unfit, leave_group, torch_dtype
@@ -49,10 +51,12 @@ TARGETS = {  # ours / peer, by number of experts where it depends on it
     "DeepSpeed": 0.82,
     "soft-moe-pytorch": None,
 }
-RACES = ("layer", "peers", "step", "regularizers")
+RACES = ("layer", "peers", "step", "regularizers", "routers", "hook")
 CUDA = "cuda"
 MODELS = ("default", "vit_tiny", "vit_s")
 REGULARIZER = 1.02
+ROUTER = 1.05
+HOOK = 0.01
 STEP_LIMIT = 2.5
 
 
@@ -118,7 +122,7 @@ def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
     """The host's waits in a training step, which are numbers and no ratios."""
     for name in names:
         size = training_step.sized(name, CUDA)
-        made = training_step.bench(size, torch.bfloat16, device=CUDA)
+        made = training_step.bench(size, size.vmoe, torch.bfloat16, device=CUDA)
         for _ in range(3):  # the first steps load libraries
             made.step()
         said = f"{waits(made.queued)} waits of the host"
@@ -210,7 +214,8 @@ def step_rows(
             precision = contestant.split()[1]
             ours = seconds[contestant]
             yield row("step / stock torch", name, precision, ours, seconds["stock"], target)
-            run = training_step.bench(size, torch_dtype(precision), device=device).step
+            dtype = torch_dtype(precision)
+            run = training_step.bench(size, size.vmoe, dtype, device=device).step
             run()
             limits = [limit(run, found)] * rounds
             yield row("step / limit", name, precision, ours, limits, STEP_LIMIT)
@@ -241,13 +246,46 @@ def regularizer_rows(rounds: int, name: str = "vit_tiny") -> Iterator[dict]:
 
 
 def _regularized(size: training_step.Size, views: int, regularizers: tuple) -> Run:
-    made = training_step.bench(size, torch.bfloat16, views=views, regularizers=regularizers)
+    method = size.vmoe
+    method = method.model_copy(update={"regularizers": (*method.regularizers, *regularizers)})
+    made = training_step.bench(size, method, torch.bfloat16, views=views)
     with torch.no_grad():
         output = made.model(made.batch.images)
     probs = tuple(
         torch.softmax(torch.randn_like(record.probs), dim=-1) for record in output.routing
     )
     return made._replace(guidance=Guidance(output.prediction, probs)).step
+
+
+def router_rows(rounds: int, names: tuple[str, ...]) -> Iterator[dict]:
+    """The step with each router or kind of experts against V-MoE's, and the FLOPs of both."""
+    for name in names:
+        size = training_step.sizes()[name]
+        against = training_step.bench(size, size.vmoe, torch.bfloat16).step
+        flops = routers.step_flops(size, size.vmoe)
+        for kind, contestant in routers.CONTESTANTS.items():
+            method = contestant.method(size)
+            own = training_step.bench(size, method, torch.bfloat16).step
+            turns = take_turns({"own": own, "vmoe": against}, rounds)
+            what = f"{kind}, {name}, FLOPs × {routers.step_flops(size, method) / flops:.2f}"
+            times = turns["own"], turns["vmoe"]
+            yield row("step / V-MoE's", what, "bfloat16", *times, ROUTER, contestant.note)
+
+
+def hook_rows(rounds: int, names: tuple[str, ...]) -> Iterator[dict]:
+    """The update of routers at the end of a step, as a share of the step without it: the difference
+    of two steps is smaller than what they vary by.
+    """
+    for name in names:
+        size = training_step.sizes()[name]
+        for kind in routers.UPDATED:
+            method = routers.CONTESTANTS[kind].method(size)
+            made = training_step.bench(size, method, torch.bfloat16, updates_routers=False)
+            output = made.output()
+            hook = partial(made.model.end_step, output, training_step.PROGRESS)
+            turns = take_turns({"step": made.step, "hook": hook}, 4 * rounds)
+            what = f"{kind}, {name}"
+            yield row("update / step", what, "bfloat16", turns["hook"], turns["step"], HOOK)
 
 
 def arguments() -> argparse.Namespace:
@@ -261,7 +299,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help=rounds)
     most = "of one race with a peer at most; the slowest take many seconds a turn (default 240)"
     parser.add_argument("--seconds", type=float, default=240, help=most)
-    models = "of the races of the training step"
+    models = "of the races of the training step, routers and their updates"
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=models)
     parser.add_argument("--device", choices=("cpu", CUDA), default="cpu")
     parser.add_argument(
@@ -293,6 +331,8 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
         "peers": lambda: peer_rows(rounds, options.quick, options.seconds),
         "step": lambda: step_rows(rounds, found, models),
         "regularizers": lambda: regularizer_rows(rounds),
+        "routers": lambda: router_rows(rounds, models),
+        "hook": lambda: hook_rows(rounds, models),
     }
     for name in options.only:
         yield from races[name]()

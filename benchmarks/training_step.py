@@ -23,16 +23,23 @@ from torch.nn.functional import conv2d, gelu, scaled_dot_product_attention
 from benchmarks.layers import wait
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
 from moecore.core.config import Config
-from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs, RoutingContext
+from moecore.core.routing_records import (
+    Batch,
+    Guidance,
+    ModelOutput,
+    ObjectiveInputs,
+    RoutingContext,
+)
+from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed
-from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.study.reading.stage_params import read_params
 from moecore.tasks.classification import Classification
 from moecore.training.compilation_and_tracing import CompiledBlocks
+from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
 from moecore.training.regularizers.importance import Importance
@@ -50,6 +57,24 @@ class Size(NamedTuple):
     classes: int
     batch: int
     hidden_ratio: float  # of an expert
+
+    @property
+    def image(self) -> ImageSpec:
+        """Return what its images are."""
+        return ImageSpec(
+            channels=self.channels,
+            size=self.side,
+            task=Classification(classes=tuple(map(str, range(self.classes)))),
+            mean=(0.5,) * self.channels,
+            std=(0.3,) * self.channels,
+        )
+
+    @property
+    def vmoe(self) -> Method:
+        """Return the V-MoE that others are raced against."""
+        experts = MlpExperts(number=8, hidden_ratio=self.hidden_ratio)
+        losses = (Importance(), Load())
+        return Method(router=NoisyTopK(k=2), experts=experts, regularizers=losses)
 
 
 class Defaults(Config):
@@ -81,18 +106,20 @@ CONTESTANTS = {
 COMPILED = "ours bfloat16, compiled"  # on a GPU alone
 TARGETS = {"ours float32": 0.55, "ours bfloat16": 0.40}  # of the stock step
 LARGER = 16  # batches of a GPU than those of a CPU
+PROGRESS = 0.5  # share of the training that is done
 
 
 class Bench(NamedTuple):
     """All that one training step needs."""
 
-    model: torch.nn.Module
+    model: BackboneModel
     optimizer: torch.optim.Optimizer
     objective: Objective
     dtype: torch.dtype
     batch: Batch
     guidance: Guidance | None = None
     blocks: CompiledBlocks | None = None
+    updates_routers: bool = True
 
     def step(self) -> None:
         """Forward, loss, backward and update; waits for the device at its end."""
@@ -108,45 +135,36 @@ class Bench(NamedTuple):
         with self.blocks.inside() if self.blocks else nullcontext():
             self._update()
 
-    def _update(self) -> None:
+    def output(self) -> ModelOutput:
+        """Return what the model says of the batch."""
         with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            output = self.model(self.batch.images)
-        step = ObjectiveInputs(self.batch, output, self.model, self.guidance, 0.5)
+            return self.model(self.batch.images, None, PROGRESS)
+
+    def _update(self) -> None:
+        output = self.output()
+        step = ObjectiveInputs(self.batch, output, self.model, self.guidance, PROGRESS)
         loss = self.objective.total(self.objective.terms(step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
+        if self.updates_routers:
+            self.model.end_step(output, PROGRESS)
 
 
 def bench(
     size: Size,
+    method: Method,
     dtype: torch.dtype,
     *,
-    sparse: bool = True,
     stock: bool = False,
     views: int = 1,
-    regularizers: tuple = (),
     device: str = "cpu",
     compiled: bool = False,
+    updates_routers: bool = True,
 ) -> Bench:
-    """The step of a V-MoE (or with ``sparse`` off of the dense ViT) on random images; ``views`` of
-    each of the batch's images.
-    """
+    """The step of a method on random images; ``views`` of each of the batch's images."""
     torch.manual_seed(0)
-    layers = None
-    balance = ()
-    if sparse:
-        experts = MlpExperts(number=8, hidden_ratio=size.hidden_ratio)
-        layers = MoESettings(router=NoisyTopK(k=2), experts=experts)
-        balance = (Importance(), Load())
-    spec = ImageSpec(
-        channels=size.channels,
-        size=size.side,
-        task=Classification(classes=tuple(map(str, range(size.classes)))),
-        mean=(0.5,) * size.channels,
-        std=(0.3,) * size.channels,
-    )
-    model = size.model.build(spec, layers).to(device)
+    model = size.model.build(size.image, method.moe).to(device)
     if stock:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
@@ -155,10 +173,11 @@ def bench(
     images = torch.rand(count, size.channels, size.side, size.side).to(device)
     affines = torch.eye(3).expand(count, 3, 3).to(device)
     labels = torch.randint(0, size.classes, (size.batch,)).repeat(views).to(device)
-    objective = Objective((*balance, *regularizers))
+    objective = Objective(method.regularizers)
     blocks = CompiledBlocks([model], "required", 10**6) if compiled else None
     batch = Batch(images, labels, affines, views)
-    return Bench(model, optimizer, objective, dtype, batch, blocks=blocks)
+    guidance = None
+    return Bench(model, optimizer, objective, dtype, batch, guidance, blocks, updates_routers)
 
 
 def masked_experts(
@@ -206,10 +225,11 @@ def contestant(name: str, size: str, device: str) -> Callable[[], None]:
         go_stock()
     else:
         tune_runtime(device)
+    own = sized(size, device)
     return bench(
-        sized(size, device),
+        own,
+        Method() if name.startswith("dense") else own.vmoe,
         torch.bfloat16 if name == COMPILED else CONTESTANTS[name],
-        sparse=not name.startswith("dense"),
         stock=stock,
         device=device,
         compiled=name == COMPILED,
