@@ -7,7 +7,17 @@ import argparse
 import json
 from pathlib import Path
 
-HEAD = ("race", "size", "precision", "ratio", "quartiles", "of minima", "ms", "against ms")
+HEAD = (
+    "race",
+    "size",
+    "precision",
+    "ratio",
+    "to reach",
+    "quartiles",
+    "of minima",
+    "ms",
+    "against ms",
+)
 ENOUGH = 8  # rounds; fewer are said beside the ratio
 
 
@@ -37,7 +47,7 @@ def _versions(result: dict) -> str:
 def _cells(row: dict, notes: list[str]) -> tuple[str, ...]:
     start = (row["race"], row["what"], row["precision"])
     if "skipped" in row:
-        return (*start, f"skipped: {row['skipped']}", "", "", "", "")
+        return (*start, f"skipped: {row['skipped']}", *[""] * (len(HEAD) - 4))
     if row["note"] and row["note"] not in notes:
         notes.append(row["note"])
     ratio = f"{row['median']:.3g}"
@@ -48,6 +58,7 @@ def _cells(row: dict, notes: list[str]) -> tuple[str, ...]:
     return (
         *start,
         ratio,
+        "" if row["target"] is None else f"{row['target']:.4g}",
         f"{row['low']:.3g} – {row['high']:.3g}",
         f"{row['minimum']:.3g}",
         f"{row['ms']:.4g}",
