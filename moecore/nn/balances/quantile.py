@@ -74,9 +74,11 @@ def needed_biases(scores: Tensor, bias: Tensor, k: int) -> Tensor:
         problem = f"a step has {tokens} tokens of {k} choices, fewer than {experts} experts"
         raise UserError(f"router.balance: {problem}; allowed: a larger batch")
     cut = (scores + bias).topk(k + 1, dim=-1).values[:, -1:]
-    needed = cut - scores
+    needed = (cut - scores).T
     place = tokens * k / experts + 0.5
     low = math.floor(place)
-    lower = needed.kthvalue(low, dim=0).values
-    upper = needed.kthvalue(min(low + 1, tokens), dim=0).values
+    # one search among all N, and one among the few that it leaves: half the time of two
+    smallest = needed.topk(min(low + 1, tokens), largest=False, sorted=False).values
+    lower = smallest.kthvalue(low).values
+    upper = smallest.amax(dim=-1)
     return lower + (place - low) * (upper - lower)
