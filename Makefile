@@ -60,7 +60,7 @@ sync: setup                      ## import finished runs into MLflow
 schema: setup                    ## params.schema.json for editors
 	moecore schema
 
-bench: setup                     ## race the MoE layer and the step against dense models, limits and peers; half an hour on an idle machine
+bench: setup                     ## race the MoE layer and the step against dense models, limits and peers; three quarters of an hour on an idle machine
 	DS_BUILD_OPS=0 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --constraint constraints.txt 'torch==2.13.0' setuptools wheel ninja --editable '.[bench]'
 	python -m benchmarks.race
 	python -m benchmarks.table
