@@ -91,6 +91,9 @@ CLAIM = {
 }
 QUESTION = {key: CLAIM[key] for key in ("metric", "method", "against", "better")} | {"asks": "so"}
 SWIN = {"kind": "swin_v2", "patch": 4, "width": 24, "depths": [2, 2], "heads": [2, 4], "window": 2}
+CONSTANT = {"kind": "noisy_top_k", "k": 1, "renormalise": True}
+L1 = [{"kind": "adaptive_l1"}]
+SWITCH = [{"kind": "switch_balance"}]
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
 
 # Of the file alone: text, edits, key, words
@@ -179,6 +182,48 @@ FILE = [
         {"methods.vmoe.router": {"kind": "noisy_top_k", "k": 4, "balance": {"kind": "quantile"}}},
         "methods.vmoe.router.k",
         "found 4, and quantile balances what 4 experts leave out; allowed: 1 to 3",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.router": CONSTANT, "methods.vmoe.regularizers": []},
+        "methods.vmoe.router.renormalise",
+        "found true with k = 1: the weight is always 1, and no loss teaches the router; allowed: s",
+    ),
+    (
+        IMAGES,
+        {
+            "methods.vmoe.router": {"kind": "depth", "router": CONSTANT},
+            "methods.vmoe.regularizers": [{"kind": "z_loss", "weight": 0}],
+        },
+        "methods.vmoe.router.router.renormalise",
+        "found true with k = 1",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.router": {"kind": "relu", "k": 4}, "methods.vmoe.regularizers": L1},
+        "methods.vmoe.router.k",
+        "found 4, and of 4 experts relu then leaves out none; allowed: 1 to 3",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.router": {"kind": "relu", "k": 1}, "methods.vmoe.regularizers": []},
+        "methods.vmoe.regularizers",
+        "found no adaptive_l1, which alone brings relu to k = 1 experts; allowed: it",
+    ),
+    *(
+        (
+            IMAGES,
+            {"methods.vmoe.router": {"kind": kind}, "methods.vmoe.regularizers": SWITCH},
+            "methods.vmoe.regularizers[0]",
+            f"found switch_balance, a constant beside the router {kind}, which uses all experts",
+        )
+        for kind in ("expert_choice", "soft_slots", "merged")
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.regularizers": [SWITCH[0] | {"level": "group", "group_size": 3}]},
+        "methods.vmoe.regularizers[0].group_size",
+        "found 3, and a step of pretrain has 64 images; allowed: a divisor of these",
     ),
     (
         IMAGES,

@@ -2,7 +2,7 @@
 
 from moecore.core.files import UserError
 from moecore.core.part_families import list_own_names
-from moecore.nn.layers.moe import scale_router_k
+from moecore.study.checking.routing_rules import routing_misfits
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
@@ -25,7 +25,7 @@ def method_misfits(study: Study) -> Misfits:
     """Yield where a method does not find what its parts need."""
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)
-        yield from _balance(name, method)
+        yield from routing_misfits(study, name, method)
         yield from _size(study, name, method)
         if isinstance(method.upcycle, Granular):
             for keys, text in method.upcycle.misfits(method.router, method.experts):
@@ -56,23 +56,6 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
         lacking = regularizer.needs & set(NEEDED_WORDS) - method.provided
         for need in sorted(lacking):
             yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}; allowed: others"
-
-
-def _balance(name: str, method: Method) -> Misfits:
-    """Yield where a router's balance finds nothing to balance, or a loss beside it."""
-    balance = getattr(method.router, "balance", None)
-    if balance is None or method.router is None or method.experts is None:
-        return
-    number = method.experts.choices
-    try:
-        balance.check_k(int(scale_router_k(method.router, method.experts).active(number)), number)
-    except UserError as error:
-        yield ("methods", name, "router", "k"), str(error).removeprefix("router.k: ")
-    for index, regularizer in enumerate(method.regularizers):
-        if balance.is_alone and regularizer.balances_load:
-            problem = f"{regularizer.kind} balances the load beside the router's {balance.kind}"
-            place = ("methods", name, "regularizers", index)
-            yield place, f"{problem}; allowed: one of both, or the balance loss_free"
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:
