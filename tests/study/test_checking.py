@@ -92,6 +92,7 @@ CLAIM = {
 QUESTION = {key: CLAIM[key] for key in ("metric", "method", "against", "better")} | {"asks": "so"}
 SWIN = {"kind": "swin_v2", "patch": 4, "width": 24, "depths": [2, 2], "heads": [2, 4], "window": 2}
 CONSTANT = {"kind": "noisy_top_k", "k": 1, "renormalise": True}
+QUANTILE = {"kind": "quantile"}
 L1 = [{"kind": "adaptive_l1"}]
 SWITCH = [{"kind": "switch_balance"}]
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
@@ -394,6 +395,23 @@ RUN = [
         "found experts with bases, whose mean is no basis; allowed beside the router merged: mlp",
     ),
     (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
+    (
+        IMAGES,
+        {"methods.vmoe.router.residual": True, "methods.vmoe.blocks": [1]},
+        "methods.vmoe.router.residual",
+        "found true, but the model has one MoE layer, and so none before it; allowed: false, or mo",
+    ),
+    (
+        IMAGES,
+        {
+            "methods.vmoe.router": CONSTANT | {"renormalise": False, "balance": QUANTILE},
+            "methods.vmoe.regularizers": [],
+            "methods.vmoe.pretrain": {"batch": 1},
+            "model.patch": 16,
+        },
+        "methods.vmoe.router.balance",
+        "found quantile, and a step has 2 tokens of 1 choices, fewer than 4 experts; allowed: a la",
+    ),
     (
         IMAGES,
         {"methods.vmoe.experts.fine": 7},

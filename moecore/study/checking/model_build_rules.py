@@ -15,6 +15,7 @@ from moecore.data.expected_data import PlannedData
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.meta_device import meta_device_context
+from moecore.study.checking.routing_rules import layer_misfits
 from moecore.study.reading.run_section import Phase
 from moecore.study.reading.study import REDUCING_PHASES, TRAINING_PHASES, Misfits, Study
 from moecore.tasks.classification import Classification
@@ -115,6 +116,9 @@ def _method_problems(
             yield _locate_refusal(error, name, method, phase)
             continue
         yield from _truth_problems(name, learned, phase)
+        if learned.moe is not None:
+            images = _training_of(method, phase).batch * method.views
+            yield from layer_misfits(name, learned.moe, images, model)
         if phase.name == "pretrain":
             start = model
             yield from _upcycling_problems(study, name, method, model)
@@ -122,6 +126,13 @@ def _method_problems(
             yield from _transfer_problems(phase, start, model)
         if method.guided or method.upcycle:
             yield from _guiding_problems(study, name, learned, phase.name, model)
+
+
+def _training_of(method: Method, phase: TrainingPhase) -> Any:
+    """Return a phase's settings, as the method changes them where it is pretraining."""
+    if phase.name != "pretrain":
+        return phase.settings
+    return method.merge_pretrain_settings(phase.settings)
 
 
 def _truth_problems(name: str, method: Method, phase: TrainingPhase) -> Misfits:

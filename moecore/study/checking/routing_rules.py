@@ -1,10 +1,13 @@
 """A method's router against its experts, balance and losses: what would train and teach nothing."""
 
 from collections.abc import Sequence
+from math import prod
 
 from moecore.core.files import UserError
+from moecore.nn.backbones.base_model import BackboneModel
+from moecore.nn.balances.quantile import Quantile
 from moecore.nn.experts.base import Experts
-from moecore.nn.layers.moe import scale_router_k
+from moecore.nn.layers.moe import MoESettings, scale_router_k
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
@@ -31,6 +34,25 @@ def routing_misfits(study: Study, name: str, method: Method) -> Misfits:
         for rule in (_balance, _constant_weight, _aim_of_relu, _constant_loss):
             for place, text in rule(router, tower.experts, losses):
                 yield ("methods", name, *keys, *place), text
+
+
+def layer_misfits(name: str, moe: MoESettings, images: int, model: BackboneModel) -> Misfits:
+    """Yield what a built model's layers leave without effect, or its steps' tokens do not reach.
+
+    images: of a step, each view for itself.
+    """
+    blocks = moe.indices(model.depth)
+    if "previous" in moe.router.wants and len(blocks) == 1:
+        problem = "found true, but the model has one MoE layer, and so none before it"
+        yield ("methods", name, "router", "residual"), f"{problem}; allowed: false, or more blocks"
+    if isinstance(getattr(moe.router, "balance", None), Quantile):
+        layouts = map(model.layout_of, blocks)
+        tokens = images * min(layout.special + prod(layout.grid) for layout in layouts)
+        k, experts = int(moe.scaled_router.active(moe.experts.choices)), moe.experts.choices
+        if tokens * k < experts:
+            problem = f"found quantile, and a step has {tokens} tokens of {k} choices, fewer than"
+            text = f"{problem} {experts} experts; allowed: a larger batch"
+            yield ("methods", name, "router", "balance"), text
 
 
 def _balance(router: Router, experts: Experts, losses: Sequence[Regularizer]) -> Misfits:
