@@ -55,7 +55,7 @@ class CosineRouter(NoisyTopKRouter):
     """``router(tokens)`` with tokens (B, T, d) returns (SparsePlan, RoutingRecord).
 
     ``weight`` (E, d_e) are the experts' embeddings, ``projection`` (d_e, d) brings tokens there,
-    ``log_factor`` is −ln of the temperature.
+    ``log_factor`` (1,) is −ln of the temperature.
     """
 
     def __init__(self, config: Cosine, width: int, experts: int) -> None:
@@ -65,7 +65,7 @@ class CosineRouter(NoisyTopKRouter):
         nn.init.normal_(self.weight, std=narrow**-0.5)
         drawn = nn.init.trunc_normal_(torch.empty(narrow, width), std=0.02)
         self.projection = nn.Parameter(drawn)
-        self.log_factor = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+        self.log_factor = nn.Parameter(torch.tensor([-math.log(config.temperature)]))
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The cosines over the temperature, (B, T, E), of tokens (B, T, d)."""
