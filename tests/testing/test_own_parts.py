@@ -45,12 +45,20 @@ ROUTERS = [
     routers.NoisyTopK(balance=BIAS, groups={"number": 2, "kept": 2, "per_group": 1}),
     routers.NoisyTopK(k=1, eval_capacity_factor=0.5, group_size=1),
     *(routers.TopKSoftmax(k=k, noise_std=1.0) for k in (1, 2)),
+    routers.TopKSoftmax(balance=BIAS, groups={"number": 2, "kept": 2, "per_group": 1}),
+    routers.TopKSoftmax(score="sigmoid", start="orthonormal", **ORDERED),
     routers.Cosine(balance=BIAS, noise_std=1.0),
     routers.NoisyTopK(residual=True, input_jitter=0.1),
     *(routers.TopP(k=k) for k in (3, None)),
+    routers.TopP(balance=BIAS),
     routers.Relu(),
     routers.Dynamic(),
-    routers.Competition(router_weight=0.01, chosen_weight=0.1, diversity_weight=0.1),
+    *(
+        routers.Competition(
+            router_weight=0.01, chosen_weight=0.1, diversity_weight=0.1, balance=balance
+        )
+        for balance in (None, BIAS, {"kind": "quantile"}, {"kind": "sinkhorn"})
+    ),
     *(routers.Merged(normalise=normalise) for normalise in (True, False)),
     *(routers.Depth(share=0.3, sampling=how) for how in (None, "bce", "predictor")),
     routers.Depth(share=0.5, router=routers.NoisyTopK(**CAPACITY, group_size=2)),

@@ -74,7 +74,21 @@ RELU = Method(
     experts={"kind": "mlp", "number": 4},
     regularizers=[{"kind": "adaptive_l1"}],
 )
+
+
+def biased(**router) -> Method:
+    """A router with a bias that learns of each step."""
+    balance = {"kind": "loss_free", "rate": 0.01, "rule": "proportional"}
+    return Method(router=router | {"balance": balance}, experts={"kind": "mlp", "number": 4})
+
+
 COMPETING = Method(router=COMPETITION, experts={"kind": "mlp", "number": 4})
+
+
+DEEP = Method(
+    router={"kind": "depth", "share": 0.5, "router": biased(kind="noisy_top_k").router},
+    experts={"kind": "mlp", "number": 4},
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +100,9 @@ COMPETING = Method(router=COMPETITION, experts={"kind": "mlp", "number": 4})
         (3, 0.0, balanced("quantile")),
         (2, 0.0, RELU),
         (2, 0.0, COMPETING),
+        (2, 0.0, biased(**COMPETITION)),
+        (2, 0.0, biased(kind="top_k_softmax", input_jitter=0.1, residual=True)),
+        (2, 0.0, DEEP),
     ],
 )
 def test_stopped_and_resumed_it_ends_bit_equal(tmp_path, stopped_after, drop_path, method):

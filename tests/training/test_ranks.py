@@ -108,6 +108,23 @@ ENTRIES = {
         },
         "experts": {"kind": "mlp", "number": 4},
     },
+    "cosine": {
+        "router": {"kind": "cosine", "noise_std": 1.0},
+        "experts": {"kind": "mlp", "number": 4},
+        "regularizers": [{"kind": "switch_balance", "weight": 0.1, "level": "sequence"}],
+    },
+    "top_p": {
+        "router": {
+            "kind": "top_p",
+            "balance": {"kind": "loss_free", "rate": 0.1, "rule": "recentred"},
+        },
+        "experts": {"kind": "mlp", "number": 4},
+        "regularizers": [{"kind": "entropy", "weight": 0.1}],
+    },
+    "folded": {
+        "router": {"kind": "folded", "router": {"kind": "noisy_top_k"}, "experts": 4},
+        "experts": {"kind": "mlp", "number": 2, "shared": 1},
+    },
     "whole_batch": {
         "router": {"kind": "noisy_top_k"},
         "experts": {"kind": "mlp", "number": 4},
@@ -144,7 +161,7 @@ FOUR = {"2": ["capacity", "clip", "bias", "relu"], "2e": ["ermoe"]}
 TOGETHER = ("regions", "isolated", "text")  # five experts, and dropout in experts
 # of two ranks
 WITHOUT_SHARDS = ("mix", "adversarial", "sgd", "drop_path", "prc_moge", "sigmoid", "whole_batch")
-WITHOUT_SHARDS += ("merged",)  # whose layers need all experts of the image
+WITHOUT_SHARDS += ("cosine", "top_p", "folded", "merged")  # the last needs all experts there
 
 
 def meshed_cases(size: int, mesh: str) -> list[str]:

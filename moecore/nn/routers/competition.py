@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
@@ -51,6 +52,9 @@ class Competition(Router):
         allow_inf_nan=False,
         description="weight of half the mean cosine between outputs of the chosen; it needs k ≥ 2",
     )
+    balance: Balance | None = Field(
+        None, description="what shifts the choice by the softmax to an even load; null: nothing"
+    )
 
     @model_validator(mode="after")
     def _several_to_be_diverse(self) -> "Competition":
@@ -58,6 +62,11 @@ class Competition(Router):
             problem = f"found {self.diversity_weight}, but with k = 1 no two are chosen"
             raise ValueError(f"diversity_weight: {problem}; allowed: 0, or a larger k")
         return self
+
+    def check_causal(self, key: str = "router") -> None:
+        """Raise UserError where the balance looks at other tokens."""
+        if self.balance is not None:
+            self.balance.check_causal(f"{key}.balance")
 
     @property
     def wants(self) -> frozenset[str]:
@@ -87,7 +96,7 @@ class CompetitionRouter(NoisyTopKRouter):
     """
 
     def __init__(self, config: Competition, width: int, experts: int) -> None:
-        decision = NoisyTopK(k=config.k, noise_std=0.0, renormalise=True)
+        decision = NoisyTopK(k=config.k, noise_std=0.0, renormalise=True, balance=config.balance)
         super().__init__(decision, width, experts)
         self.settings = config
 

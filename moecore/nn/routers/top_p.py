@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 
@@ -26,6 +27,9 @@ class TopP(Router):
     noise_std: float = Field(
         0.0, ge=0, description="noise on the logits in training, in units of 1 / experts"
     )
+    balance: LossFree | None = Field(
+        None, description="a bias on the order in which a token gathers experts; null: none"
+    )
 
     def active(self, experts: int) -> float:
         """Return the most experts that a token may use: how many it does depends on the tokens."""
@@ -33,7 +37,7 @@ class TopP(Router):
 
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> "TopPRouter":
         """The router of ``width``-wide tokens; UserError where k is above ``experts``."""
-        most = NoisyTopK(k=self.k or experts, noise_std=self.noise_std)
+        most = NoisyTopK(k=self.k or experts, noise_std=self.noise_std, balance=self.balance)
         most.check_k(experts)
         return TopPRouter(most, width, experts, self.threshold)
 
@@ -46,6 +50,6 @@ class TopPRouter(NoisyTopKRouter):
         self.threshold = threshold
 
     def valid_slots(self, scores: Tensor) -> Tensor:
-        """Return which of its k most probable a token needs, (B, T, k) bool, best first."""
+        """Return which of its k first experts a token needs, (B, T, k) bool, by their probs."""
         before = scores.detach().cumsum(dim=-1) - scores.detach()
         return before <= self.threshold

@@ -11,6 +11,7 @@ from moecore.nn.layers.moe import MoESettings, scale_router_k
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
+from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
 from moecore.training.method import Method
 from moecore.training.regularizers.adaptive_l1 import AdaptiveL1
@@ -77,7 +78,9 @@ def _constant_weight(router: Router, experts: Experts, losses: Sequence[Regulari
     inner = getattr(router, "router", None)
     if inner is not None:
         router, keys = inner, ("router", "router")
-    if not isinstance(router, NoisyTopK) or router.k > 1 or router.renormalise is not True:
+    if not isinstance(router, NoisyTopK) or isinstance(router, TopKSoftmax):
+        return  # the latter is renormalised by its very definition
+    if router.k > 1 or router.renormalise is not True:
         return
     if any(loss.weight and not loss.needs & TEACHING_NO_CHOICE for loss in losses):
         return

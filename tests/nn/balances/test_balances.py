@@ -12,15 +12,19 @@ from moecore.nn.balances.loss_free import bias_change
 from moecore.nn.balances.quantile import needed_biases
 from moecore.nn.balances.sinkhorn import expert_factors
 from moecore.nn.layers.moe import update_routers
+from moecore.nn.routers.competition import Competition
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.token_choice import top_k
+from moecore.nn.routers.top_k_softmax import TopKSoftmax
+from moecore.nn.routers.top_p import TopP
 from moecore.training.method import Method
 from moecore.training.optimizer import build_optimizer
 from tests.nn.routers import reference
-from tests.training.small import SETTINGS, task
+from tests.training.small import COMPETITION, SETTINGS, task
 
+BIAS = {"kind": "loss_free", "rate": 0.1}
 SIGMOID = {"score": "sigmoid", "renormalise": True, "noise_std": 0.0}
 
 
@@ -88,6 +92,40 @@ def test_a_bias_moves_the_choice_against_the_load_and_no_weight(rule):
     assert torch.equal(router.balance.bias, before)  # evaluation, and the time after `until`
     router.after_step([record], 0, 0.0)
     torch.testing.assert_close(router.balance.bias, torch.tensor(RULES[rule]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("router", "weights"),
+    [
+        (TopKSoftmax(balance=BIAS), [0, 0.75, 0, 0.25]),
+        (Competition(**COMPETITION, balance=BIAS), [0, 0.75, 0, 0.25]),
+        (TopP(threshold=0.35, balance=BIAS), [0, 0.3, 0, 0.1]),  # .1, then .3: .4 > .35
+    ],
+    ids=lambda one: getattr(one, "kind", ""),
+)
+def test_other_routers_choose_by_a_bias_too(router, weights):
+    # .4 .3 .2 .1 and the bias: .15 .3 .2 .35, so 3 and 1 come first. They have more than half a
+    # token each, the others less.
+    module = router.build(4, 4).train()
+    module.weight.data = torch.eye(4)
+    if isinstance(router, TopKSoftmax):
+        module.bias.data.zero_()
+    module.balance.bias.copy_(torch.tensor([-0.25, 0, 0, 0.25]))
+    _, record = module(torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log())
+    torch.testing.assert_close(record.combine.flatten(), torch.tensor(weights))
+    module.after_step([record], 0, 0.0)
+    torch.testing.assert_close(module.balance.bias, torch.tensor([-0.15, -0.1, 0.1, 0.15]))
+
+
+def test_a_step_of_competition_teaches_the_bias_who_won():
+    router = Competition(**COMPETITION | {"k": 1, "diversity_weight": 0.0}, balance=BIAS)
+    module = router.build(2, 3).train()
+    outputs = torch.tensor([[[[0.0, 0], [1, 1], [5, 5]]]])
+    _, record = module(torch.zeros(1, 1, 2), RoutingContext(outputs=outputs))
+    module.after_step([record], 0, 0.0)
+    torch.testing.assert_close(module.balance.bias, torch.tensor([0.1, 0.1, -0.1]))
+    with pytest.raises(UserError, match="^router.balance.kind: found sinkhorn"):
+        Competition(**COMPETITION, balance={"kind": "sinkhorn"}).check_causal()
 
 
 def test_at_an_even_load_no_bias_moves():
