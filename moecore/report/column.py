@@ -44,6 +44,8 @@ class Column(NamedTuple):
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
     is_fixed: bool = False  # by the settings: the same for every seed and all data
+    # Whether a result's value is only a bound of what was not seen: no interval or test takes it.
+    is_bound: Callable[[Any], bool] = lambda result: False
 
     def columns(self, seen: "ColumnContext") -> list["Column"]:
         """Itself: it depends on nothing but the result."""
@@ -186,6 +188,11 @@ class ResultColumn(NamedTuple):
         interval = self.read(model)
         assert interval is not None, f"{self.name} is read of a model that lacks it"
         return interval.value
+
+    def has_bound(self, models: Iterable[Measured]) -> bool:
+        """Return whether the value of any of these models is only a bound."""
+        results = [model.of(self.result) for model in models]
+        return any(result is not None and self.column.is_bound(result) for result in results)
 
     def items(self, model: Measured) -> np.ndarray | None:
         """Return one value per item (N,), whose mean is ``number``; None where it has none."""

@@ -81,14 +81,23 @@ def convergence_columns(seen: ColumnContext) -> list[Column]:
     """How soon the training loss is where the baseline's ends."""
     if not seen.baseline:
         return []
+
+    def read(result: Outcome) -> int | None:
+        return steps_until_baseline_loss(result, seen.baseline_of(result))
+
+    def is_bound(result: Outcome) -> bool:
+        return read(result) not in (None, *(row["step"] for row in result.curve))
+
     return [
         Column(
             "steps_to_baseline_loss",
             f"Steps to {seen.baseline}'s loss",
-            lambda result: steps_until_baseline_loss(result, seen.baseline_of(result)),
+            read,
             "lower",
             "count",
             "until the training loss, a mean over an epoch, is its final one of the same seed "
-            "(TGR, figure S5); one epoch after the end where it never is, which is too early",
+            "(TGR, figure S5); one epoch after the end where it never is, which is too early: then "
+            "without interval and test",
+            is_bound=is_bound,
         )
     ]

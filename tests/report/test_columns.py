@@ -10,6 +10,7 @@ from moecore.measure.base import Skipped
 from moecore.measure.corruptions import Result as Corruptions
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
+from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
 from moecore.report.figures.charts import attack_points, points_over_seeds
 from moecore.report.measures.attacked_scores import (
@@ -24,6 +25,8 @@ from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
 from moecore.report.results import USUAL
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
+from moecore.statistics.intervals import Interval
+from moecore.study.reading.claims_section import Question
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed
@@ -171,7 +174,15 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
     found = study(tmp_path, seeds=(0, 1), stages=())
     assert cells(found, "vmoe")["steps_to_baseline_loss"].value == 500
     assert cells(found, "dense")["steps_to_baseline_loss"].value == 500
-    assert cells(found, "tgr")["steps_to_baseline_loss"].value == 550
+    assert cells(found, "tgr")["steps_to_baseline_loss"] == Interval(550)  # of a bound: no limits
+    assert cells(found, "dense")["steps_to_baseline_loss"].limits == (500, 500)
+    metric = {"metric": "steps_to_baseline_loss", "better": "lower", "asks": "sooner?"}
+    one = Question(method="tgr", against="vmoe", **metric)
+    (answer,) = evaluate_claims([one], found)
+    assert (answer.verdict, answer.p, answer.difference.value) == ("open", None, 50)
+    compared = {name: phases["pretrain"] for name, phases in compare_methods(found).items()}
+    assert "against" not in compared["tgr"]["steps_to_baseline_loss"]
+    assert compared["dense"]["steps_to_baseline_loss"]["against"]["vmoe"]["p"] == 1
     models = found.phases["pretrain"].models["vmoe"]
     slow = models[1].of(Outcome)
     curve = tuple(row | {"train_loss": row["train_loss"] + 0.1} for row in slow.curve)

@@ -223,6 +223,8 @@ def _evaluate(
     second = _require_cell(other, models, claim.against, f"{place}.against")
     values = paired_values(ours, metric, theirs, other, f"{place}.metric")
     difference = drop_zero_width_interval(crossed_or_paired_difference(*values))
+    if metric.has_bound(ours.values()) or other.has_bound(theirs.values()):
+        difference = difference._replace(sources=(), kind="")
     good = metric.column.better
     verdict = judge_difference(difference, claim, good)
     p = p_of(difference, claim, good)

@@ -124,9 +124,10 @@ def _agrees(difference: Difference, stored: Mapping[str, Any]) -> bool:
     if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
         return False
     ours, theirs = difference.interval(), interval_from_json(stored)
-    if ours.limits is None or theirs.limits is None:
-        same = math.isclose(ours.value, theirs.value, abs_tol=1e-12)
-        return same and ours.limits == theirs.limits
+    if theirs.limits is None:  # of no spread, or of values that are bounds
+        return math.isclose(ours.value, theirs.value, abs_tol=1e-12)
+    if ours.limits is None:
+        return False
     half = (theirs.limits[1] - theirs.limits[0]) / 2
     gaps = [abs(one - other) for one, other in zip(ours.limits, theirs.limits, strict=True)]
     return max(gaps) <= TOLERANCE * half

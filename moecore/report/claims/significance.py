@@ -64,8 +64,10 @@ def differences_from(
     """Every other method tested against ``reference``; {} where no test can be made.
 
     models: those that have the metric. The p-values are corrected by Holm's method over these
-    comparisons.  Raises UserError where two methods met different images or seeds.
+    comparisons. A method with a value that is only a bound is not tested.  Raises UserError where
+    two methods met different images or seeds.
     """
+    models = {name: seeds for name, seeds in models.items() if not metric.has_bound(seeds.values())}
     others = [method for method in models if method != reference]
     test = possible_test(metric, list(models.values()))
     if reference not in models or not others or test not in ("mcnemar", BOTH, SEEDS):
@@ -90,7 +92,7 @@ def find_leader(
     sign = {"higher": 1, "lower": -1}.get(metric.column.better, 0)
     first = max(values, key=lambda method: sign * values[method])
     tests = differences_from(metric, models, first)
-    if tests and all(tested.holm < LEVEL for tested in tests.values()):
+    if len(tests) == len(models) - 1 and all(tested.holm < LEVEL for tested in tests.values()):
         return first
     return None
 

@@ -24,13 +24,17 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over seeds with Student's interval; of one seed the metric's own, if any."""
+    """Return the mean over seeds with Student's interval, without one where a value is a bound; of
+    one seed the metric's own, if any.
+    """
     intervals = [interval for model in models if (interval := metric.read(model)) is not None]
     if len(intervals) < len(models):
         return None
     if len(intervals) == 1:
         return Cell(intervals[0], metric.column.limits if intervals[0].limits else "", 1)
     mean = mean_over_seeds([interval.value for interval in intervals])
+    if metric.has_bound(models):
+        return Cell(Interval(mean.value), "", len(intervals))
     if metric.column.form == "share" and mean.limits:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))
