@@ -84,11 +84,13 @@ CLAIM = {
     "paper": "PRC",
     "source": "table 4",
     "says": "so",
+    "quote": "It is so.",
     "metric": "match_top1",
     "method": "tgr",
     "against": "vmoe",
     "better": "higher",
 }
+UNQUOTED = {key: value for key, value in CLAIM.items() if key != "quote"}
 QUESTION = {key: CLAIM[key] for key in ("metric", "method", "against", "better")} | {"asks": "so"}
 SWIN = {"kind": "swin_v2", "patch": 4, "width": 24, "depths": [2, 2], "heads": [2, 4], "window": 2}
 CONSTANT = {"kind": "noisy_top_k", "k": 1, "renormalise": True}
@@ -120,6 +122,7 @@ FILE = [
     (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
     (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
     (IMAGES, {"claims": [QUESTION]}, "claims[0].source", "missing; allowed: Where it stands"),
+    (IMAGES, {"claims": [UNQUOTED]}, "claims[0].quote", "missing; allowed: The paper's sentence"),
     (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]", "found margin 0.1"),
     (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against", "itself"),
     (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator", "kind is missing; allowed: kin"),

@@ -308,7 +308,7 @@ def _answer_cells(answer: Answer) -> list[str]:
     """Return here, difference, verdict, study."""
     claim = answer.claim
     said = claim.says if isinstance(claim, Claim) else claim.asks
-    if isinstance(claim, Claim) and claim.quote:
+    if isinstance(claim, Claim):
         said += f" (“{claim.quote}”)"
     command = _commands([answer.study])
     if not answer.entry:

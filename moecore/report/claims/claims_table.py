@@ -134,8 +134,7 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
     row = build_claim_row(claim_entry(evaluated_claim))
     detectable = fasten_unit(row.detectable)
     if isinstance(claim, Claim):
-        quote = claim.quote and f" “{claim.quote}”"
-        head = PageCell(claim.paper, note=f"{claim.source}: {claim.says}{quote}")
+        head = PageCell(claim.paper, note=f"{claim.source}: {claim.says} “{claim.quote}”")
         look = f"verdict {row.verdict}"
         marks = [PageCell(MARKS[row.verdict], detectable, fasten_unit(row.excludes), look)]
         marks.append(PageCell(MARKS[row.verdict_holm], look=f"verdict {row.verdict_holm}"))

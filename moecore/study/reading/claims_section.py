@@ -74,7 +74,7 @@ class Claim(Comparison):
         min_length=1, description="Where it stands: table 4; figure 3, left; §5.1; the text."
     )
     says: str = Field(min_length=1, description="The claim in plain words.")
-    quote: str = Field("", description="The paper's sentence, word for word.")
+    quote: str = Field(min_length=1, description="The paper's sentence, word for word.")
     effect: float | None = Field(
         None,
         allow_inf_nan=False,
