@@ -90,6 +90,7 @@ CLAIM = {
     "against": "vmoe",
     "better": "higher",
 }
+TURNED = CLAIM | {"method": "vmoe", "against": "tgr", "better": "lower", "says": "turned round"}
 UNQUOTED = {key: value for key, value in CLAIM.items() if key != "quote"}
 QUESTION = {key: CLAIM[key] for key in ("metric", "method", "against", "better")} | {"asks": "so"}
 SWIN = {"kind": "swin_v2", "patch": 4, "width": 24, "depths": [2, 2], "heads": [2, 4], "window": 2}
@@ -123,6 +124,8 @@ FILE = [
     (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
     (IMAGES, {"claims": [QUESTION]}, "claims[0].source", "missing; allowed: Where it stands"),
     (IMAGES, {"claims": [UNQUOTED]}, "claims[0].quote", "missing; allowed: The paper's sentence"),
+    (IMAGES, {"claims": [CLAIM, CLAIM]}, "claims[1].metric", "found the two numbers of claims[0]"),
+    (IMAGES, {"claims": [CLAIM, TURNED]}, "claims[1].metric", "found the two numbers of claims[0]"),
     (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]", "found margin 0.1"),
     (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against", "itself"),
     (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator", "kind is missing; allowed: kin"),

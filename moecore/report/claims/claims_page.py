@@ -158,14 +158,15 @@ def render_claims_page(root: Path = Path()) -> str:
     if asked:
         head = ("question", "difference", "answer", "study")
         tables["What no paper claims, asked of these runs"] = markdown_table(head, asked)
-    verdicts = Counter(answer.verdict_holm for answer in claims)
+    facts = count_facts_once(claims)
+    verdicts = Counter(answer.verdict_holm for answer in facts)
     template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
     told = ", ".join(f"{verdicts[name]} {name}" for name in ORDER if verdicts[name])
     numbers = {
-        "claims": claims,
+        "facts": facts,
         "told": told,
-        "excluding": sum(bool(build_claim_row(one.entry).excludes) for one in claims if one.entry),
-        "changed": sum(answer.changed for answer in claims),
+        "excluding": sum(bool(build_claim_row(one.entry).excludes) for one in facts if one.entry),
+        "changed": sum(answer.changed for answer in facts),
         "states": states,
     }
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
@@ -222,6 +223,21 @@ def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
         for one, p in zip(answers, corrected, strict=True)
     ]
     return [one._replace(entry=entry) for one, entry in zip(answers, entries, strict=True)]
+
+
+def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
+    """Return the claims without those that another study judges, too: one quotation, direction and
+    printed effect are one fact, which counts in the first study that answers it, if any does.
+    """
+    studies: dict[tuple[Any, ...], str] = {}
+    for answer in sorted(claims, key=lambda one: not one.entry):
+        studies.setdefault(_fact_key(answer.claim), answer.study)
+    return [one for one in claims if studies[_fact_key(one.claim)] == one.study]
+
+
+def _fact_key(claim: Claim | Question) -> tuple[Any, ...]:
+    assert isinstance(claim, Claim), "a question is no fact of a paper"
+    return claim.paper, claim.source, claim.quote, claim.better, claim.effect
 
 
 def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str:

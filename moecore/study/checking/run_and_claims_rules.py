@@ -33,6 +33,7 @@ def selection_misfits(data: Any) -> Misfits:
                 yield ("run", key, index), text
     yield from _repeated_entries(run)
     yield from _claims(whole, run)
+    yield from _repeated_claims(whole)
     for name in methods:
         if not PLAIN_NAME.fullmatch(name):
             allowed = "up to 100 small letters, digits and _, a letter first (it becomes a folder)"
@@ -88,6 +89,19 @@ def _claims(whole: dict, run: dict) -> Misfits:
             allowed = f"another of {others}, or the same with against_metric"
             text = f"found {one['against']!r}, the method itself; allowed: {allowed}"
             yield (section, index, "against"), text
+
+
+def _repeated_claims(whole: dict) -> Misfits:
+    """Claims of one paper about the same two numbers, also where the two are turned round."""
+    first: dict[str, int] = {}
+    for index, one in enumerate(map(_as_mapping, _as_list(whole.get("claims")))):
+        metric, phase = one.get("metric"), one.get("phase", "pretrain")
+        ours = [metric, one.get("method")]
+        theirs = [one.get("against_metric") or metric, one.get("against")]
+        fact = repr((one.get("paper"), phase, sorted([ours, theirs], key=repr)))
+        if (same := first.setdefault(fact, index)) != index:
+            text = f"found the two numbers of claims[{same}]; allowed: each fact once"
+            yield ("claims", index, "metric"), text
 
 
 def _phases(whole: dict, run: dict) -> Misfits:
