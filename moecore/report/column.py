@@ -23,6 +23,7 @@ class PlannedMetric(NamedTuple):
     form: str
     better: str
     is_fixed: bool = False
+    curve: str = ""
     stage: str = ""  # that writes the result, as ``Shown.stage``
 
 
@@ -44,6 +45,7 @@ class Column(NamedTuple):
     limits: str = "bootstrap"  # one model's: "wilson", "bootstrap", "quartiles", "draws"
     detail: bool = False  # in the full table and in compare.json only
     is_fixed: bool = False  # by the settings: the same for every seed and all data
+    curve: str = ""  # of which it is a point, if that by construction rises or falls all along
     # Whether a result's value is only a bound of what was not seen: no interval or test takes it.
     is_bound: Callable[[Any], bool] = lambda result: False
 
@@ -53,7 +55,7 @@ class Column(NamedTuple):
 
     def foreseen(self, ahead: "PlannedPhase") -> dict[str, PlannedMetric]:
         """Return its name and what is known before anything runs."""
-        return {self.name: PlannedMetric(self.form, self.better, self.is_fixed)}
+        return {self.name: PlannedMetric(self.form, self.better, self.is_fixed, self.curve)}
 
 
 class PlannedPhase(NamedTuple):
@@ -139,7 +141,8 @@ class ColumnPerRow(NamedTuple):
 
     def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
         names = [self.column.name.format(key) for key in self.ahead(ahead)]
-        return ahead.plan_metrics(names, self.column.form, self.column.better)
+        planned = ahead.plan_metrics(names, self.column.form, self.column.better)
+        return {name: one._replace(curve=self.column.curve) for name, one in planned.items()}
 
 
 class ContextDependentColumns(NamedTuple):

@@ -269,6 +269,18 @@ def test_a_metric_that_the_settings_decide_is_refused(metric):
     assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
 
 
+def test_two_points_of_a_curve_that_can_only_rise_are_no_direction():
+    points = "against_metric: fallback_threshold_0_5, method: prc, against: prc"
+    asked = f"asks: so, {points}, better: higher"
+    ((keys, text),) = misnamed("fallback_threshold_0_9", asked=asked)
+    assert keys == ("questions", 0, "against_metric") and "another point of fallback" in text
+    within = asked.replace("higher", "equivalent, margin: 0.1")
+    of_others = asked.replace("against: prc", "against: vmoe")
+    for fair in (within, of_others):
+        assert misnamed("fallback_threshold_0_9", asked=fair) == []
+    assert misnamed("score_k_4", asked=asked.replace("fallback_threshold_0_5", "score_k_2")) == []
+
+
 def test_no_worse_needs_a_metric_that_can_be_worse():
     asked = ASKED.replace("higher", "no_worse, margin: 0.1")
     assert misnamed("test_loss", asked=asked) == misnamed("test_accuracy", asked=asked) == []
@@ -309,11 +321,11 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
     planned = {
-        one.name: (one.column.form, one.column.better, one.column.is_fixed)
+        one.name: (one.column.form, one.column.better, one.column.is_fixed, one.column.curve)
         for one in metrics
         if one.name in known
     }
-    assert planned == {name: known[name][:3] for name in planned}
+    assert planned == {name: known[name][:4] for name in planned}
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 

@@ -205,9 +205,9 @@ COLUMNS = (
         "token_entropy", "Token entropy", note="nats, of a token's probabilities; mean over layers"
     ),
     *(column for place in PLACES for column in map_region_columns(place)),
-    swept_columns("threshold", "fallback", "Fallback", "lower", "share"),
+    swept_columns("threshold", "fallback", "Fallback", "lower", "share", is_monotone=True),
     *fallback_threshold_slope_columns(),
-    swept_columns("k", "tail_mass", "Tail mass", "lower", "number"),
+    swept_columns("k", "tail_mass", "Tail mass", "lower", "number", is_monotone=True),
     ContextDependentColumns(score_over_k_columns, planned_score_names, SCORE, SCORE),
 )
 

@@ -118,8 +118,13 @@ def swept_values(result: Result, setting: str, name: str) -> dict[float, float]:
     return {x: value for x, value in values.items() if value is not None}
 
 
-def swept_columns(setting: str, name: str, label: str, better: str, form: str) -> ColumnPerRow:
-    """A value at each setting that was tried: a claim compares it as any other column."""
+def swept_columns(
+    setting: str, name: str, label: str, better: str, form: str, is_monotone: bool = False
+) -> ColumnPerRow:
+    """A value at each setting that was tried: a claim compares it as any other column.
+
+    is_monotone: the value can only rise, or only fall, with the setting.
+    """
     symbol = {"threshold": "T", "k": "k"}[setting]
 
     def values(result: Result) -> dict[str, tuple[float, float]]:
@@ -135,6 +140,7 @@ def swept_columns(setting: str, name: str, label: str, better: str, form: str) -
         f"trained weights with {symbol} = {{}} at test time (figure {FIGURES[setting]})",
         "ermoe",
         detail=True,
+        curve=f"{name}_{setting}" if is_monotone else "",
     )
     foreseen = lambda ahead: map(setting_slug, getattr(ahead.study.routing.sweeps, setting))
     return ColumnPerRow(values, column, foreseen, lambda key, point: [f"{point[0]:g}"])

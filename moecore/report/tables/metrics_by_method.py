@@ -262,6 +262,11 @@ def _metric_problems(
     if metric and metric.is_fixed:
         fixed = "the settings decide it, not the runs, so this cannot fail"
         yield "metric", f"found {asked.metric}: {fixed}; allowed: what is measured"
+    other = metrics.get(asked.against_metric)
+    is_of_itself = asked.method == asked.against and asked.margin is None
+    if metric and other and is_of_itself and metric.curve and metric.curve == other.curve:
+        sure = f"found another point of {metric.curve}, which rises or falls by construction"
+        yield "against_metric", f"{sure}, so this cannot fail; allowed: equivalent, or no_worse"
     if metric and asked.better == "no_worse" and not metric.better:
         directed = ", ".join(name for name, one in metrics.items() if one.better)
         neither = f"found no_worse, but neither more nor less {asked.metric} is worse"
