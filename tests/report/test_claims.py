@@ -219,6 +219,8 @@ def test_a_claim_that_holds_excludes_nothing():
     sure, other = evaluate_claims([claim(effect=0.5), claim(better="lower", effect=-0.5)], shown)
     assert build_claim_row(claim_entry(sure)).excludes == ""
     assert build_claim_row(claim_entry(other)).excludes == "excludes the paper's −50.00 pp"
+    taken_away = claim_entry(sure) | {"verdict_holm": "open"}
+    assert build_claim_row(taken_away).excludes == "excludes the paper's +50.00 pp"
 
 
 def test_seeds_that_are_all_alike_leave_no_interval():

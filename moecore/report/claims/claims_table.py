@@ -50,7 +50,7 @@ class ClaimRow(NamedTuple):
     counts: str  # 3 seeds, 170 items
     detectable: str  # of an open verdict, the smallest difference that could have been seen
     effect: str  # the difference that the paper prints
-    excludes: str  # of a verdict that does not hold, whose interval the effect lies outside of
+    excludes: str  # of a verdict that does not hold with Holm, whose interval excludes the effect
 
     def holm_note(self, words: Mapping[str, str]) -> str:
         """Return Holm's verdict where it is another, else ""; words: how verdicts are printed."""
@@ -81,7 +81,8 @@ def build_claim_row(entry: Mapping[str, Any]) -> ClaimRow:
     if (printed := entry["asked"].get("effect")) is not None:
         effect = NumberFormat(entry["form"], EFFECT_PLACES.get(entry["form"])).difference(printed)
         low, high = interval.limits or (printed, printed)
-        if entry["verdict"] != "holds" and not low <= printed <= high:
+        kept = entry.get("verdict_holm") or entry["verdict"]
+        if kept != "holds" and not low <= printed <= high:
             excludes = f"excludes the paper's {effect}"
     return ClaimRow(
         entry["verdict"],
