@@ -42,7 +42,12 @@ from moecore.statistics.crossed import (
     crossed_difference,
     encode_item_values,
 )
-from moecore.study.reading.claims_section import Claim, Question
+from moecore.study.reading.claims_section import (
+    Claim,
+    Question,
+    answer_settings_digest,
+    has_changed_settings,
+)
 from moecore.study.reading.overlay import list_folder_stages
 from tests.project import check_params
 from tests.report.generated import (
@@ -609,10 +614,8 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     for number, (now, marked) in enumerate(
         [
             (then, False),
-            (
-                then | {"methods": methods | {"tgr": {"k": 1}}},
-                False,
-            ),  # not asked
+            (then | {"methods": methods | {"tgr": {"k": 1}}}, False),  # not asked
+            (then | {"monitor": {"every": 5}}, False),
             (then | {"pretrain": {"epochs": 4}}, True),
             (then | {"methods": other}, True),
         ]
@@ -621,6 +624,10 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
         assert ("‡" in row_of(text, "table 4")) == marked
         words = "Since 2 of them (marked ‡) settings of the study were changed."
         assert (words in text) == marked
+    watched = then | {"monitor": {"every": 5}}
+    with_monitor = answer_settings_digest(watched, claim(), left_out=())  # as once stored
+    assert not has_changed_settings(with_monitor, watched, claim())
+    assert has_changed_settings(with_monitor, watched | {"pretrain": {"epochs": 4}}, claim())
 
 
 def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():

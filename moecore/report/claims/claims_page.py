@@ -24,8 +24,8 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.study.reading.claims_section import (
     Claim,
     Question,
-    answer_settings_digest,
     compared_quantity_key,
+    has_changed_settings,
 )
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.run_section import Selection
@@ -205,8 +205,7 @@ def load_studies_and_answers(root: Path) -> tuple[Studies, list[Answer]]:
         }
         for claim in (*asked.claims, *asked.questions):
             entry = measured.get(compared_quantity_key(claim.model_dump()), {})
-            digest = answer_settings_digest(document.data, claim)
-            changed = entry.get("settings", digest) != digest
+            changed = has_changed_settings(entry.get("settings"), document.data, claim)
             good = ""
             if entry and claim.better == "no_worse":
                 good = expected_metrics_of_folder(folder)[claim.phase][claim.metric].better

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -103,13 +103,27 @@ def compared_quantity_key(asked: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(asked[key] for key in ("metric", "method", "against", "against_metric", "phase"))
 
 
-def answer_settings_digest(study: Mapping[str, Any], comparison: Comparison) -> str:
+def answer_settings_digest(
+    study: Mapping[str, Any], comparison: Comparison, left_out: Sequence[str] = ("monitor",)
+) -> str:
     """Return a digest of the settings that an answer depends on, of a whole params.yaml as data.
 
     Of methods those of the two alone; which runs, claims and questions there are does not matter.
+    left_out: further sections that change no result.
     """
-    left_out = ("run", "claims", "questions", "methods")
-    kept = {name: section for name, section in study.items() if name not in left_out}
+    unread = ("run", "claims", "questions", "methods", *left_out)
+    kept = {name: section for name, section in study.items() if name not in unread}
     methods = study.get("methods") or {}
     kept["methods"] = {name: methods.get(name) for name in (comparison.method, comparison.against)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def has_changed_settings(
+    stored: str | None, study: Mapping[str, Any], comparison: Comparison
+) -> bool:
+    """Return whether a digest of compare.json, if any, is of other settings than the study's.
+
+    Some were stored while ``monitor``, which changes no result, was part of the digest.
+    """
+    same = [answer_settings_digest(study, comparison, one) for one in (("monitor",), ())]
+    return stored is not None and stored not in same
