@@ -266,7 +266,7 @@ def claims_check() -> None:
 
 
 def claims_plan() -> None:
-    """Say of each open claim and question what would decide it: seeds, items, minutes."""
+    """Say what would decide each open claim and question: seeds, items, minutes, or a run."""
     from moecore.report.claims.claims_page import load_studies_and_answers
     from moecore.report.claims.what_would_decide import describe_open_answers
 

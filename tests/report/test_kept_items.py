@@ -11,7 +11,8 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
+from moecore.report.claims.claims_page import Answer
+from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.claims.kept_items import (
     ITEMS,
     NUMBERS,
@@ -20,7 +21,7 @@ from moecore.report.claims.kept_items import (
     verify_kept_items,
 )
 from moecore.report.claims.preregistration import find_late_questions, has_whole_history
-from moecore.report.claims.what_would_decide import needed_sample
+from moecore.report.claims.what_would_decide import describe_open_answers, needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
 from tests.project import ROOT
 from tests.report.test_claims import claim, of_items, question, study
@@ -106,6 +107,35 @@ def test_what_would_decide():
     alike = claim(better="equivalent", margin=0.02)
     assert needed_sample(difference(0.01, 0.0, 1e-4), alike, "").items == pytest.approx(618, abs=5)
     assert needed_sample(difference(0.0, 1e-4, 1e-4), claim(), "") == (None, None, None)
+    # One of five tests at 1 %: (2.576 + 0.842)²·0.01/0.01² = 1168
+    five = needed_sample(difference(0.01, 0.0, 1e-4), claim(), "", tests=5)
+    assert five.items == pytest.approx(1168, abs=5)
+
+
+def answer_of(claim_or_question, entry: dict) -> Answer:
+    return Answer("one", claim_or_question, entry, "not run yet", False)
+
+
+def test_what_is_open_with_holm_or_was_not_run_is_planned():
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])  # p = 0.0287, twice that with Holm
+    (one,) = evaluate_claims([claim()], shown)
+    alone = claim_entry(one)
+    cells = {"seconds": {"mean": 60}}
+    studies = {"one": {name: {"pretrain": cells} for name in ("prc", "vmoe")}}
+    assert describe_open_answers([answer_of(claim(), alone)], studies) == []
+    taken = answer_of(claim(), alone | {"verdict_holm": "open"})
+    flat = claim_entry(evaluate_claims([claim()], study(vmoe=[0.125, 0.25], prc=[0.25, 0.375]))[0])
+    waiting = [answer_of(question(), flat), answer_of(claim(phase="finetune"), {})]
+    lines = describe_open_answers([*waiting, taken, taken], studies)
+    assert lines[0] == lines[1]
+    words = "one: PRC, table 4, pretrain: match_top1 of prc higher than of vmoe: "
+    # t(3) at 1.25 % is 4.177 and at 20 % 0.978: 5.155·0.03/√4 = 0.077 < 0.1; t(2): 7.27·0.03/√3
+    assert lines[0].startswith(words) and lines[0].endswith(
+        "]: with Holm's correction over 2 claims: 4 seeds (1 more, 2 min of training)"
+    )
+    start = "one: question, pretrain: match_top1 of prc higher than of vmoe: "
+    assert lines[2].startswith(start) and lines[2].endswith("no interval: all seeds are alike")
+    assert lines[3].startswith("one: PRC, table 4, finetune: ") and "not run yet" in lines[3]
 
 
 def git(folder: Path, *words: str, day: str = "2026-12-01") -> None:

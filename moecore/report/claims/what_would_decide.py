@@ -3,6 +3,7 @@ seeds would train (docs/methods.md, Statistics).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -11,7 +12,7 @@ from moecore.report.claims.claims_table import build_claim_row
 from moecore.report.claims.evaluation import verdict_gap_and_level
 from moecore.report.claims.stored_verdicts import rebuild_difference
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
-from moecore.study.reading.claims_section import Comparison
+from moecore.study.reading.claims_section import Claim, Comparison
 from moecore.study.reading.run_section import Phase
 
 MOST_SEEDS = 100
@@ -28,12 +29,16 @@ class RequiredSampleSizes(NamedTuple):
     seeds_of_more_items: int | None  # with MORE_ITEMS times the items
 
 
-def needed_sample(difference: Difference, asked: Comparison, good: str) -> RequiredSampleSizes:
+def needed_sample(
+    difference: Difference, asked: Comparison, good: str, tests: int = 1
+) -> RequiredSampleSizes:
     """Return what decides with 80 % power where the true difference is the measured one.
 
-    good: "higher" or "lower", what is better for the metric.
+    good: "higher" or "lower", what is better for the metric; tests: at a level of 5 % over so many,
+    which is enough for Holm's correction, whatever the others find.
     """
     gap, level = verdict_gap_and_level(difference, asked, good)
+    level = 1 - (1 - level) / tests
 
     def decides(seeds: int, items: int) -> bool:
         planned = _with_sample(difference, seeds, items)
@@ -56,21 +61,52 @@ def needed_sample(difference: Difference, asked: Comparison, good: str) -> Requi
 
 
 def describe_open_answers(answers: Sequence[Answer], studies: Studies) -> list[str]:
-    """Return a line for each open claim and question that has an interval, quickest first."""
+    """Return a line for each question that is open and each claim that is with Holm's correction,
+    quickest first, then for those that have no interval, and those that were not run.
+    """
+    claims = [one for one in answers if isinstance(one.claim, Claim)]
+    families = Counter(one.claim.paper for one in claims if "p" in one.entry)
     lines = []
     for answer in answers:
-        if answer.entry.get("verdict") != "open":
-            continue
-        difference = rebuild_difference(answer.entry)
-        if not difference.sources:
-            continue
-        sample = needed_sample(difference, answer.claim, answer.good)
-        minutes = _minutes_of_a_seed(studies[answer.study], answer.claim)
-        order = math.inf
-        if sample.seeds is not None:
-            order = (sample.seeds - difference.seeds) * minutes
-        lines.append((order, _describe(answer, difference, sample, minutes)))
+        if not answer.entry:
+            lines.append(((2, 0.0), f"{_describe_comparison(answer)}: {answer.state}"))
+        elif (answer.entry.get("verdict_holm") or answer.entry["verdict"]) == "open":
+            lines.append(
+                _describe_plan(answer, studies[answer.study], families[answer.claim.paper])
+            )
     return [line for _, line in sorted(lines, key=lambda one: one[0])]
+
+
+def _describe_plan(
+    answer: Answer, compared: Mapping[str, Any], tests: int
+) -> tuple[tuple[int, float], str]:
+    """Return the order and the line of an answer; tests: how many claims of its paper have one."""
+    difference = rebuild_difference(answer.entry)
+    row = build_claim_row(answer.entry)
+    if not difference.sources:
+        return (1, 0.0), f"{_describe_comparison(answer)}: {row.difference}: {row.over}"
+    minutes = _minutes_of_a_seed(compared, answer.claim)
+    ways = []
+    sample = needed_sample(difference, answer.claim, answer.good)
+    if answer.entry["verdict"] == "open":
+        ways.append(_describe_ways(difference, sample, minutes))
+    if isinstance(answer.claim, Claim) and tests > 1:
+        sample = needed_sample(difference, answer.claim, answer.good, tests)
+        words = _describe_ways(difference, sample, minutes)
+        ways.append(f"with Holm's correction over {tests} claims: {words}")
+    order = math.inf
+    if sample.seeds is not None:
+        order = (sample.seeds - difference.seeds) * minutes
+    measured = f"{row.difference} [{row.difference_limits}]"
+    return (0, order), f"{_describe_comparison(answer)}: {measured}: {'; '.join(ways)}"
+
+
+def _describe_comparison(answer: Answer) -> str:
+    """Return study, paper, table and phase, and what is compared."""
+    claim = answer.claim
+    source = claim.source if isinstance(claim, Claim) else "question"
+    place = ", ".join(filter(None, (claim.paper, source, claim.phase)))
+    return f"{answer.study}: {place}: {claim.words}"
 
 
 def _with_sample(difference: Difference, seeds: int, items: int) -> Difference:
@@ -96,10 +132,8 @@ def _minutes_of_a_seed(compared: Mapping[str, Any], asked: Comparison) -> float:
     return sum(cell["mean"] for cell in cells if cell) / 60
 
 
-def _describe(
-    answer: Answer, difference: Difference, sample: RequiredSampleSizes, minutes: float
-) -> str:
-    """Return a line; minutes: of a seed."""
+def _describe_ways(difference: Difference, sample: RequiredSampleSizes, minutes: float) -> str:
+    """Return the seeds or items in words; minutes: of a seed."""
     ways = []
     if sample.seeds is not None:
         more = sample.seeds - difference.seeds
@@ -109,7 +143,4 @@ def _describe(
     if not ways and sample.seeds_of_more_items is not None:
         items = f"{MORE_ITEMS * difference.items:,} items in place of {difference.items:,}"
         ways.append(f"{sample.seeds_of_more_items} seeds with {items}")
-    row = build_claim_row(answer.entry)
-    measured = f"{row.difference} [{row.difference_limits}]"
-    told = " or ".join(ways) or f"no number of seeds up to {MOST_SEEDS}"
-    return f"{answer.study}: {answer.claim.words}: {measured}: {told}"
+    return " or ".join(ways) or f"no number of seeds up to {MOST_SEEDS}"
