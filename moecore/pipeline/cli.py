@@ -244,11 +244,11 @@ def claims_write() -> None:
 
 
 def claims_check() -> None:
-    """Compute intervals again from the items that studies keep; look when each was asked."""
+    """Compute intervals again from the items that studies keep; say when each was asked."""
     from moecore.pipeline.write_studies import list_studies
     from moecore.report.claims.claims_page import TARGET, render_claims_page
     from moecore.report.claims.kept_items import verify_kept_items
-    from moecore.report.claims.preregistration import find_late_questions, has_whole_history
+    from moecore.report.claims.preregistration import date_questions, has_whole_history
 
     studies = list_studies()
     for study in studies:
@@ -256,9 +256,11 @@ def claims_check() -> None:
             typer.echo(f"{study}: {number} intervals follow from the items that it keeps")
     is_whole = has_whole_history(Path())
     for study in studies if is_whole else ():
-        if late := find_late_questions(study):
-            asked = "; ".join(late)
-            raise UserError(f"{study}: asked in no commit before that of the answer: {asked}")
+        dated = date_questions(study)
+        for question in dated:
+            typer.echo(f"{study}: {question.line}")
+        if late := "; ".join(one.line for one in dated if one.is_refused):
+            raise UserError(f"{study}: asked in no commit before that of the answer: {late}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
     if TARGET.is_file() and TARGET.read_text(encoding="utf-8") != render_claims_page():

@@ -20,7 +20,7 @@ from moecore.report.claims.kept_items import (
     pack_items,
     verify_kept_items,
 )
-from moecore.report.claims.preregistration import find_late_questions, has_whole_history
+from moecore.report.claims.preregistration import date_questions, has_whole_history
 from moecore.report.claims.what_would_decide import describe_open_answers, needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
 from tests.project import ROOT
@@ -138,15 +138,17 @@ def test_what_is_open_with_holm_or_was_not_run_is_planned():
     assert lines[3].startswith("one: PRC, table 4, finetune: ") and "not run yet" in lines[3]
 
 
-def git(folder: Path, *words: str, day: str = "2026-12-01") -> None:
+def git(folder: Path, *words: str, day: str = "2026-12-01") -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     day = f"{day}T12:00:00Z"
-    subprocess.run(
+    return subprocess.run(
         ["git", *who, *words],
         cwd=folder,
         check=True,
+        capture_output=True,
+        text=True,
         env={"GIT_AUTHOR_DATE": day, "GIT_COMMITTER_DATE": day, "PATH": "/usr/bin:/bin"},
-    )
+    ).stdout
 
 
 def test_a_question_is_older_than_its_answer(tmp_path):
@@ -162,20 +164,33 @@ def test_a_question_is_older_than_its_answer(tmp_path):
         git(tmp_path, "add", ".")
         git(tmp_path, "commit", "--quiet", "-m", "one", day=day)
 
+    def dates(since="2026-12-01T00:00Z"):
+        return [(one.is_late, one.is_refused) for one in date_questions(tmp_path, since)]
+
     commit([claim()], "2026-12-01")
     commit([claim()], "2026-12-02", drawn_items(1))
-    assert find_late_questions(tmp_path) == []
+    hashes = git(tmp_path, "log", "--format=%h").split()
+    (one,) = date_questions(tmp_path)
+    assert one.line == (
+        f"pretrain: match_top1 of prc higher than of vmoe: asked in {hashes[1]}, "
+        f"answered in {hashes[0]}"
+    )
     lower = claim(better="lower")
     commit([claim(), lower], "2026-12-03")
-    assert find_late_questions(tmp_path) == ["match_top1 of prc lower than of vmoe"]
-    assert find_late_questions(tmp_path, since="2026-12-04") == []
+    assert dates() == [(False, False), (True, True)]
+    assert dates(since="2026-12-04T00:00Z")[1] == (True, False)
     commit([claim(), lower], "2026-12-05", drawn_items(0))
-    assert find_late_questions(tmp_path) == []
-    commit([claim(better="no_worse", margin=0.1)], "2026-12-06", drawn_items(1))
-    assert len(find_late_questions(tmp_path)) == 1, "asked with its answer"
+    assert dates() == [(False, False), (False, False)]
+    no_worse = claim(better="no_worse", margin=0.1)
+    commit([no_worse], "2026-12-06", drawn_items(1))
+    assert dates() == [(True, True)], "asked with its answer"
+    numbers = read_json(tmp_path / NUMBERS)
+    (entry,) = numbers["claims"].values()
+    write_json(tmp_path / NUMBERS, {"claims": {"a": entry | {"settings": "others"}}})
+    assert dates() == [(True, False)], "it waits for a run of today's settings"
 
 
 @pytest.mark.skipif(not has_whole_history(ROOT), reason="git has no history here, or a part of it")
 @pytest.mark.parametrize("folder", sorted(ROOT.glob("pipelines/*/")), ids=lambda one: one.name)
 def test_no_study_answers_what_was_asked_later(folder):
-    assert find_late_questions(folder) == []
+    assert [one.line for one in date_questions(folder) if one.is_refused] == []

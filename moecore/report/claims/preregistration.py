@@ -1,21 +1,50 @@
 """Whether what a study answers was asked in a commit before that of the answer, by git's history.
 
-A claim or question is asked where the study's params.yaml has it with its direction and margin.
+A claim or question is asked where the study's params.yaml has it with its direction and margin, and
+answered where reports/compare.json has its difference.
 """
 
+import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moecore.core.files import read_json
+import yaml
+
 from moecore.report.claims.kept_items import NUMBERS
-from moecore.study.reading.claims_section import Comparison, compared_quantity_key
+from moecore.study.reading.claims_section import (
+    Comparison,
+    compared_quantity_key,
+    has_changed_settings,
+)
 from moecore.study.reading.document import parse_yaml_document
 
-PARAMS = "params.yaml"
-SINCE = "2026-11-27"  # what was asked before that day is not held to it
+PARAMS = Path("params.yaml")
+SINCE = "2026-11-26T12:00+00:00"  # what was asked before is said to be late, and not refused
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
+KEY = ("metric", "method", "against", "against_metric", "phase", "better", "margin")
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Contents = Mapping[tuple[Any, ...], Any]  # what a version of a file says: of what → what
+
+
+class DatedQuestion(NamedTuple):
+    """A claim or question, with the commits since which it is asked and has its answer."""
+
+    words: str
+    asked: str  # short hash; "" for no commit
+    answered: str
+    is_late: bool  # in no commit before that of the answer
+    is_refused: bool  # late, asked after SINCE, and answered under the settings as they are
+
+    @property
+    def line(self) -> str:
+        """What it asks, and when."""
+        asked, answered = (commit or "no commit" for commit in (self.asked, self.answered))
+        late = ", not before" if self.is_late else ""
+        return f"{self.words}: asked in {asked}, answered in {answered}{late}"
 
 
 def has_whole_history(folder: Path) -> bool:
@@ -26,44 +55,92 @@ def has_whole_history(folder: Path) -> bool:
         return False
 
 
-def find_late_questions(study: Path, since: str = SINCE) -> list[str]:
-    """Return the claims and questions of a study that are younger than its numbers, in words.
+def date_questions(study: Path, since: str = SINCE) -> list[DatedQuestion]:
+    """Return the claims and questions that a study's numbers answer, in the order of the file.
 
-    study: its folder, in a repository that ``has_whole_history``. Those that were asked before the
-    day ``since`` are left out, and those that the numbers do not answer.
+    study: its folder, in a repository that ``has_whole_history``.
     """
-    answered = _git(study, "log", "-1", "--format=%H", "--", str(NUMBERS))
-    if not answered:
+    if not (study / NUMBERS).is_file():
         return []
-    base = _git(study, "rev-list", "-1", f"--before={since}", "HEAD")
-    now = _asked_in((study / PARAMS).read_text(encoding="utf-8"))
-    new = now.keys() - (_asked_at(study, base).keys() if base else set())
-    if not new:
-        return []
-    changed = _git(study, "status", "--porcelain", "--", str(NUMBERS))
-    new -= _asked_at(study, "HEAD" if changed else f"{answered}^").keys()
-    numbers = read_json(study / NUMBERS)
-    entries = [*numbers.get("claims", {}).values(), *numbers.get("questions", {}).values()]
-    measured = {compared_quantity_key(DEFAULTS | one["asked"]) for one in entries if "asked" in one}
-    return sorted(now[key] for key in new if key[:-2] in measured)
+    answered = _first_commits(study, NUMBERS, _read_differences)
+    asked = _first_commits(study, PARAMS, _read_questions)
+    asked_at = lru_cache(lambda commit: _read_version(study, commit, PARAMS, _read_questions))
+    dated = []
+    for key, commit in asked.items():
+        answer = answered.get(key[:-2])
+        if answer is None:
+            continue
+        question = Comparison.model_validate(dict(zip(KEY, key, strict=True)))
+        is_late = key not in asked_at(f"{answer}^" if answer else "HEAD")
+        is_new = is_late and not _is_committed_before(study, commit, since)
+        is_refused = is_new and not _is_of_other_settings(study, question)
+        words = f"{question.phase}: {question.words}"
+        dated.append(DatedQuestion(words, commit, answer, is_late, is_refused))
+    return dated
 
 
-def _asked_at(study: Path, commit: str) -> Mapping[tuple, str]:
-    text = _git(study, "show", f"{commit}:./{PARAMS}")
-    return _asked_in(text) if text else {}
+def _first_commits(
+    study: Path, file: Path, read: Callable[[str], Contents]
+) -> dict[tuple[Any, ...], str]:
+    """Return of what a file says now → since which commit it says so without a break; "" for none.
+
+    read: a version's text → what it says.
+    """
+    now = read((study / file).read_text(encoding="utf-8"))
+    commits = dict.fromkeys(now, "")
+    same = set(now)
+    for commit in _git(study, "log", "--format=%h", "--", str(file)).split():
+        then = _read_version(study, commit, file, read)
+        same = {key for key in same if key in then and then[key] == now[key]}
+        commits |= dict.fromkeys(same, commit)
+        if not same:
+            break
+    return commits
 
 
-def _asked_in(text: str) -> dict[tuple, str]:
-    """Return what a params.yaml asks: what decides its verdict → in words."""
-    data = parse_yaml_document(text).data
+def _read_version(
+    study: Path, commit: str, file: Path, read: Callable[[str], Contents]
+) -> Contents:
+    text = _git(study, "show", f"{commit}:./{file}")
+    return read(text) if text else {}
+
+
+def _read_questions(text: str) -> Contents:
+    """Return what a params.yaml asks: what decides its verdict → True."""
+    data = yaml.load(text, Loader=LOADER)
     asked = [DEFAULTS | one for name in ("claims", "questions") for one in data.get(name) or ()]
+    return {(*compared_quantity_key(one), one["better"], one["margin"]): True for one in asked}
+
+
+def _read_differences(text: str) -> Contents:
+    """Return what a compare.json found: what decides a difference → its mean."""
     return {
-        (*compared_quantity_key(one), one["better"], one["margin"]): _words(one) for one in asked
+        compared_quantity_key(DEFAULTS | entry["asked"]): entry["difference"]["mean"]
+        for entry in _read_entries(text)
     }
 
 
-def _words(asked: Mapping[str, Any]) -> str:
-    return f"{asked['metric']} of {asked['method']} {asked['better']} than of {asked['against']}"
+def _read_entries(text: str) -> list[dict[str, Any]]:
+    numbers = json.loads(text)
+    entries = [*numbers.get("claims", {}).values(), *numbers.get("questions", {}).values()]
+    return [one for one in entries if "asked" in one]  # others are of older versions
+
+
+def _is_committed_before(study: Path, commit: str, since: str) -> bool:
+    day = _git(study, "show", "-s", "--format=%cI", commit) if commit else ""
+    return bool(day) and datetime.fromisoformat(day) < datetime.fromisoformat(since)
+
+
+def _is_of_other_settings(study: Path, question: Comparison) -> bool:
+    """Return whether the answer waits for another run, as the study's settings are others since."""
+    data = parse_yaml_document((study / PARAMS).read_text(encoding="utf-8")).data
+    quantity = compared_quantity_key(question.model_dump())
+    stored = [
+        entry.get("settings")
+        for entry in _read_entries((study / NUMBERS).read_text(encoding="utf-8"))
+        if compared_quantity_key(DEFAULTS | entry["asked"]) == quantity
+    ]
+    return any(has_changed_settings(one, data, question) for one in stored)
 
 
 def _git(folder: Path, *words: str) -> str:
