@@ -41,7 +41,7 @@ class DatedQuestion(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What it asks, and when."""
+        """Return what it asks, and when."""
         asked, answered = (commit or "no commit" for commit in (self.asked, self.answered))
         late = ", not before" if self.is_late else ""
         return f"{self.words}: asked in {asked}, answered in {answered}{late}"
