@@ -45,6 +45,10 @@ from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_threshold,
     window_use_histogram,
 )
+from moecore.measure.routing_metrics.predictability import (
+    choose_one_layer_early,
+    predictability,
+)
 from moecore.measure.routing_metrics.purity import token_kinds
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
@@ -84,9 +88,13 @@ class ExpertRoles(Measurement):
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
         images = np.array(test.images[where])
-        with keep_layer_tokens(subject.model, len(images)) as tokens:
+        with (
+            keep_layer_tokens(subject.model, len(images)) as tokens,
+            choose_one_layer_early(subject.model) as early,
+        ):
             _, records = predict_in_batches(subject.model, images, prediction=False)
         alike = [expert_similarity(kept.outputs(len(images))) for kept in tokens.values()]
+        predicted = [one.chosen(len(images)) for one in early.values()]
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
         layers = []
         by_image = []
@@ -95,7 +103,8 @@ class ExpertRoles(Measurement):
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
                 labels["layer_before"] = first_choices(record_on_finer_grid(*before, layout))
-            layer, values = layer_roles(record, layout, labels, self, alike[index])
+            others = alike[index], predicted[index]
+            layer, values = layer_roles(record, layout, labels, self, *others)
             layers.append(layer)
             by_image.append(values)
         # the first layer has none before it
@@ -147,9 +156,10 @@ class Result(ItemMeans):
     experts that tokens chose; its chance is at an even load.  margin: lowest probability of a
     chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
     tokens; its chance with each image's tokens exchanged.  expert_cka, expert_cosine: of what two
-    make of the same tokens, mean over pairs; their chance of tokens of two images.  Of layers
-    alone: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of batches, beside that
-    of even random choices.
+    make of the same tokens, mean over pairs; their chance of tokens of two images.  early_choice,
+    early_load: see ``predictability``, as early_load_rank and early_hottest of layers alone.  Of
+    layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of batches,
+    beside that of even random choices.
     """
 
     images: int
@@ -193,11 +203,12 @@ def layer_roles(
     labels: dict[str, Tensor],
     settings: ExpertRoles,
     alike: Similarity | None,
+    predicted: Tensor | None,
 ) -> tuple[RolesLayer, Values]:
     """Return one layer's roles, and the values by image of what ``Result`` has.
 
     labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.  alike: its
-    experts.
+    experts.  predicted: (N, T, E), what its router would have chosen a layer earlier.
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
@@ -212,12 +223,14 @@ def layer_roles(
         by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
-    margins = choice_margin(record.probs, chosen)
-    is_known = margins.isfinite()
-    if is_known.any():
-        sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
-        by_image["margin"] = linearize_ratio(*(one.numpy() for one in sums))
-        extra["smallest_margin"] = float(np.quantile(margins[is_known].numpy(), SMALLEST))
+    margins, smallest = margin_values(record)
+    by_image |= margins
+    extra |= smallest
+    if predicted is not None:
+        told = predictability(predicted, chosen)
+        by_image |= told.by_image
+        chances |= told.chances
+        extra |= told.of_layer
     matrices = {}
     if alike is not None:
         by_image |= alike.by_image
@@ -238,6 +251,19 @@ def layer_roles(
         ),
     )
     return layer, by_image
+
+
+def margin_values(record: RoutingRecord) -> tuple[Values, dict[str, float]]:
+    """Return the margin by image, and the smallest; nothing where no token has one."""
+    margins = choice_margin(record.probs, record.chosen)
+    is_known = margins.isfinite()
+    if not is_known.any():
+        return {}, {}
+    sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
+    return (
+        {"margin": linearize_ratio(*(one.numpy() for one in sums))},
+        {"smallest_margin": float(np.quantile(margins[is_known].numpy(), SMALLEST))},
+    )
 
 
 def label_information(

@@ -29,6 +29,7 @@ from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_threshold,
     window_use_histogram,
 )
+from moecore.measure.routing_metrics.predictability import choose_one_layer_early, predictability
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.depth import Depth
@@ -107,6 +108,42 @@ def test_margin_and_load():
     assert dead_expert_share(counts, 0.1) == 0.25
     assert cumulative_load_shares(counts)[1] == 0.75 and cumulative_load_shares(counts)[-1] == 1
     assert chance_violation(10**6, 4) < 0.01 < chance_violation(100, 4) < 0.5
+
+
+def test_predictability():
+    """Two best of four each: counts 3 2 2 1 and 3 1 3 1; of eight choices six are foretold."""
+    predicted = sets_of((0, 2), (1, 3), (0, 1), (2, 0), experts=4)
+    actual = sets_of((0, 2), (1, 2), (0, 3), (2, 0), experts=4)
+    told = predictability(predicted, actual)
+    assert told.by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
+    assert told.by_image["early_choice"] == 0.75 and told.chances["early_choice"] == 0.5
+    assert told.of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
+    assert told.of_layer["early_hottest"] == 1
+    assert told.chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
+    images = [side.view(4, 1, 4) for side in (predicted, actual)]
+    assert predictability(*images).by_image["early_load"].mean() == pytest.approx(0.948683, 1e-6)
+    even = predictability(predicted[:, :2], actual[:, :2])
+    assert "early_load_rank" not in even.of_layer
+
+
+@pytest.mark.parametrize("made", [subject, text_subject])
+def test_early_choices_are_the_routers_of_the_tokens_before(made):
+    """The second layer has none where its router reads the truth; the first has none before it."""
+    measured = made(NoisyTopK(k=2))
+    images = measured.data.test.images
+    (first, second) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
+    tokens = []
+    first.register_forward_hook(lambda *given: tokens.append(given[1][0]))
+    with choose_one_layer_early(measured.model) as early:
+        predict_in_batches(measured.model, images, prediction=False)
+    none, choices = (one.chosen(len(images)) for one in early.values())
+    assert none is None
+    with torch.no_grad():
+        assert torch.equal(choices, second.router(tokens[-1])[1].chosen)
+    told = made(Told())
+    with choose_one_layer_early(told.model) as early:
+        predict_in_batches(told.model, told.data.test.images, prediction=False)
+    assert [one.chosen(40) for one in early.values()] == [None, None]
 
 
 def test_local_consistency():

@@ -115,6 +115,30 @@ COLUMNS = (
     layer_mean_column(
         "smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"
     ),
+    *value_and_chance_columns(
+        "early_choice",
+        "Choice foretold a layer earlier",
+        "share",
+        "of a token's experts those that the layer's router chooses from what came to the layer "
+        "before",
+        "k / number of experts",
+    ),
+    *value_and_chance_columns(
+        "early_load",
+        "Load foretold a layer earlier",
+        "number",
+        "cosine of the experts' loads by these choices and by the layer's own",
+        "of an even load",
+    ),
+    layer_mean_column(
+        "early_load_rank", "Load foretold, ranks", "number", "Spearman's correlation of the same"
+    ),
+    layer_mean_column(
+        "early_hottest",
+        "Hottest experts foretold",
+        "share",
+        "of the most used eighth of the experts those that both loads have",
+    ),
     layer_mean_column("batch_violation", "MaxVio of a batch", "number", "mean over batches"),
     layer_mean_column(
         "batch_violation_chance",
