@@ -118,6 +118,14 @@ class ExpertRoles(Measurement):
         )
 
 
+class LabelSpecialisation(Config):
+    """The largest share of a label's tokens that one expert has."""
+
+    share: float  # mean over the labels of RARE tokens at least
+    chance: float  # of permuted labels, mean
+    labels: int  # how many are of as many tokens
+
+
 class LabelInformation(Config):
     """What the experts of a token tell of one kind of label, in nats."""
 
@@ -125,6 +133,7 @@ class LabelInformation(Config):
     chance: float  # of permuted labels, mean
     p: float  # share of permutations, itself among them, with as much information
     normalised: float  # (information − chance) / entropy of the labels
+    specialisation: LabelSpecialisation | None = None  # None where no label has RARE tokens
 
 
 class KeptChoices(Config):
@@ -152,8 +161,9 @@ class RolesLayer(Config):
 class Result(ItemMeans):
     """Means over the MoE layers with intervals over images, and each layer.
 
-    information_{label}: as ``normalised``.  pair_lift: mean of P(b | a) / P(b) over pairs of
-    experts that tokens chose; its chance is at an even load.  margin: lowest probability of a
+    information_{label}: as ``normalised``.  specialisation_{label}: less its chance.  pair_lift:
+    mean of P(b | a) / P(b) over pairs of experts that tokens chose; its chance is at an even load.
+    margin: lowest probability of a
     chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
     tokens; its chance with each image's tokens exchanged.  expert_cka, expert_cosine: of what two
     make of the same tokens, mean over pairs; their chance of tokens of two images.  early_choice,
@@ -281,7 +291,8 @@ def label_information(
         if len(np.unique(of_tokens[is_told])) < 2:
             continue
         permute = permute_positions if name == "position" else permute_images
-        told = expert_information(patches, of_tokens, permute(of_tokens, PERMUTATIONS, SEED))
+        permuted = permute(of_tokens, PERMUTATIONS, SEED)
+        told = expert_information(patches, of_tokens, permuted, RARE)
         values[f"information_{name}"] = told.excess_by_image / told.label_entropy
         rows[name] = LabelInformation(
             information=told.information,
@@ -289,6 +300,12 @@ def label_information(
             p=told.p,
             normalised=(told.information - told.chance) / told.label_entropy,
         )
+        if special := told.specialisation:
+            values[f"specialisation_{name}"] = special.excess_by_image
+            shares = LabelSpecialisation(
+                share=special.share, chance=special.chance, labels=special.labels
+            )
+            rows[name] = rows[name].model_copy(update={"specialisation": shares})
     return rows, values
 
 

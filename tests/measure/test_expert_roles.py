@@ -97,6 +97,31 @@ def test_information_of_classes():
         expert_information(chosen, labels * 0, others)
 
 
+def test_specialisation_of_words():
+    """Word 7 went to each of 0, 1, 2 twice of three times, 8 to 3 always; 9 came once."""
+    pairs = (0, 1), (0, 2), (1, 2), (3, 1), (3, 0), (3, 2), (2, 0)
+    chosen = sets_of(*pairs, experts=4).view(7, 1, 4).numpy()
+    words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
+    # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
+    swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
+    special = expert_information(chosen, words, [swapped], least=3).specialisation
+    assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
+    assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
+    assert special.excess_by_image.mean() == pytest.approx(special.share - special.chance)
+    assert expert_information(chosen, words, [swapped], least=4).specialisation is None
+
+
+def test_an_images_weight_in_specialisation():
+    """What an image adds is the derivative by its weight: here it is there twice as often."""
+    random = np.random.default_rng(0)
+    chosen, labels = random.random((400, 3, 4)) < 0.4, random.integers(-1, 5, (400, 3))
+    values = expert_information(chosen, labels, [labels]).specialisation.excess_by_image
+    again = [np.concatenate([one, one[:1]]) for one in (chosen, labels)]
+    told = expert_information(*again, [again[1]]).specialisation
+    before = expert_information(chosen, labels, [labels]).specialisation.share
+    assert 401 * (told.share - before) == pytest.approx(values[0] - values.mean(), rel=0.05)
+
+
 def test_margin_and_load():
     scores = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.4, 0.1, 0.35, 0.15]]])
     margins = choice_margin(scores, sets_of((0, 1), (0, 2), experts=4))

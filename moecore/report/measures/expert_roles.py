@@ -28,6 +28,8 @@ LABELS = {  # name → the words of a column and of a figure
     "layer_before": "expert before",
 }
 TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
+SPECIAL = "largest share of a label's tokens that one expert has, above that of permuted labels"
+SURE = 0.05  # p of what experts tell, below which a figure marks it
 WINDOW = "consistency_"
 
 
@@ -51,6 +53,19 @@ def value_and_chance_columns(
         item_mean_column(name, label, "", form, f"{note}; mean over layers"),
         layer_mean_column(f"{name}_chance", f"{label}, by chance", form, chance, "chances"),
     ]
+
+
+def largest_p_column(name: str, words: str) -> Column:
+    """Return the detailed column of the p of what experts tell of a label: of layers the largest."""
+
+    def read(result: Result) -> float | None:
+        return max(
+            (layer.labels[name].p for layer in result.layers if name in layer.labels), default=None
+        )
+
+    note = "share of permutations of the labels with as much information; largest of the layers"
+    label = f"Experts tell the {words}, p"
+    return Column(f"information_{name}_p", label, read, form="number", note=note, detail=True)
 
 
 def local_consistency_columns(windows: Sequence[int]) -> list[Column]:
@@ -84,6 +99,17 @@ def planned_consistency_names(ahead: PlannedPhase) -> list[str]:
 COLUMNS = (
     *(
         item_mean_column(f"information_{name}", f"Experts tell the {words}", "", "share", TELLS)
+        for name, words in LABELS.items()
+    ),
+    *(largest_p_column(name, words) for name, words in LABELS.items()),
+    *(
+        item_mean_column(
+            f"specialisation_{name}",
+            f"Specialisation by {words}",
+            "",
+            "share",
+            f"{SPECIAL}; mean over labels and layers",
+        )
         for name, words in LABELS.items()
     ),
     *value_and_chance_columns(
@@ -182,15 +208,16 @@ def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
     """Draw what experts tell of each label, a row a layer."""
     names = [name for name in LABELS if any(name in layer.labels for layer in layers)]
     told = np.full((len(layers), len(names)), np.nan)
+    texts = np.full(told.shape, "", dtype=object)
     for (row, column), _ in np.ndenumerate(told):
-        if names[column] in layers[row].labels:
-            told[row, column] = max(0, layers[row].labels[names[column]].normalised)
+        label = layers[row].labels.get(names[column])
+        if label is not None:
+            told[row, column] = max(0, label.normalised)
+            texts[row, column] = f"{100 * told[row, column]:.0f}{'*' * (label.p < SURE)}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
     labels = Labels("What an expert tells", rows, [LABELS[name] for name in names], "of a token's")
-    caption = "Percent of the label's entropy, above chance."
-    return draw_heatmap(
-        told, percent_annotations(told), labels, (4.8, 1.3 + 0.35 * len(rows)), caption
-    )
+    caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
+    return draw_heatmap(told, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
 
 def draw_coactivation(layer: RolesLayer, title: str) -> Figure:

@@ -20,6 +20,7 @@ from moecore.tasks.base import Score
 
 PARTNERS = 4  # experts that are most often chosen beside an expert
 SHARE = NumberFormat("share", 0)
+P = NumberFormat("number", 3)
 QUESTIONS = {
     ExpertRoles: "which experts go together and match another model's",
     ExpertWorth: "what is lost without an expert",
@@ -80,7 +81,7 @@ def list_partners(layer: RolesLayer) -> list[list[tuple[int, float]]]:
 def information_words(layer: RolesLayer) -> str:
     """Return what the layer's experts tell of a token."""
     told = [
-        f"{LABELS[name]} {SHARE.value(max(0.0, label.normalised))}"
+        f"{LABELS[name]} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
         for name, label in layer.labels.items()
     ]
     return f"This layer's experts tell of a token, above chance: {', '.join(told)}."
