@@ -5,7 +5,7 @@ All from one pass over test images. N images, T tokens per image, E experts, k c
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.coactivation import (
     conditional_coactivation,
     count_coactivation,
+    follow_up_shares,
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import (
@@ -100,11 +101,13 @@ class ExpertRoles(Measurement):
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
             labels = classes | token_labels_by_kind(subject, images, layout)
+            beside = BesideRecord(alike[index], predicted[index])
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
-                labels["layer_before"] = first_choices(record_on_finer_grid(*before, layout))
-            others = alike[index], predicted[index]
-            layer, values = layer_roles(record, layout, labels, self, *others)
+                there = record_on_finer_grid(*before, layout)
+                labels["layer_before"] = first_choices(there)
+                beside = beside._replace(before=there.chosen)
+            layer, values = layer_roles(record, layout, labels, self, beside)
             layers.append(layer)
             by_image.append(values)
         # the first layer has none before it
@@ -148,6 +151,9 @@ class RolesLayer(Config):
 
     share: tuple[float, ...]  # of tokens that chose the expert
     together: tuple[tuple[float, ...], ...]  # P(b chosen | a chosen), rows a
+    # P(b chosen here | a chosen in the layer before), rows a, and P(a there | b here), rows b
+    after: tuple[tuple[float, ...], ...] = ()
+    before: tuple[tuple[float, ...], ...] = ()
     labels: dict[str, LabelInformation]
     values: dict[str, float]
     chances: dict[str, float]
@@ -178,6 +184,14 @@ class Result(ItemMeans):
 
 
 Values = dict[str, np.ndarray]  # name → one value an image, (N,)
+
+
+class BesideRecord(NamedTuple):
+    """What is known of a layer's tokens and experts beside its record; None where it is not."""
+
+    alike: Similarity | None
+    predicted: Tensor | None  # (N, T, E) bool, what its router would have chosen a layer earlier
+    before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
 
 
 def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
@@ -212,13 +226,11 @@ def layer_roles(
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    alike: Similarity | None,
-    predicted: Tensor | None,
+    beside: BesideRecord,
 ) -> tuple[RolesLayer, Values]:
     """Return one layer's roles, and the values by image of what ``Result`` has.
 
-    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.  alike: its
-    experts.  predicted: (N, T, E), what its router would have chosen a layer earlier.
+    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
@@ -236,16 +248,19 @@ def layer_roles(
     margins, smallest = margin_values(record)
     by_image |= margins
     extra |= smallest
-    if predicted is not None:
-        told = predictability(predicted, chosen)
+    if beside.predicted is not None:
+        told = predictability(beside.predicted, chosen)
         by_image |= told.by_image
         chances |= told.chances
         extra |= told.of_layer
     matrices = {}
-    if alike is not None:
+    if (alike := beside.alike) is not None:
         by_image |= alike.by_image
         chances |= alike.chances
         matrices = {"cka": alike.cka.tolist(), "cosine": alike.cosine.tolist()}
+    if beside.before is not None:
+        matrices["after"] = follow_up_shares(beside.before, chosen).tolist()
+        matrices["before"] = follow_up_shares(chosen, beside.before).tolist()
     few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
     layer = RolesLayer(
         share=(counts / tokens).tolist(),

@@ -13,6 +13,7 @@ from moecore.measure.routing_metrics.coactivation import (
     coactivation_lift,
     conditional_coactivation,
     count_coactivation,
+    follow_up_shares,
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import expert_information
@@ -64,6 +65,13 @@ def test_coactivation():
     # 2 was chosen by two of three tokens: of those of 0 as many, of those of 3 none
     assert coactivation_lift(counts, 3)[0, 2] == pytest.approx(1)
     assert coactivation_lift(counts, 3)[3, 2] == 0
+
+
+def test_follow_ups():
+    """Of the two tokens that chose 0 before, one goes to 1 and both to 2; nobody chose 2 before."""
+    before = sets_of((0,), (0,), (1,), experts=3)
+    after = follow_up_shares(before, sets_of((1, 2), (2, 3), (2, 0), experts=4))
+    assert after.tolist() == [[0, 0.5, 1, 0.5], [1, 0, 1, 0], [0, 0, 0, 0]]
 
 
 def test_pair_lift_is_the_mean_over_the_pairs():

@@ -49,6 +49,8 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         texts = page.locator(".panel >> nth=0").inner_text()
         assert f"its match in vmoe seed 1: expert {partners[2]}" in texts
         assert "Without it the accuracy is worse by" in texts and "nats of the loss" in texts
+        assert "it most often follows, in the layer before" in texts
+        assert "followed by" not in texts, "there are two layers"
         margin = roles.layers[1].values["margin"]
         assert f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %" in texts
         seed = page.locator(".panel >> nth=1")

@@ -56,7 +56,7 @@ def value_and_chance_columns(
 
 
 def largest_p_column(name: str, words: str) -> Column:
-    """Return the detailed column of the p of what experts tell of a label: of layers the largest."""
+    """Return the detailed column of the p of what experts tell of a label, the layers' largest."""
 
     def read(result: Result) -> float | None:
         return max(
@@ -193,13 +193,16 @@ COLUMNS = (
 
 def figures(result: Result) -> Figures:
     """Yield what experts tell, by layer, and of each layer who is chosen with whom (where k ≥ 2),
-    and who is like whom.
+    who after whom of the layer before, and who is like whom.
     """
     if any(layer.labels for layer in result.layers):
         yield "expert_information", draw_expert_information(result.layers)
     for number, layer in enumerate(result.layers, 1):
         if np.any(layer.together):
             yield f"coactivation_{number}", draw_coactivation(layer, f"MoE {number}")
+        if layer.after:
+            name = f"coactivation_{number - 1}_{number}"
+            yield name, draw_follow_ups(layer.after, number)
         if layer.cka:
             yield f"expert_similarity_{number}", similarity_table(layer, f"MoE {number}")
 
@@ -228,6 +231,13 @@ def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
     )
 
 
+def draw_follow_ups(after: Sequence[Sequence[float]], number: int) -> Figure:
+    """Draw which experts of a layer of this number tokens chose after each of the one before."""
+    axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
+    caption = "Percent of the tokens that chose the row's expert a layer earlier."
+    return expert_pair_table(after, f"MoE {number - 1} to {number}", axes, caption, 0.005)
+
+
 def similarity_table(layer: RolesLayer, title: str) -> Figure:
     """Draw how alike what two experts make of the same tokens is."""
     caption = "Linear CKA of what two experts make of the same tokens, in percent."
@@ -241,13 +251,13 @@ def expert_pair_table(
     caption: str,
     least: float = 0.0,
 ) -> Figure:
-    """Draw a share for each pair of experts, (E, E), as percent from ``least`` on."""
+    """Draw a share for each pair of experts, (E, E'), as percent from ``least`` on."""
     values = np.array(pairs, dtype=float)
     texts = percent_annotations(values, least)
-    if len(values) > NUMBERED:
+    if max(values.shape) > NUMBERED:
         texts = np.full(values.shape, "")
-    experts = [str(expert) for expert in range(len(values))]
-    return draw_heatmap(values, texts, Labels(title, experts, experts, *axes), (4.8, 4.7), caption)
+    rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
+    return draw_heatmap(values, texts, Labels(title, rows, columns, *axes), (4.8, 4.7), caption)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:

@@ -4,6 +4,7 @@ Nothing is computed anew: an answer is read from a result, or a line names the m
 gives it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from moecore.core.config import Config
@@ -18,11 +19,11 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Measured
 from moecore.tasks.base import Score
 
-PARTNERS = 4  # experts that are most often chosen beside an expert
+PARTNERS = 4  # experts that are most often chosen beside, before or after an expert
 SHARE = NumberFormat("share", 0)
 P = NumberFormat("number", 3)
 QUESTIONS = {
-    ExpertRoles: "which experts go together and match another model's",
+    ExpertRoles: "which experts go together, follow each other and match another model's",
     ExpertWorth: "what is lost without an expert",
     RouterRegret: "what the best experts would save",
 }
@@ -45,8 +46,11 @@ def expert_answers(measured: Measured, score: Score, layers: int) -> dict[str, A
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         for layer, of_layer in zip(roles.layers, known, strict=True):
-            of_layer |= {"together": list_partners(layer), "tells": information_words(layer)}
+            of_layer |= {"together": list_partners(layer.together)}
+            of_layer |= {"earlier": list_partners(layer.before), "tells": information_words(layer)}
             of_layer["margin"] = layer.values.get("margin")
+        for layer, before in zip(roles.layers[1:], known[:-1], strict=True):
+            before["later"] = list_partners(layer.after)
     if worth := measured.of(ExpertWorth):
         for experts, of_layer in zip(worth.layers, known, strict=True):
             of_layer["without"] = worth_words(experts, score)
@@ -70,9 +74,9 @@ def open_questions(measured: Measured) -> list[str]:
     return sentences
 
 
-def list_partners(layer: RolesLayer) -> list[list[tuple[int, float]]]:
-    """Return for each expert those most often chosen beside it, with P(they | it)."""
-    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in layer.together]
+def list_partners(shares: Sequence[Sequence[float]]) -> list[list[tuple[int, float]]]:
+    """Return for each expert, a row of P(they | it), those most often chosen with it, with P."""
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in shares]
     return [
         [(expert, round(share, 4)) for expert, share in row[:PARTNERS] if share > 0] for row in rows
     ]
