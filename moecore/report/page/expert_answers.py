@@ -41,8 +41,13 @@ def skip_reason(measured: Measured, kind: type[Config]) -> str:
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
 
 
-def expert_answers(measured: Measured, score: Score, layers: int) -> dict[str, Any]:
-    """Return what is known of each of the MoE layers, and a line for each question that is open."""
+def expert_answers(
+    measured: Measured, score: Score, layers: int, images: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return what is known of each of the MoE layers, and a line for each question that is open.
+
+    images: the places in the test split of those that are shown.
+    """
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         for layer, of_layer in zip(roles.layers, known, strict=True):
@@ -56,7 +61,9 @@ def expert_answers(measured: Measured, score: Score, layers: int) -> dict[str, A
             of_layer["without"] = worth_words(experts, score)
     if regret := measured.of(RouterRegret):
         for values, of_layer in zip(regret.layers, known, strict=True):
-            of_layer["regret"] = regret_words(values)
+            of_layer["regret"] = regret_words(values, regret.unit)
+        for best, of_layer in zip(best_by_token(regret, images), known, strict=True):
+            of_layer["best"] = best
     return {"layers": known, "open": open_questions(measured)}
 
 
@@ -103,10 +110,28 @@ def worth_words(experts: tuple[Estimate, ...], score: Score) -> list[str]:
     ]
 
 
-def regret_words(values: dict[str, float]) -> str:
+def regret_words(values: dict[str, float], unit: str) -> str:
     """Return what the best sets of experts of a layer's tokens would save."""
     regret = NumberFormat("number", 3).value(values["regret"])
     return (
-        f"The best experts for a token would save {regret} nats of the loss, on average; "
-        f"{SHARE.value(values['better'])} of the sets would save some. Which ones is not kept."
+        f"The best experts for a token would lower the loss by {regret} {unit}, on average; "
+        f"{SHARE.value(values['better'])} of the sets would lower it."
     )
+
+
+def best_by_token(
+    regret: RouterRegret, images: Sequence[int]
+) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
+    """Return of each layer and image, at places in the test split, tokens' best experts and what
+    these would save; no experts where the router chose the best. Empty where none were tried.
+    """
+    form = NumberFormat("number", 3)
+    layers = []
+    for choices in regret.best:
+        rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
+        for one in choices:
+            if one.image in images:
+                saved = f"{form.value(one.saved)} {regret.unit}"
+                rows[images.index(one.image)] |= dict.fromkeys(one.tokens, (one.experts, saved))
+        layers.append(rows)
+    return layers

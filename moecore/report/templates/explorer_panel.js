@@ -175,6 +175,7 @@ class Panel {
       make("ol", { class: "bars" }, ...rows),
       make("p", { class: "margin quiet" }, marginWords(view, token)),
       make("p", { class: changed ? "note" : "quiet" }, words),
+      make("p", { class: "best quiet" }, bestWords(view, token)),
     );
   }
 
