@@ -55,6 +55,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.intervals import indices_by_person
 
 PERMUTATIONS = 200
 RARE = 10  # a word that occurs less often in these texts is not counted
@@ -97,11 +98,12 @@ class ExpertRoles(Measurement):
         alike = [expert_similarity(kept.outputs(len(images))) for kept in tokens.values()]
         predicted = [one.chosen(len(images)) for one in early.values()]
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
+        people = test.people_at(where)
         layers = []
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
             labels = classes | token_labels_by_kind(subject, images, layout)
-            beside = BesideRecord(alike[index], predicted[index])
+            beside = BesideRecord(people, alike[index], predicted[index])
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
                 there = record_on_finer_grid(*before, layout)
@@ -114,7 +116,7 @@ class ExpertRoles(Measurement):
         shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
         return Result.of(
             {name: mean_over_layers_with_name(by_image, name) for name in shared},
-            test.people_at(where),
+            people,
             images=len(images),
             batch=self.batch,
             layers=layers,
@@ -144,6 +146,7 @@ class KeptChoices(Config):
 
     shape: tuple[int, int, int]
     bits: str
+    people: tuple[int, ...] | None = None  # whose image each is, where people have several
 
 
 class RolesLayer(Config):
@@ -189,6 +192,7 @@ Values = dict[str, np.ndarray]  # name → one value an image, (N,)
 class BesideRecord(NamedTuple):
     """What is known of a layer's tokens and experts beside its record; None where it is not."""
 
+    people: np.ndarray | None  # (N,) whose image each is
     alike: Similarity | None
     predicted: Tensor | None  # (N, T, E) bool, what its router would have chosen a layer earlier
     before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
@@ -235,7 +239,7 @@ def layer_roles(
     chosen = record.chosen
     counts = expert_counts(chosen)
     tokens, experts = prod(chosen.shape[:2]), len(counts)
-    information, by_image = label_information(chosen, layout, labels)
+    information, by_image = label_information(chosen, layout, labels, beside.people)
     consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
     by_image |= consistency
     extra = {"batch_violation": mean_batch_violation(chosen, settings.batch)}
@@ -273,9 +277,17 @@ def layer_roles(
         kept=KeptChoices(
             shape=(len(few), *chosen.shape[1:]),
             bits=encode_arrays(np.packbits(chosen[few].numpy())),
+            people=people_numbers(beside.people, few),
         ),
     )
     return layer, by_image
+
+
+def people_numbers(people: np.ndarray | None, few: np.ndarray) -> list[int] | None:
+    """Return a number for the person of each of a few images; None where none has several."""
+    if people is None or indices_by_person(people) is None:
+        return None
+    return np.unique(people, return_inverse=True)[1][few].tolist()
 
 
 def margin_values(record: RoutingRecord) -> tuple[Values, dict[str, float]]:
@@ -292,11 +304,15 @@ def margin_values(record: RoutingRecord) -> tuple[Values, dict[str, float]]:
 
 
 def label_information(
-    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor]
+    chosen: Tensor,
+    layout: TokenLayout,
+    labels: dict[str, Tensor],
+    people: np.ndarray | None = None,
 ) -> tuple[dict[str, LabelInformation], Values]:
     """Return what experts tell of each kind of label of which they see two, and values by image.
 
-    A position is exchanged within its image, every other label with its image's whole map.
+    A position is exchanged within its image, every other label with its image's whole map, and with
+    all images of the person.
     """
     rows, values = {}, {}
     patches = chosen[:, layout.special :].numpy()
@@ -305,8 +321,10 @@ def label_information(
         is_told = (of_tokens >= 0) & patches.any(axis=-1)
         if len(np.unique(of_tokens[is_told])) < 2:
             continue
-        permute = permute_positions if name == "position" else permute_images
-        permuted = permute(of_tokens, PERMUTATIONS, SEED)
+        if name == "position":
+            permuted = permute_positions(of_tokens, PERMUTATIONS, SEED)
+        else:
+            permuted = permute_images(of_tokens, PERMUTATIONS, SEED, people)
         told = expert_information(patches, of_tokens, permuted, RARE)
         values[f"information_{name}"] = told.excess_by_image / told.label_entropy
         rows[name] = LabelInformation(

@@ -40,6 +40,7 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.people import first_half
 from moecore.tasks.base import Task
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
@@ -93,7 +94,7 @@ class RouterRegret(Measurement):
 
             drawn = self.draw_tokens(subject.model, layer, where)
             losses = np.array(parts(f"layer {layer}", partial(compute, drawn)))  # (N, n, S + 1)
-            values = regret_metrics_by_image(losses)
+            values = regret_metrics_by_image(losses, people)
             by_image.append(values)
             layers.append({name: float(one.mean()) for name, one in values.items()})
             drawn = self.draw_tokens(subject.model, layer, shown, 1)
@@ -239,11 +240,16 @@ def barred_masks_by_pass(
     return barred
 
 
-def regret_metrics_by_image(losses: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each number of ``Result`` as one value an image, (N,), from losses (N, n, S + 1)."""
+def regret_metrics_by_image(
+    losses: np.ndarray, people: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Return each number of ``Result`` as one value an image, (N,), from losses (N, n, S + 1).
+
+    people: (N,), whose image each is; halves are then of people.
+    """
     images, tokens = losses.shape[:2]
     sets, own = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
-    is_first = np.repeat(np.arange(images) % 2 == 0, tokens)
+    is_first = np.repeat(first_half(images, people), tokens)
     left = subset_regret(sets, own)
     gain = fixed_subset_gain(sets, own, is_first)
     by_image = {

@@ -131,3 +131,27 @@ def test_what_the_explorer_knows_of_experts():
     capacity, rest = open_questions(measured)
     assert capacity.endswith("does not apply: experts have a capacity.")
     assert "expert_roles for" in rest and "expert_worth for" in rest and "regret" not in rest
+
+
+def test_seeds_are_halved_by_people():
+    """Of two images a person, the halves are the first and third person's, and the others'."""
+    measured = subject(NoisyTopK(k=1))
+    split = measured.data.test._replace(people=np.arange(40) // 2)
+    several = measured._replace(data=measured.data._replace(test=split))
+    other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
+    results = [
+        ExpertRoles(windows=(2,)).measure(one, lambda name, compute: compute())
+        for one in (several, other)
+    ]
+    assert results[0].layers[0].kept.people == tuple(np.arange(40) // 2)
+    models = {"vmoe": dict(enumerate(Measured({Result: one}) for one in results))}
+    phase = Phase("pretrain", {}, measured.model.image.task, models)
+    layers = zip(*(one.layers for one in results), strict=True)
+    chosen = [[decode_choices(layer.kept) for layer in pair] for pair in layers]
+    expected, by_image = (
+        np.mean(
+            [seed_agreement(*pair, np.arange(40) // size % 2 == 0).correlation for pair in chosen]
+        )
+        for size in (2, 1)
+    )
+    assert seed_stability(phase, "vmoe").correlation.value == pytest.approx(expected) != by_image

@@ -11,6 +11,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.people import permuted_orders
 
 
 class ExpertInformation(NamedTuple):
@@ -88,11 +89,12 @@ def largest_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndarray) ->
     return table[:, common].max(axis=0) / tokens[common]
 
 
-def permute_images(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield labels (B, T) so many times with the images' maps exchanged."""
-    random = np.random.default_rng(seed)
-    for _ in range(number):
-        yield labels[random.permutation(len(labels))]
+def permute_images(
+    labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """Yield labels (B, T) so many times with the images' maps exchanged, or people's with all."""
+    for order in permuted_orders(len(labels), number, seed, people):
+        yield labels[order]
 
 
 def permute_positions(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
