@@ -4,7 +4,7 @@ All from one pass over test images. N images, T tokens per image, E experts, k c
 """
 
 from collections.abc import Sequence
-from math import prod
+from functools import cache
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -50,7 +50,11 @@ from moecore.measure.routing_metrics.predictability import (
     choose_one_layer_early,
     predictability,
 )
-from moecore.measure.routing_metrics.purity import token_kinds
+from moecore.measure.routing_metrics.token_labels import (
+    RARE,
+    image_labels_by_kind,
+    token_labels_by_kind,
+)
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import record_on_finer_grid
@@ -58,10 +62,8 @@ from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import indices_by_person
 
 PERMUTATIONS = 200
-RARE = 10  # a word that occurs less often in these texts is not counted
 SMALLEST = 0.01  # quantile of the margins
 KEPT = 2**13  # tokens of a layer whose experts are kept, for a comparison of seeds
-TEXT = 3  # axes of blocks of text, (N, C, M)
 
 
 class ExpertRoles(Measurement):
@@ -98,11 +100,16 @@ class ExpertRoles(Measurement):
         alike = [expert_similarity(kept.outputs(len(images))) for kept in tokens.values()]
         predicted = [one.chosen(len(images)) for one in early.values()]
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
+
+        @cache
+        def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
+            return classes | token_labels_by_kind(subject, where, images, layout)
+
         people = test.people_at(where)
         layers = []
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-            labels = classes | token_labels_by_kind(subject, images, layout)
+            labels = dict(known_labels(layout))
             beside = BesideRecord(people, alike[index], predicted[index])
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
@@ -198,33 +205,6 @@ class BesideRecord(NamedTuple):
     before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
 
 
-def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
-    """Return each image's class, (N, 1), where it has one; labels (N, …) as the task has them."""
-    members = subject.model.image.task.by_class(labels)
-    if members is None or not torch.equal(members[0], torch.arange(len(labels))):
-        return {}
-    return {"class": members[1].unsqueeze(-1)}
-
-
-def token_labels_by_kind(
-    subject: MeasuredModel, images: np.ndarray, layout: TokenLayout
-) -> dict[str, Tensor]:
-    """Return what is known of each token, (N, T), or (1, T) where all images are alike.
-
-    position; truth (data whose truth is known); word (texts), where rare ones are -1, as unknown.
-    """
-    labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
-    if subject.model.image.truth:
-        labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
-    if images.ndim == TEXT:
-        blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
-        words = images[:, blocks - 1].astype(np.int64)
-        _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
-        common = counts[place.reshape(words.shape)] >= RARE
-        labels["word"] = torch.from_numpy(np.where(common, words, -1))
-    return labels
-
-
 def layer_roles(
     record: RoutingRecord,
     layout: TokenLayout,
@@ -238,7 +218,7 @@ def layer_roles(
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
-    tokens, experts = prod(chosen.shape[:2]), len(counts)
+    tokens, experts = chosen[..., 0].numel(), len(counts)
     information, by_image = label_information(chosen, layout, labels, beside.people)
     consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
     by_image |= consistency

@@ -1,12 +1,15 @@
 """What experts are for: fixtures by hand, experts that are told their roles, and chance."""
 
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.core.routing_records import TokenLayout
+from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
 from moecore.measure.routing_metrics.coactivation import (
@@ -31,6 +34,7 @@ from moecore.measure.routing_metrics.local_consistency import (
     window_use_histogram,
 )
 from moecore.measure.routing_metrics.predictability import choose_one_layer_early, predictability
+from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.depth import Depth
@@ -277,6 +281,27 @@ def test_kept_tokens_are_those_of_the_images_own_pass(made):
 
 
 @pytest.mark.filterwarnings("error")
+def test_labels_of_words_and_cubes(tmp_path):
+    """Words 0 to 4 come 10, 8, 6, 4 and 12 times: rare ones are no words, but stop words are."""
+    (tmp_path / "vocabulary.txt").write_text("tensor\nThe\nof\n,\n<eos>\n<unk>\n")
+    words = np.repeat(range(5), (10, 8, 6, 4, 12)).reshape(10, 1, 4)
+    task = SimpleNamespace(outputs=6)
+    subject = MeasuredModel(
+        SimpleNamespace(image=SimpleNamespace(truth=None, task=task)),
+        SimpleNamespace(card={}, folder=tmp_path),
+    )
+    labels = token_labels_by_kind(subject, np.arange(10), words, TokenLayout(0, (4,), (4,)))
+    assert labels["word"].unique().tolist() == [-1, 0, 4]
+    kinds = dict(zip(words.ravel().tolist(), labels["stop_word"].ravel().tolist(), strict=True))
+    assert kinds == {0: 0, 1: 1, 2: 1, 3: -1, 4: -1}
+    maps = np.zeros((3, 2, 2, 1, 1), np.uint8)  # of the second volume's two voxels
+    maps[1, :, 0, 0, 0] = 3, 7
+    assert tissue_labels(maps, [1, 2], TokenLayout(1, (2, 1, 1), (2, 1, 1))).tolist() == [
+        [-1, 1, -1],
+        [-1, -1, -1],
+    ]
+
+
 def test_labels_of_tokens_without_experts_tell_nothing():
     """Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's."""
     result = ExpertRoles(images=20).measure(subject(Depth()), lambda name, compute: compute())

@@ -25,6 +25,8 @@ LABELS = {  # name → the words of a column and of a figure
     "position": "position",
     "truth": "truth",
     "word": "word",
+    "stop_word": "stop word or not",
+    "tissue": "tissue",
     "layer_before": "expert before",
 }
 TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
