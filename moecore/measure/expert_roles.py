@@ -47,8 +47,8 @@ from moecore.measure.routing_metrics.local_consistency import (
     window_use_histogram,
 )
 from moecore.measure.routing_metrics.predictability import (
+    choice_predictability,
     choose_one_layer_early,
-    predictability,
 )
 from moecore.measure.routing_metrics.token_labels import (
     RARE,
@@ -183,9 +183,9 @@ class Result(ItemMeans):
     chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
     tokens; its chance with each image's tokens exchanged.  expert_cka, expert_cosine: of what two
     make of the same tokens, mean over pairs; their chance of tokens of two images.  early_choice,
-    early_load: see ``predictability``, as early_load_rank and early_hottest of layers alone.  Of
-    layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of batches,
-    beside that of even random choices.
+    early_load: see ``choice_predictability``, as early_load_rank and early_hottest of layers alone.
+    Of layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of
+    batches, beside that of even random choices.
     """
 
     images: int
@@ -233,7 +233,7 @@ def layer_roles(
     by_image |= margins
     extra |= smallest
     if beside.predicted is not None:
-        told = predictability(beside.predicted, chosen)
+        told = choice_predictability(beside.predicted, chosen)
         by_image |= told.by_image
         chances |= told.chances
         extra |= told.of_layer

@@ -33,7 +33,10 @@ from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_threshold,
     window_use_histogram,
 )
-from moecore.measure.routing_metrics.predictability import choose_one_layer_early, predictability
+from moecore.measure.routing_metrics.predictability import (
+    choice_predictability,
+    choose_one_layer_early,
+)
 from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
@@ -151,15 +154,17 @@ def test_predictability():
     """Two best of four each: counts 3 2 2 1 and 3 1 3 1; of eight choices six are foretold."""
     predicted = sets_of((0, 2), (1, 3), (0, 1), (2, 0), experts=4)
     actual = sets_of((0, 2), (1, 2), (0, 3), (2, 0), experts=4)
-    told = predictability(predicted, actual)
+    told = choice_predictability(predicted, actual)
     assert told.by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
     assert told.by_image["early_choice"] == 0.75 and told.chances["early_choice"] == 0.5
     assert told.of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
     assert told.of_layer["early_hottest"] == 1
     assert told.chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
     images = [side.view(4, 1, 4) for side in (predicted, actual)]
-    assert predictability(*images).by_image["early_load"].mean() == pytest.approx(0.948683, 1e-6)
-    even = predictability(predicted[:, :2], actual[:, :2])
+    assert choice_predictability(*images).by_image["early_load"].mean() == pytest.approx(
+        0.948683, 1e-6
+    )
+    even = choice_predictability(predicted[:, :2], actual[:, :2])
     assert "early_load_rank" not in even.of_layer
 
 

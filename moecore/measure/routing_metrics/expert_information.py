@@ -66,7 +66,9 @@ def expert_information(
     nulls = []
     for one in permuted:
         counts = _count_table(chosen, pairs, one)
-        nulls.append((mutual_information(counts), largest_shares(counts, tokens, common).sum()))
+        nulls.append(
+            (mutual_information(counts), largest_expert_shares(counts, tokens, common).sum())
+        )
     null, null_share = np.array(nulls).T
     information = mutual_information(table)
     shares = table.sum(axis=0)[table.sum(axis=0) > 0] / table.sum()
@@ -81,7 +83,7 @@ def expert_information(
     )
 
 
-def largest_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndarray) -> np.ndarray:
+def largest_expert_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndarray) -> np.ndarray:
     """Return of each common label which share of its tokens the expert has that has the most.
 
     table: (E, K) counts.  tokens, common: (K,), how many a label has and whether these are enough.
@@ -144,7 +146,7 @@ def _specialisation(
         return None
     tokens = np.bincount(labels[labels >= 0], minlength=len(common))
     shares = np.zeros(len(common))
-    shares[common] = largest_shares(table, tokens, common)
+    shares[common] = largest_expert_shares(table, tokens, common)
     image, token = ((labels >= 0) & common[labels]).nonzero()
     label = labels[image, token]
     is_with_most = chosen[image, token, table.argmax(axis=0)[label]]

@@ -71,7 +71,7 @@ class Predictability(NamedTuple):
     of_layer: dict[str, float]  # numbers without a value by image
 
 
-def predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
+def choice_predictability(predicted: Tensor, chosen: Tensor) -> Predictability:
     """Return how well a layer's early choices foretell its choices, both (B, T, E) bool.
 
     early_choice: share of a token's experts that are among its early ones; by chance k / E.
