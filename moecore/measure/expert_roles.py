@@ -4,8 +4,8 @@ All from one pass over test images. N images, T tokens per image, E experts, k c
 """
 
 from collections.abc import Sequence
-from math import prod
-from typing import Annotated
+from functools import cache
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.coactivation import (
     conditional_coactivation,
     count_coactivation,
+    follow_up_shares,
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import (
@@ -45,17 +46,24 @@ from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_threshold,
     window_use_histogram,
 )
-from moecore.measure.routing_metrics.purity import token_kinds
+from moecore.measure.routing_metrics.predictability import (
+    choice_predictability,
+    choose_one_layer_early,
+)
+from moecore.measure.routing_metrics.token_labels import (
+    RARE,
+    image_labels_by_kind,
+    token_labels_by_kind,
+)
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.intervals import indices_by_person
 
 PERMUTATIONS = 200
-RARE = 10  # a word that occurs less often in these texts is not counted
 SMALLEST = 0.01  # quantile of the margins
 KEPT = 2**13  # tokens of a layer whose experts are kept, for a comparison of seeds
-TEXT = 3  # axes of blocks of text, (N, C, M)
 
 
 class ExpertRoles(Measurement):
@@ -84,29 +92,50 @@ class ExpertRoles(Measurement):
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
         images = np.array(test.images[where])
-        with keep_layer_tokens(subject.model, len(images)) as tokens:
+        with (
+            keep_layer_tokens(subject.model, len(images)) as tokens,
+            choose_one_layer_early(subject.model) as early,
+        ):
             _, records = predict_in_batches(subject.model, images, prediction=False)
         alike = [expert_similarity(kept.outputs(len(images))) for kept in tokens.values()]
+        predicted = [one.chosen(len(images)) for one in early.values()]
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
+
+        @cache
+        def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
+            return classes | token_labels_by_kind(subject, where, images, layout)
+
+        people = test.people_at(where)
         layers = []
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-            labels = classes | token_labels_by_kind(subject, images, layout)
+            labels = dict(known_labels(layout))
+            beside = BesideRecord(people, alike[index], predicted[index])
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
-                labels["layer_before"] = first_choices(record_on_finer_grid(*before, layout))
-            layer, values = layer_roles(record, layout, labels, self, alike[index])
+                there = record_on_finer_grid(*before, layout)
+                labels["layer_before"] = first_choices(there)
+                beside = beside._replace(before=there.chosen)
+            layer, values = layer_roles(record, layout, labels, self, beside)
             layers.append(layer)
             by_image.append(values)
         # the first layer has none before it
         shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
         return Result.of(
             {name: mean_over_layers_with_name(by_image, name) for name in shared},
-            test.people_at(where),
+            people,
             images=len(images),
             batch=self.batch,
             layers=layers,
         )
+
+
+class LabelSpecialisation(Config):
+    """The largest share of a label's tokens that one expert has."""
+
+    share: float  # mean over the labels of RARE tokens at least
+    chance: float  # of permuted labels, mean
+    labels: int  # how many are of as many tokens
 
 
 class LabelInformation(Config):
@@ -116,6 +145,7 @@ class LabelInformation(Config):
     chance: float  # of permuted labels, mean
     p: float  # share of permutations, itself among them, with as much information
     normalised: float  # (information − chance) / entropy of the labels
+    specialisation: LabelSpecialisation | None = None  # None where no label has RARE tokens
 
 
 class KeptChoices(Config):
@@ -123,6 +153,7 @@ class KeptChoices(Config):
 
     shape: tuple[int, int, int]
     bits: str
+    people: tuple[int, ...] | None = None  # whose image each is, where people have several
 
 
 class RolesLayer(Config):
@@ -130,6 +161,9 @@ class RolesLayer(Config):
 
     share: tuple[float, ...]  # of tokens that chose the expert
     together: tuple[tuple[float, ...], ...]  # P(b chosen | a chosen), rows a
+    # P(b chosen here | a chosen in the layer before), rows a, and P(a there | b here), rows b
+    after: tuple[tuple[float, ...], ...] = ()
+    before: tuple[tuple[float, ...], ...] = ()
     labels: dict[str, LabelInformation]
     values: dict[str, float]
     chances: dict[str, float]
@@ -143,13 +177,15 @@ class RolesLayer(Config):
 class Result(ItemMeans):
     """Means over the MoE layers with intervals over images, and each layer.
 
-    information_{label}: as ``normalised``.  pair_lift: mean of P(b | a) / P(b) over pairs of
-    experts that tokens chose; its chance is at an even load.  margin: lowest probability of a
+    information_{label}: as ``normalised``.  specialisation_{label}: less its chance.  pair_lift:
+    mean of P(b | a) / P(b) over pairs of experts that tokens chose; its chance is at an even load.
+    margin: lowest probability of a
     chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
     tokens; its chance with each image's tokens exchanged.  expert_cka, expert_cosine: of what two
-    make of the same tokens, mean over pairs; their chance of tokens of two images.  Of layers
-    alone: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of batches, beside that
-    of even random choices.
+    make of the same tokens, mean over pairs; their chance of tokens of two images.  early_choice,
+    early_load: see ``choice_predictability``, as early_load_rank and early_hottest of layers alone.
+    Of layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of
+    batches, beside that of even random choices.
     """
 
     images: int
@@ -160,31 +196,13 @@ class Result(ItemMeans):
 Values = dict[str, np.ndarray]  # name → one value an image, (N,)
 
 
-def image_labels_by_kind(subject: MeasuredModel, labels: Tensor) -> dict[str, Tensor]:
-    """Return each image's class, (N, 1), where it has one; labels (N, …) as the task has them."""
-    members = subject.model.image.task.by_class(labels)
-    if members is None or not torch.equal(members[0], torch.arange(len(labels))):
-        return {}
-    return {"class": members[1].unsqueeze(-1)}
+class BesideRecord(NamedTuple):
+    """What is known of a layer's tokens and experts beside its record; None where it is not."""
 
-
-def token_labels_by_kind(
-    subject: MeasuredModel, images: np.ndarray, layout: TokenLayout
-) -> dict[str, Tensor]:
-    """Return what is known of each token, (N, T), or (1, T) where all images are alike.
-
-    position; truth (data whose truth is known); word (texts), where rare ones are -1, as unknown.
-    """
-    labels = {"position": torch.arange(layout.special + prod(layout.grid)).unsqueeze(0)}
-    if subject.model.image.truth:
-        labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
-    if images.ndim == TEXT:
-        blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
-        words = images[:, blocks - 1].astype(np.int64)
-        _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
-        common = counts[place.reshape(words.shape)] >= RARE
-        labels["word"] = torch.from_numpy(np.where(common, words, -1))
-    return labels
+    people: np.ndarray | None  # (N,) whose image each is
+    alike: Similarity | None
+    predicted: Tensor | None  # (N, T, E) bool, what its router would have chosen a layer earlier
+    before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
 
 
 def layer_roles(
@@ -192,17 +210,16 @@ def layer_roles(
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    alike: Similarity | None,
+    beside: BesideRecord,
 ) -> tuple[RolesLayer, Values]:
     """Return one layer's roles, and the values by image of what ``Result`` has.
 
-    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.  alike: its
-    experts.
+    labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.
     """
     chosen = record.chosen
     counts = expert_counts(chosen)
-    tokens, experts = prod(chosen.shape[:2]), len(counts)
-    information, by_image = label_information(chosen, layout, labels)
+    tokens, experts = chosen[..., 0].numel(), len(counts)
+    information, by_image = label_information(chosen, layout, labels, beside.people)
     consistency, chances = window_consistency(chosen[:, layout.special :], settings.windows)
     by_image |= consistency
     extra = {"batch_violation": mean_batch_violation(chosen, settings.batch)}
@@ -212,17 +229,22 @@ def layer_roles(
         by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
-    margins = choice_margin(record.probs, chosen)
-    is_known = margins.isfinite()
-    if is_known.any():
-        sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
-        by_image["margin"] = linearize_ratio(*(one.numpy() for one in sums))
-        extra["smallest_margin"] = float(np.quantile(margins[is_known].numpy(), SMALLEST))
+    margins, smallest = margin_values(record)
+    by_image |= margins
+    extra |= smallest
+    if beside.predicted is not None:
+        told = choice_predictability(beside.predicted, chosen)
+        by_image |= told.by_image
+        chances |= told.chances
+        extra |= told.of_layer
     matrices = {}
-    if alike is not None:
+    if (alike := beside.alike) is not None:
         by_image |= alike.by_image
         chances |= alike.chances
         matrices = {"cka": alike.cka.tolist(), "cosine": alike.cosine.tolist()}
+    if beside.before is not None:
+        matrices["after"] = follow_up_shares(beside.before, chosen).tolist()
+        matrices["before"] = follow_up_shares(chosen, beside.before).tolist()
     few = evenly_spaced_indices(len(chosen), max(2, KEPT // chosen.shape[1]))
     layer = RolesLayer(
         share=(counts / tokens).tolist(),
@@ -235,17 +257,42 @@ def layer_roles(
         kept=KeptChoices(
             shape=(len(few), *chosen.shape[1:]),
             bits=encode_arrays(np.packbits(chosen[few].numpy())),
+            people=people_numbers(beside.people, few),
         ),
     )
     return layer, by_image
 
 
+def people_numbers(people: np.ndarray | None, few: np.ndarray) -> list[int] | None:
+    """Return a number for the person of each of a few images; None where none has several."""
+    if people is None or indices_by_person(people) is None:
+        return None
+    return np.unique(people, return_inverse=True)[1][few].tolist()
+
+
+def margin_values(record: RoutingRecord) -> tuple[Values, dict[str, float]]:
+    """Return the margin by image, and the smallest; nothing where no token has one."""
+    margins = choice_margin(record.probs, record.chosen)
+    is_known = margins.isfinite()
+    if not is_known.any():
+        return {}, {}
+    sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
+    return (
+        {"margin": linearize_ratio(*(one.numpy() for one in sums))},
+        {"smallest_margin": float(np.quantile(margins[is_known].numpy(), SMALLEST))},
+    )
+
+
 def label_information(
-    chosen: Tensor, layout: TokenLayout, labels: dict[str, Tensor]
+    chosen: Tensor,
+    layout: TokenLayout,
+    labels: dict[str, Tensor],
+    people: np.ndarray | None = None,
 ) -> tuple[dict[str, LabelInformation], Values]:
     """Return what experts tell of each kind of label of which they see two, and values by image.
 
-    A position is exchanged within its image, every other label with its image's whole map.
+    A position is exchanged within its image, every other label with its image's whole map, and with
+    all images of the person.
     """
     rows, values = {}, {}
     patches = chosen[:, layout.special :].numpy()
@@ -254,8 +301,11 @@ def label_information(
         is_told = (of_tokens >= 0) & patches.any(axis=-1)
         if len(np.unique(of_tokens[is_told])) < 2:
             continue
-        permute = permute_positions if name == "position" else permute_images
-        told = expert_information(patches, of_tokens, permute(of_tokens, PERMUTATIONS, SEED))
+        if name == "position":
+            permuted = permute_positions(of_tokens, PERMUTATIONS, SEED)
+        else:
+            permuted = permute_images(of_tokens, PERMUTATIONS, SEED, people)
+        told = expert_information(patches, of_tokens, permuted, RARE)
         values[f"information_{name}"] = told.excess_by_image / told.label_entropy
         rows[name] = LabelInformation(
             information=told.information,
@@ -263,6 +313,12 @@ def label_information(
             p=told.p,
             normalised=(told.information - told.chance) / told.label_entropy,
         )
+        if special := told.specialisation:
+            values[f"specialisation_{name}"] = special.excess_by_image
+            shares = LabelSpecialisation(
+                share=special.share, chance=special.chance, labels=special.labels
+            )
+            rows[name] = rows[name].model_copy(update={"specialisation": shares})
     return rows, values
 
 

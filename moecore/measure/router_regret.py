@@ -2,22 +2,27 @@
 
 One token of one layer uses another set of k experts, weighted by the router's own rule; the choices
 of all other tokens and layers are held, values are computed anew. The smallest loss knows the
-label, as no router can: read it beside the best set for all tokens.
+label, as no router can: read it beside the best set for all tokens. The loss is the task's own of
+the item, of a text the mean over the block's words.
 
-N images, T tokens, E experts, S sets.
+N images (blocks of a text), T tokens, n of them drawn, E experts, S sets.
 """
 
-from collections.abc import Sequence
-from math import comb
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import comb, prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.config import Config
+from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
+from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
@@ -25,13 +30,24 @@ from moecore.measure.routing_metrics.barred_experts import (
     removable_expert_count,
 )
 from moecore.measure.routing_metrics.subset_regret import (
+    TOLERANCE,
     fixed_subset_gain,
     list_subsets,
     subset_regret,
 )
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import coupled_image_count, image_batches, model_device
+from moecore.nn.backbones.language_model import LanguageTransformer
+from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
+from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.people import first_half
+from moecore.tasks.base import Task
+from moecore.tasks.image_text import ImageText
+from moecore.tasks.next_token import NextToken
+from moecore.tasks.regression import Regression
+
+# of losses that are not in nats
+UNITS: dict[type[Task], str] = {NextToken: "nats per word", Regression: "deviations"}
 
 
 class RouterRegret(Measurement):
@@ -42,6 +58,11 @@ class RouterRegret(Measurement):
     )
     tokens: int = Field(8, ge=1, description="Of each image, drawn, the same for every method.")
     batch: int = Field(256, ge=1, description="Passes at once.")
+    explored: int = Field(
+        8,
+        ge=0,
+        description="Of the explorer's first images as many tokens, whose best experts are kept.",
+    )
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
@@ -52,77 +73,155 @@ class RouterRegret(Measurement):
             return "its tokens choose within groups of experts, so that not every set can be chosen"
         if coupled_image_count(model) > 1:
             return "experts have a capacity, so that one token's choice changes another's"
-        return model.image.task.needs_classes("classes")
+        if isinstance(model.image.task, ImageText):
+            return "the loss of an image and its caption depends on the images beside it"
+        return None
 
     def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
         """Return each layer's regret, and means over the layers with intervals over images."""
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
+        shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
         k = experts - removable_expert_count(subject.model)
         subsets = list_subsets(experts, k, SEED)
-        layers, by_image = [], []
+        people = test.people_at(where)
+        layers, by_image, best = [], [], []
         for layer in range(len(subject.model.layouts)):
-            kept = parts(
-                f"layer {layer}", lambda layer=layer: layer_losses(subject, self, layer, subsets)
-            )
-            losses = np.array(kept)  # (N, tokens, S + 1)
-            values = regret_metrics_by_image(losses)
+
+            def compute(drawn: DrawnTokens, layer: int = layer) -> list:
+                return layer_losses(subject, layer, drawn, subsets, self.batch)
+
+            drawn = self.draw_tokens(subject.model, layer, where)
+            losses = np.array(parts(f"layer {layer}", partial(compute, drawn)))  # (N, n, S + 1)
+            values = regret_metrics_by_image(losses, people)
             by_image.append(values)
             layers.append({name: float(one.mean()) for name, one in values.items()})
+            drawn = self.draw_tokens(subject.model, layer, shown, 1)
+            losses = parts(f"explored {layer}", partial(compute, drawn))
+            best.append(best_choices(subject.model, layer, drawn, losses, subsets))
         means = {name: np.mean([one[name] for one in by_image], axis=0) for name in by_image[0]}
         return Result.of(
             means,
-            test.people_at(where),
+            people,
             images=len(where),
             tokens=self.tokens,
             subsets=len(subsets),
             is_exact=len(subsets) == comb(experts, k),
+            unit=UNITS.get(type(subject.model.image.task), "nats"),
             layers=layers,
+            best=best,
         )
+
+    def draw_tokens(
+        self, model: Model, layer: int, images: np.ndarray, *stream: int
+    ) -> "DrawnTokens":
+        """Return which tokens of a layer are tried, of images at these places of the split."""
+        random = np.random.default_rng([SEED, layer, *stream])
+        layout = model.layouts[layer]
+        length = layout.special + prod(layout.grid)
+        rows = [random.permutation(length)[: self.tokens] for _ in images]
+        return DrawnTokens(images, np.array(rows, int).reshape(len(images), -1))
+
+
+class DrawnTokens(NamedTuple):
+    """Which tokens of one layer try other experts."""
+
+    images: np.ndarray  # (N,) int, their places in the test split
+    tokens: np.ndarray  # (N, n) int
+
+
+class BestChoice(Config):
+    """The best experts of one token."""
+
+    image: int  # its place in the test split
+    tokens: tuple[int, ...]  # on the finest layer's grid
+    experts: tuple[int, ...]  # () where the router chose the best
+    saved: float  # loss − loss under these experts
 
 
 class Result(ItemMeans):
     """Means over the MoE layers with intervals over images, and each layer's means.
 
-    regret: nats (the task's loss) that the best set would save, mean over tokens; a lower bound
-    where sets are drawn. normalised: regret / that of a random set. better: share of the sets with
-    a smaller loss. fixed_gain: what one set for all tokens of a layer would save, chosen on the
-    other half of the images; below 0 where routing saves more.
+    regret: of the loss what the best set would save, mean over tokens; a lower bound where sets are
+    drawn. normalised: regret / that of a random set. better: share of the sets with a smaller loss.
+    fixed_gain: what one set for all tokens of a layer would save, chosen on the other half of the
+    images; below 0 where routing saves more.
     """
 
     images: int
     tokens: int  # of each image, at most
     subsets: int
     is_exact: bool  # whether these are all sets
+    unit: str = "nats"  # of the loss
     layers: tuple[dict[str, float], ...]
+    best: tuple[tuple[BestChoice, ...], ...] = ()  # of each layer, on images of the explorer
 
 
 def layer_losses(
-    subject: MeasuredModel, settings: RouterRegret, layer: int, subsets: np.ndarray
+    subject: MeasuredModel, layer: int, drawn: DrawnTokens, subsets: np.ndarray, batch: int
 ) -> list:
-    """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1)."""
+    """Return the loss of each image, drawn token and set, the chosen set last: (N, n, S + 1).
+
+    batch: passes at once.
+    """
     model, test = subject.model, subject.data.test
-    where = evenly_spaced_indices(len(test.images), settings.images)
-    labels = model.targets(torch.from_numpy(np.array(test.labels[where]))).to(model_device(model))
-    random = np.random.default_rng([SEED, layer])
+    device = model_device(model)
+    labels = model.targets(torch.from_numpy(np.array(test.labels[drawn.images]))).to(device)
+    pictures = image_batches(np.array(test.images[drawn.images]), 1)
     losses = []
     with torch.no_grad():
-        for place, image in enumerate(image_batches(np.array(test.images[where]), 1)):
-            pixels = image.to(model_device(model))
+        for place, (tokens, image) in enumerate(zip(drawn.tokens, pictures, strict=True)):
+            pixels = image.to(device)
             records = model(pixels).routing
-            tokens = random.permutation(records[layer].chosen.shape[1])[: settings.tokens]
+            others = [~record.chosen for record in records[layer + 1 :]]
             masks = barred_masks_by_pass(records, layer, tokens, torch.from_numpy(subsets))
+            if pixels.ndim == 5:
+                batch = min(batch, max(1, VOXELS // pixels.numel()))
+            passes = item_loss_passes(model, pixels, labels[place : place + 1])
             rows = []
-            for part in masks.split(settings.batch):
-                others = [~record.chosen for record in records[layer + 1 :]]
-                barred = [*[None] * layer, part, *others]
-                with bar_experts(model, barred):
-                    output = model(pixels.expand(len(part), *pixels.shape[1:]))
-                answers = labels[place : place + 1].expand(len(part), *labels.shape[1:])
-                rows.append(model.task_loss(output, answers, reduction="none"))
+            for part in masks.split(batch):
+                with bar_experts(model, [*[None] * layer, part, *others]):
+                    rows.append(passes(len(part)))
             losses.append(torch.cat(rows).double().view(len(tokens), -1).tolist())
     return losses
+
+
+def item_loss_passes(model: Model, pixels: Tensor, label: Tensor) -> Callable[[int], Tensor]:
+    """Return what computes the loss of an item (1, …) in so many passes at once, (passes,)."""
+    if isinstance(model, LanguageTransformer):
+        return read_block(model, pixels, label)
+
+    def compute(passes: int) -> Tensor:
+        output = model(pixels.expand(passes, *pixels.shape[1:]))
+        return model.task_loss(output, label.expand(passes, *label.shape[1:]), reduction="none")
+
+    return compute
+
+
+def best_choices(
+    model: Model, layer: int, drawn: DrawnTokens, losses: list, subsets: np.ndarray
+) -> list[BestChoice]:
+    """Return the best of ``subsets`` (S, E) of each drawn token by its losses (N, n, S + 1)."""
+    layout, fine = model.layouts[layer], finest_layout(model.layouts)
+    choices = []
+    for image, tokens, rows in zip(drawn.images.tolist(), drawn.tokens, losses, strict=True):
+        for token, (*others, own) in zip(tokens.tolist(), rows, strict=True):
+            saved = own - min(others)
+            experts = subsets[int(np.argmin(others))].nonzero()[0].tolist()
+            if saved <= TOLERANCE:
+                saved, experts = 0.0, []
+            places = tokens_on_finer_grid(token, layout, fine)
+            choices.append(BestChoice(image=image, tokens=places, experts=experts, saved=saved))
+    return choices
+
+
+def tokens_on_finer_grid(token: int, layout: TokenLayout, fine: TokenLayout) -> list[int]:
+    """Return the tokens of a grid at least as fine that a token covers."""
+    if token < layout.special or layout == fine:
+        return [token]
+    covered = (coarse_patch_indices(layout, fine) == token - layout.special).nonzero()
+    return (covered[:, 0] + fine.special).tolist()
 
 
 def barred_masks_by_pass(
@@ -141,11 +240,16 @@ def barred_masks_by_pass(
     return barred
 
 
-def regret_metrics_by_image(losses: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each number of ``Result`` as one value an image, (N,), from losses (N, n, S + 1)."""
+def regret_metrics_by_image(
+    losses: np.ndarray, people: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Return each number of ``Result`` as one value an image, (N,), from losses (N, n, S + 1).
+
+    people: (N,), whose image each is; halves are then of people.
+    """
     images, tokens = losses.shape[:2]
     sets, own = losses[..., :-1].reshape(images * tokens, -1), losses[..., -1].ravel()
-    is_first = np.repeat(np.arange(images) % 2 == 0, tokens)
+    is_first = np.repeat(first_half(images, people), tokens)
     left = subset_regret(sets, own)
     gain = fixed_subset_gain(sets, own, is_first)
     by_image = {

@@ -17,7 +17,13 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.text.words import END, UNKNOWN, block_windows, read_vocabulary
+from moecore.data.text.words import (
+    END,
+    UNKNOWN,
+    block_windows,
+    read_vocabulary,
+    stop_word_labels,
+)
 from moecore.measure.base import (
     SEED,
     Estimate,
@@ -110,13 +116,7 @@ class Result(Config):
 
 def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
     """Places of a text's (n,) words that may be swapped: no stop words, punctuation or unknowns."""
-    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
-
-    spared = {END, UNKNOWN, *ENGLISH_STOP_WORDS}
-    may = np.array(
-        [word.lower() not in spared and any(map(str.isalnum, word)) for word in vocabulary]
-    )
-    return np.flatnonzero(may[tokens])
+    return np.flatnonzero((stop_word_labels(vocabulary) == 0)[tokens])
 
 
 def word_swap_row(

@@ -4,7 +4,7 @@ N images, C channels, H × W pixels, K classes, T tokens, E experts.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -176,6 +176,27 @@ def _iterate_blocks(
             own = right.long().to(words.device)
             nats = _word_nats(model, tokens.flatten(0, 1), own.flatten())
             yield nats.view(own.shape).mean(dim=1).cpu(), records
+
+
+def read_block(
+    model: LanguageTransformer, images: Tensor, labels: Tensor
+) -> Callable[[int], Tensor]:
+    """Return what reads a block so many times at once: mean nats per word, (reads,) fp64.
+
+    images: (1, C, M), of a split; the blocks before the last are read now, and once.  labels:
+    (1, M). In evaluation mode; without gradient.
+    """
+    words, kinds = model.split_kinds(images)
+    states = model.read_earlier(words, kinds)
+
+    @torch.no_grad()
+    def read(times: int) -> Tensor:
+        own, known = (one[:, -1].expand(times, -1) for one in (words, kinds))
+        (tokens, _, _), _ = model.read(own, states.expand(-1, times, -1, -1), kinds=known)
+        right = labels.long().expand(times, -1)
+        return _word_nats(model, tokens.flatten(0, 1), right.flatten()).view(times, -1).mean(dim=1)
+
+    return read
 
 
 def image_batches(

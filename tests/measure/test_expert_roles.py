@@ -1,18 +1,22 @@
 """What experts are for: fixtures by hand, experts that are told their roles, and chance."""
 
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.core.routing_records import TokenLayout
+from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
 from moecore.measure.routing_metrics.coactivation import (
     coactivation_lift,
     conditional_coactivation,
     count_coactivation,
+    follow_up_shares,
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import expert_information
@@ -29,6 +33,11 @@ from moecore.measure.routing_metrics.local_consistency import (
     consistency_by_threshold,
     window_use_histogram,
 )
+from moecore.measure.routing_metrics.predictability import (
+    choice_predictability,
+    choose_one_layer_early,
+)
+from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.depth import Depth
@@ -65,6 +74,13 @@ def test_coactivation():
     assert coactivation_lift(counts, 3)[3, 2] == 0
 
 
+def test_follow_ups():
+    """Of the two tokens that chose 0 before, one goes to 1 and both to 2; nobody chose 2 before."""
+    before = sets_of((0,), (0,), (1,), experts=3)
+    after = follow_up_shares(before, sets_of((1, 2), (2, 3), (2, 0), experts=4))
+    assert after.tolist() == [[0, 0.5, 1, 0.5], [1, 0, 1, 0], [0, 0, 0, 0]]
+
+
 def test_pair_lift_is_the_mean_over_the_pairs():
     random = np.random.default_rng(0)
     scores = torch.from_numpy(random.random((9, 5, 6)))
@@ -96,6 +112,31 @@ def test_information_of_classes():
         expert_information(chosen, labels * 0, others)
 
 
+def test_specialisation_of_words():
+    """Word 7 went to each of 0, 1, 2 twice of three times, 8 to 3 always; 9 came once."""
+    pairs = (0, 1), (0, 2), (1, 2), (3, 1), (3, 0), (3, 2), (2, 0)
+    chosen = sets_of(*pairs, experts=4).view(7, 1, 4).numpy()
+    words = np.array([7, 7, 7, 8, 8, 8, 9])[:, None]
+    # exchanged: 7 is at (0, 1), (0, 2), (3, 2), 8 at (1, 2), (3, 1), (3, 0): at most two of three
+    swapped = np.array([7, 7, 8, 8, 8, 7, 9])[:, None]
+    special = expert_information(chosen, words, [swapped], least=3).specialisation
+    assert special.share == pytest.approx(0.833333, abs=1e-6) and special.labels == 2
+    assert special.chance == pytest.approx((2 / 3 + 2 / 3) / 2)
+    assert special.excess_by_image.mean() == pytest.approx(special.share - special.chance)
+    assert expert_information(chosen, words, [swapped], least=4).specialisation is None
+
+
+def test_an_images_weight_in_specialisation():
+    """What an image adds is the derivative by its weight: here it is there twice as often."""
+    random = np.random.default_rng(0)
+    chosen, labels = random.random((400, 3, 4)) < 0.4, random.integers(-1, 5, (400, 3))
+    values = expert_information(chosen, labels, [labels]).specialisation.excess_by_image
+    again = [np.concatenate([one, one[:1]]) for one in (chosen, labels)]
+    told = expert_information(*again, [again[1]]).specialisation
+    before = expert_information(chosen, labels, [labels]).specialisation.share
+    assert 401 * (told.share - before) == pytest.approx(values[0] - values.mean(), rel=0.05)
+
+
 def test_margin_and_load():
     scores = torch.tensor([[[0.5, 0.3, 0.15, 0.05], [0.4, 0.1, 0.35, 0.15]]])
     margins = choice_margin(scores, sets_of((0, 1), (0, 2), experts=4))
@@ -107,6 +148,44 @@ def test_margin_and_load():
     assert dead_expert_share(counts, 0.1) == 0.25
     assert cumulative_load_shares(counts)[1] == 0.75 and cumulative_load_shares(counts)[-1] == 1
     assert chance_violation(10**6, 4) < 0.01 < chance_violation(100, 4) < 0.5
+
+
+def test_predictability():
+    """Two best of four each: counts 3 2 2 1 and 3 1 3 1; of eight choices six are foretold."""
+    predicted = sets_of((0, 2), (1, 3), (0, 1), (2, 0), experts=4)
+    actual = sets_of((0, 2), (1, 2), (0, 3), (2, 0), experts=4)
+    told = choice_predictability(predicted, actual)
+    assert told.by_image["early_load"] == pytest.approx(0.948683, abs=1e-6)
+    assert told.by_image["early_choice"] == 0.75 and told.chances["early_choice"] == 0.5
+    assert told.of_layer["early_load_rank"] == pytest.approx(0.707107, abs=1e-6)
+    assert told.of_layer["early_hottest"] == 1
+    assert told.chances["early_load"] == pytest.approx(2 / 5**0.5)  # (2 2 2 2) · (3 1 3 1)
+    images = [side.view(4, 1, 4) for side in (predicted, actual)]
+    assert choice_predictability(*images).by_image["early_load"].mean() == pytest.approx(
+        0.948683, 1e-6
+    )
+    even = choice_predictability(predicted[:, :2], actual[:, :2])
+    assert "early_load_rank" not in even.of_layer
+
+
+@pytest.mark.parametrize("made", [subject, text_subject])
+def test_early_choices_are_the_routers_of_the_tokens_before(made):
+    """The second layer has none where its router reads the truth; the first has none before it."""
+    measured = made(NoisyTopK(k=2))
+    images = measured.data.test.images
+    (first, second) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
+    tokens = []
+    first.register_forward_hook(lambda *given: tokens.append(given[1][0]))
+    with choose_one_layer_early(measured.model) as early:
+        predict_in_batches(measured.model, images, prediction=False)
+    none, choices = (one.chosen(len(images)) for one in early.values())
+    assert none is None
+    with torch.no_grad():
+        assert torch.equal(choices, second.router(tokens[-1])[1].chosen)
+    told = made(Told())
+    with choose_one_layer_early(told.model) as early:
+        predict_in_batches(told.model, told.data.test.images, prediction=False)
+    assert [one.chosen(40) for one in early.values()] == [None, None]
 
 
 def test_local_consistency():
@@ -207,6 +286,27 @@ def test_kept_tokens_are_those_of_the_images_own_pass(made):
 
 
 @pytest.mark.filterwarnings("error")
+def test_labels_of_words_and_cubes(tmp_path):
+    """Words 0 to 4 come 10, 8, 6, 4 and 12 times: rare ones are no words, but stop words are."""
+    (tmp_path / "vocabulary.txt").write_text("tensor\nThe\nof\n,\n<eos>\n<unk>\n")
+    words = np.repeat(range(5), (10, 8, 6, 4, 12)).reshape(10, 1, 4)
+    task = SimpleNamespace(outputs=6)
+    subject = MeasuredModel(
+        SimpleNamespace(image=SimpleNamespace(truth=None, task=task)),
+        SimpleNamespace(card={}, folder=tmp_path),
+    )
+    labels = token_labels_by_kind(subject, np.arange(10), words, TokenLayout(0, (4,), (4,)))
+    assert labels["word"].unique().tolist() == [-1, 0, 4]
+    kinds = dict(zip(words.ravel().tolist(), labels["stop_word"].ravel().tolist(), strict=True))
+    assert kinds == {0: 0, 1: 1, 2: 1, 3: -1, 4: -1}
+    maps = np.zeros((3, 2, 2, 1, 1), np.uint8)  # of the second volume's two voxels
+    maps[1, :, 0, 0, 0] = 3, 7
+    assert tissue_labels(maps, [1, 2], TokenLayout(1, (2, 1, 1), (2, 1, 1))).tolist() == [
+        [-1, 1, -1],
+        [-1, -1, -1],
+    ]
+
+
 def test_labels_of_tokens_without_experts_tell_nothing():
     """Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's."""
     result = ExpertRoles(images=20).measure(subject(Depth()), lambda name, compute: compute())

@@ -3,14 +3,22 @@
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from moecore.core.routing_records import TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.router_regret import RouterRegret, layer_losses, regret_metrics_by_image
+from moecore.measure.router_regret import (
+    DrawnTokens,
+    RouterRegret,
+    best_choices,
+    layer_losses,
+    regret_metrics_by_image,
+)
 from moecore.measure.routing_metrics.barred_experts import list_routers
 from moecore.measure.routing_metrics.subset_regret import (
     fixed_subset_gain,
@@ -21,9 +29,10 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.tasks.regression import Regression
 from moecore.testing import check_measurement
 from tests.measure.subjects import compute_without_cache
-from tests.measure.test_truth import subject, text_subject
+from tests.measure.test_truth import IMAGE, subject, text_subject
 
 
 def test_one_token_by_hand():
@@ -63,7 +72,8 @@ def test_losses_are_those_of_a_slow_reference():
     """With weights that are a softmax over the set, logits of the others at −∞ give the same."""
     measured = subject(NoisyTopK(k=2, renormalise=True))
     settings = RouterRegret(images=4, tokens=2, batch=5)
-    losses = np.array(layer_losses(measured, settings, 0, list_subsets(3, 2)))
+    drawn = settings.draw_tokens(measured.model, 0, evenly_spaced_indices(40, 4))
+    losses = np.array(layer_losses(measured, 0, drawn, list_subsets(3, 2), settings.batch))
     assert losses.shape == (4, 2, 4)
     model, test = measured.model, measured.data.test
     random = np.random.default_rng([0, 0])
@@ -114,6 +124,72 @@ def test_sets_are_of_pieces_where_experts_are_split():
     assert result.is_exact and result.subsets == 15
 
 
+def test_losses_of_a_text_are_those_of_a_slow_reference():
+    """One word's experts are swapped for others; the block before is read as it is."""
+    measured = text_subject(NoisyTopK(k=2, renormalise=True))
+    model, test = measured.model, measured.data.test
+    drawn = DrawnTokens(np.array([3, 7]), np.array([[2], [0]]))
+    losses = np.array(layer_losses(measured, 0, drawn, list_subsets(3, 2), 3))
+    assert losses.shape == (2, 1, 4)
+    first, _ = list_routers(model)
+    for place, index in enumerate(drawn.images):
+        words = torch.from_numpy(test.images[[index]])
+        right = torch.from_numpy(test.labels[[index]]).long()
+        with torch.no_grad():
+            own = model(words).routing[0].chosen[0, drawn.tokens[place, 0]]
+            later = model(words).routing[1].chosen
+        sets = [torch.from_numpy(one) for one in list_subsets(3, 2)]
+        for column, allowed in enumerate([*sets, own]):
+            expected = text_loss(model, first, words, right, drawn.tokens[place, 0], allowed, later)
+            assert losses[place, 0, column] == pytest.approx(expected, abs=1e-5)
+
+
+def text_loss(model, router, words, right, token, allowed, later) -> float:
+    """Return the mean nats of a block's words, where a word has these experts in the first layer:
+    in the pass of the own block, which is the last of two.
+    """
+    calls = []
+
+    def bar(*given) -> None:
+        calls.append(len(calls))
+        barred = torch.zeros(1, 4, 3, dtype=torch.bool)
+        barred[0, token] = ~allowed
+        router.barred = barred if len(calls) == 2 else None
+
+    hook = router.register_forward_pre_hook(bar)
+    _, second = list_routers(model)
+    with torch.no_grad():
+        second.barred = ~later
+        loss = cross_entropy(model(words).prediction[0], right[0])
+    hook.remove()
+    router.barred = second.barred = None
+    assert len(calls) == 2
+    return float(loss)
+
+
+def test_regret_of_ages_and_texts():
+    """The loss is the task's own: of ages |error| / deviation, of a text nats per word."""
+    ages = IMAGE.model_copy(update={"task": Regression(target="age", mean=40, deviation=10)})
+    measured = subject(NoisyTopK(k=1), image=ages)
+    result = RouterRegret(images=4, tokens=2).measure(measured, compute_without_cache)
+    assert result.unit == "deviations" and result.values["regret"].value > 0
+    text = RouterRegret(images=4, tokens=2)
+    result = check_measurement(text, text_subject(NoisyTopK(k=1)))
+    assert result.unit == "nats per word" and result.values["regret"].value > 0
+
+
+def test_best_choices_of_the_explorers_images():
+    """Of the first token set 1 is best, of the second its own; four patches share a coarse one."""
+    model = SimpleNamespace(
+        layouts=[TokenLayout(1, (1, 1), (8, 8)), TokenLayout(1, (2, 2), (8, 8))]
+    )
+    drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
+    losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
+    first, second = best_choices(model, 0, drawn, losses, list_subsets(2, 1))
+    assert (first.image, first.tokens, first.experts, first.saved) == (5, (1, 2, 3, 4), (1,), 0.25)
+    assert (second.tokens, second.experts, second.saved) == ((0,), (), 0)
+
+
 def test_regret_by_image():
     """Image 0: its two tokens lose 1 and 0 beside a best of 1; image 1 nothing, and has no room."""
     losses = np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]])
@@ -126,5 +202,4 @@ def test_where_it_does_not_apply():
     groups = NoisyTopK(k=1, groups=GroupLimitedChoice(number=3, kept=1))
     assert "groups" in RouterRegret.applies(subject(groups))
     assert "capacity" in RouterRegret.applies(subject(NoisyTopK(eval_capacity_factor=1)))
-    assert "words of a text" in RouterRegret.applies(text_subject(NoisyTopK(k=2)))
     assert "may choose all" in RouterRegret.applies(subject(NoisyTopK(k=3)))

@@ -5,7 +5,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.measure.base import Estimate
-from moecore.measure.expert_roles import ExpertRoles, RolesLayer
+from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.seed_matching import (
@@ -83,8 +83,8 @@ def test_seeds_that_are_told_the_same_agree():
     assert stability.correlation.value == pytest.approx(1) and stability.overlap.value == 1
     assert stability.chance < 0.8 and stability.seeds == 3
     first, second = phase_blocks(phase)
-    drawn = ["expert_information", "expert_similarity_1", "expert_similarity_2"]
-    assert len(first.pictures) == 3 and [name for name, _ in figures(result)] == drawn
+    drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
+    assert len(first.pictures) == 4 and [name for name, _ in figures(result)] == drawn
     assert second.grids[0].lines[0].items[0].text == "1.000"
     compared = compare_methods(Results({"pretrain": phase}))["told"]["pretrain"]
     assert compared["seed_stability"]["seeds"] == 3
@@ -120,8 +120,7 @@ def test_worth_and_regret_of_a_model():
 def test_what_the_explorer_knows_of_experts():
     """Of 4 experts 0 is chosen with 2 three times as often as with 1, 3 never; by hand."""
     together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    layer = RolesLayer.model_construct(together=together)
-    assert list_partners(layer) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
+    assert list_partners(together) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
     assert match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
     losses = Estimate(value=0.02, low=-0.01, high=0.05), Estimate(value=-0.01, low=-0.04, high=0.02)
     assert worth_words(losses, IMAGE.task.score) == [
@@ -132,3 +131,27 @@ def test_what_the_explorer_knows_of_experts():
     capacity, rest = open_questions(measured)
     assert capacity.endswith("does not apply: experts have a capacity.")
     assert "expert_roles for" in rest and "expert_worth for" in rest and "regret" not in rest
+
+
+def test_seeds_are_halved_by_people():
+    """Of two images a person, the halves are the first and third person's, and the others'."""
+    measured = subject(NoisyTopK(k=1))
+    split = measured.data.test._replace(people=np.arange(40) // 2)
+    several = measured._replace(data=measured.data._replace(test=split))
+    other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
+    results = [
+        ExpertRoles(windows=(2,)).measure(one, lambda name, compute: compute())
+        for one in (several, other)
+    ]
+    assert results[0].layers[0].kept.people == tuple(np.arange(40) // 2)
+    models = {"vmoe": dict(enumerate(Measured({Result: one}) for one in results))}
+    phase = Phase("pretrain", {}, measured.model.image.task, models)
+    layers = zip(*(one.layers for one in results), strict=True)
+    chosen = [[decode_choices(layer.kept) for layer in pair] for pair in layers]
+    expected, by_image = (
+        np.mean(
+            [seed_agreement(*pair, np.arange(40) // size % 2 == 0).correlation for pair in chosen]
+        )
+        for size in (2, 1)
+    )
+    assert seed_stability(phase, "vmoe").correlation.value == pytest.approx(expected) != by_image

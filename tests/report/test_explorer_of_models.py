@@ -7,6 +7,7 @@ from playwright.sync_api import Browser
 from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
+from moecore.measure.router_regret import Result as RouterRegret
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.report.measures.seed_stability import decode_choices
 from moecore.report.page.explorer_page import match_choices
@@ -48,7 +49,21 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         assert state(page)["expert2"] == str(partners[2])
         texts = page.locator(".panel >> nth=0").inner_text()
         assert f"its match in vmoe seed 1: expert {partners[2]}" in texts
-        assert "Without it the accuracy is worse by" in texts and "nats of the loss" in texts
+        assert "Without it the accuracy is worse by" in texts and "would lower the loss by" in texts
+        assert "it most often follows, in the layer before" in texts
+        assert "followed by" not in texts, "there are two layers"
+        panel = page.locator(".panel >> nth=0")
+        (explored, *_), (regret, *_) = (
+            found.phases["pretrain"].of(kind)["vmoe"] for kind in (Explorer, RouterRegret)
+        )
+        (best,) = [one for one in regret.best[1] if one.image == explored.images[3]]
+        words = ", ".join(map(str, best.experts)) or "no other experts"
+        panel.locator(f"[data-token='{best.tokens[0]}']").first.click()
+        assert words in settled(page).locator(".panel >> nth=0 >> .best").inner_text()
+        other = next(token for token in range(1, 9) if token not in best.tokens)
+        panel.locator(f"[data-token='{other}']").first.click()
+        tried = settled(page).locator(".panel >> nth=0 >> .best").inner_text()
+        assert tried.startswith("other experts were tried of: ")
         margin = roles.layers[1].values["margin"]
         assert f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %" in texts
         seed = page.locator(".panel >> nth=1")

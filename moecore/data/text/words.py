@@ -168,3 +168,21 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
     if lacking := {UNKNOWN, END} - set(vocabulary):
         raise UserError(f"{path}: found no {min(lacking)}, which every vocabulary has; {again}")
     return vocabulary
+
+
+def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
+    """Return of each word 1 for a stop word, 0 for another, -1 for punctuation and marks, (V,).
+
+    scikit-learn's English stop words: articles, prepositions, pronouns, conjunctions, auxiliaries
+    and few words of content.
+    """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
+
+    return np.array(
+        [
+            int(word.lower() in ENGLISH_STOP_WORDS)
+            if word not in (END, UNKNOWN) and any(map(str.isalnum, word))
+            else -1
+            for word in vocabulary
+        ]
+    )

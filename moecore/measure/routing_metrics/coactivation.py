@@ -29,6 +29,17 @@ def conditional_coactivation(counts: Tensor) -> Tensor:
     return apart / _divisors(counts).unsqueeze(-1)
 
 
+def follow_up_shares(before: Tensor, chosen: Tensor) -> Tensor:
+    """Return P(b chosen here | a chosen in the layer before), (E', E) fp64, rows a.
+
+    before: (B, T, E') bool, of the same tokens.  chosen: (B, T, E) bool.  A row is 0 where no token
+    chose a. By chance each is P(b).
+    """
+    first = before.flatten(0, 1).double()
+    counts = first.T @ chosen.flatten(0, 1).double()
+    return counts / first.sum(dim=0).clamp_min(1).unsqueeze(-1)
+
+
 def coactivation_lift(counts: Tensor, tokens: int) -> Tensor:
     """Return P(b | a) / P(b), (E, E), from counts (E, E) of so many tokens; 1 if independent.
 

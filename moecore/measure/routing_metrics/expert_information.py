@@ -1,7 +1,7 @@
-"""What a token's experts tell of its label: mutual information beyond what chance gives.
+"""What a token's experts tell of its label: mutual information and specialisation beyond chance.
 
-A pair of a token and one of its experts is one count. B images, T tokens per image, E experts,
-K labels, M pairs.
+Of information a pair of a token and one of its experts is one count. B images, T tokens per image,
+E experts, K labels, M pairs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,16 +11,30 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.people import permuted_orders
 
 
 class ExpertInformation(NamedTuple):
-    """Nats; ``excess_by_image`` (B,): values whose mean is ``information`` − ``chance``."""
+    """Nats; ``excess_by_image`` (B,): values whose mean is ``information`` − ``chance``.
+
+    Specialisation is a share, and None where no label is of enough tokens.
+    """
 
     information: float  # plug-in
     chance: float  # mean over the permuted labels
     p: float  # share of permutations, the labels' own among them, with as much information
     label_entropy: float
     excess_by_image: np.ndarray
+    specialisation: "Specialisation | None"
+
+
+class Specialisation(NamedTuple):
+    """How far a label's tokens share an expert: mean over labels of enough tokens (OLMoE)."""
+
+    share: float  # largest share of a label's tokens that one expert has
+    chance: float  # mean over the permuted labels
+    labels: int  # that are of enough tokens
+    excess_by_image: np.ndarray  # (B,), whose mean is ``share`` − ``chance``
 
 
 def mutual_information(table: np.ndarray) -> float:
@@ -32,13 +46,14 @@ def mutual_information(table: np.ndarray) -> float:
 
 
 def expert_information(
-    chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray]
+    chosen: np.ndarray, labels: np.ndarray, permuted: Iterable[np.ndarray], least: int = 1
 ) -> ExpertInformation:
     """Return what experts tell of labels.
 
     chosen: (B, T, E) bool.  labels: (B, T), integers from 0, or −1 where unknown, which is not
     counted.  permuted: the same labels in orders that break only their link with the experts: maps
-    of whole images, or places within each image; tokens are never exchanged freely.
+    of whole images, or places within each image; tokens are never exchanged freely.  least: tokens
+    of a label whose specialisation counts.
     Raises UserError where fewer than two labels are known.
     """
     if len(np.unique(labels[labels >= 0])) < 2:
@@ -46,7 +61,15 @@ def expert_information(
         raise UserError(f"expert_information: {problem}; allowed: two or more")
     pairs = chosen.nonzero()
     table = _count_table(chosen, pairs, labels)
-    null = np.array([mutual_information(_count_table(chosen, pairs, one)) for one in permuted])
+    tokens = np.bincount(labels[labels >= 0], minlength=table.shape[1])
+    common = tokens >= least
+    nulls = []
+    for one in permuted:
+        counts = _count_table(chosen, pairs, one)
+        nulls.append(
+            (mutual_information(counts), largest_expert_shares(counts, tokens, common).sum())
+        )
+    null, null_share = np.array(nulls).T
     information = mutual_information(table)
     shares = table.sum(axis=0)[table.sum(axis=0) > 0] / table.sum()
     chance = float(null.mean())
@@ -56,14 +79,24 @@ def expert_information(
         p=float((1 + (null >= information - 1e-12).sum()) / (len(null) + 1)),
         label_entropy=float(-(shares * np.log(shares)).sum()),
         excess_by_image=_information_by_image(table, pairs, labels, len(chosen)) - chance,
+        specialisation=_specialisation(chosen, labels, table, common, null_share),
     )
 
 
-def permute_images(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield labels (B, T) so many times with the images' maps exchanged."""
-    random = np.random.default_rng(seed)
-    for _ in range(number):
-        yield labels[random.permutation(len(labels))]
+def largest_expert_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndarray) -> np.ndarray:
+    """Return of each common label which share of its tokens the expert has that has the most.
+
+    table: (E, K) counts.  tokens, common: (K,), how many a label has and whether these are enough.
+    """
+    return table[:, common].max(axis=0) / tokens[common]
+
+
+def permute_images(
+    labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """Yield labels (B, T) so many times with the images' maps exchanged, or people's with all."""
+    for order in permuted_orders(len(labels), number, seed, people):
+        yield labels[order]
 
 
 def permute_positions(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
@@ -98,3 +131,27 @@ def _information_by_image(
     return linearize_ratio(
         np.bincount(image, pointwise, minlength=images), np.bincount(image, minlength=images)
     )
+
+
+def _specialisation(
+    chosen: np.ndarray,
+    labels: np.ndarray,
+    table: np.ndarray,
+    common: np.ndarray,
+    null: np.ndarray,
+) -> Specialisation | None:
+    """Return it of labels (B, T) with their table (E, K); null: of permuted ones, the sums."""
+    number = int(common.sum())
+    if not number:
+        return None
+    tokens = np.bincount(labels[labels >= 0], minlength=len(common))
+    shares = np.zeros(len(common))
+    shares[common] = largest_expert_shares(table, tokens, common)
+    image, token = ((labels >= 0) & common[labels]).nonzero()
+    label = labels[image, token]
+    is_with_most = chosen[image, token, table.argmax(axis=0)[label]]
+    # the influence of an image on each label's share, which is a ratio of two sums
+    above = np.bincount(image, (is_with_most - shares[label]) / tokens[label], len(chosen))
+    share, chance = shares.sum() / number, null.mean() / number
+    excess = share - chance + above * len(chosen) / number
+    return Specialisation(float(share), float(chance), number, excess)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
+from moecore.statistics.people import permuted_orders
 
 
 class SeedAgreement(NamedTuple):
@@ -60,13 +61,18 @@ def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> 
 
 
 def chance_correlation(
-    ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray, draws: int = 20, seed: int = 0
+    ours: np.ndarray,
+    theirs: np.ndarray,
+    is_fit: np.ndarray,
+    draws: int = 20,
+    seed: int = 0,
+    people: np.ndarray | None = None,
 ) -> float:
     """Return the mean correlation of ``seed_agreement`` with the second one's images exchanged.
 
     Matched and compared as the real one. What is left is what experts share by place alone.
+    people: (B,), whose image each is; people are then exchanged.
     """
-    random = np.random.default_rng(seed)
-    orders = [random.permutation(len(theirs)) for _ in range(draws)]
+    orders = permuted_orders(len(theirs), draws, seed, people)
     null = [seed_agreement(ours, theirs[order], is_fit).correlation for order in orders]
     return float(np.mean(null))

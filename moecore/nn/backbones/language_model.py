@@ -118,20 +118,32 @@ class LanguageTransformer(BackboneModel):
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         """Return what the blocks make of word numbers (B, C, M): of the last M of them."""
-        words, kinds = images, torch.zeros_like(images)
-        if self.image.truth:
-            words, kinds = images.chunk(2, dim=1)
+        words, kinds = self.split_kinds(images)
         if self.training and self.memory is not None:
             last, states = self.read(words[:, -1], self.memory.own(), options, 0, kinds[:, -1])
             self.memory.store_states(states)
             return last
-        states = self.initial_states(len(images), images.device)
-        with torch.no_grad():
-            for before in range(words.shape[1] - 1, 0, -1):
-                earlier = options._replace(blocks=())
-                place = -1 - before
-                _, states = self.read(words[:, place], states, earlier, before, kinds[:, place])
+        states = self.read_earlier(words, kinds, options)
         return self.read(words[:, -1], states, options, 0, kinds[:, -1])[0]
+
+    def split_kinds(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return words and kinds, (B, C, M) each, of what a split has; kinds of 0: not known."""
+        if not self.image.truth:
+            return images, torch.zeros_like(images)
+        words, kinds = images.chunk(2, dim=1)
+        return words, kinds
+
+    @torch.no_grad()
+    def read_earlier(
+        self, words: Tensor, kinds: Tensor, options: EncodeOptions = EncodeOptions()
+    ) -> Tensor:
+        """Return the cache (depth, B, L, d) after all blocks of words (B, C, M) but the last."""
+        states = self.initial_states(len(words), words.device)
+        for before in range(words.shape[1] - 1, 0, -1):
+            earlier = options._replace(blocks=())
+            place = -1 - before
+            _, states = self.read(words[:, place], states, earlier, before, kinds[:, place])
+        return states
 
     def routing_of(self, images: Tensor) -> tuple[RoutingRecord, ...]:
         return self.encode(images).routing

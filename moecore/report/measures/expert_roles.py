@@ -25,9 +25,13 @@ LABELS = {  # name → the words of a column and of a figure
     "position": "position",
     "truth": "truth",
     "word": "word",
+    "stop_word": "stop word or not",
+    "tissue": "tissue",
     "layer_before": "expert before",
 }
 TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
+SPECIAL = "largest share of a label's tokens that one expert has, above that of permuted labels"
+SURE = 0.05  # p of what experts tell, below which a figure marks it
 WINDOW = "consistency_"
 
 
@@ -51,6 +55,19 @@ def value_and_chance_columns(
         item_mean_column(name, label, "", form, f"{note}; mean over layers"),
         layer_mean_column(f"{name}_chance", f"{label}, by chance", form, chance, "chances"),
     ]
+
+
+def largest_p_column(name: str, words: str) -> Column:
+    """Return the detailed column of the p of what experts tell of a label, the layers' largest."""
+
+    def read(result: Result) -> float | None:
+        return max(
+            (layer.labels[name].p for layer in result.layers if name in layer.labels), default=None
+        )
+
+    note = "share of permutations of the labels with as much information; largest of the layers"
+    label = f"Experts tell the {words}, p"
+    return Column(f"information_{name}_p", label, read, form="number", note=note, detail=True)
 
 
 def local_consistency_columns(windows: Sequence[int]) -> list[Column]:
@@ -86,6 +103,17 @@ COLUMNS = (
         item_mean_column(f"information_{name}", f"Experts tell the {words}", "", "share", TELLS)
         for name, words in LABELS.items()
     ),
+    *(largest_p_column(name, words) for name, words in LABELS.items()),
+    *(
+        item_mean_column(
+            f"specialisation_{name}",
+            f"Specialisation by {words}",
+            "",
+            "share",
+            f"{SPECIAL}; mean over labels and layers",
+        )
+        for name, words in LABELS.items()
+    ),
     *value_and_chance_columns(
         "pair_lift",
         "Co-activation lift",
@@ -115,6 +143,30 @@ COLUMNS = (
     layer_mean_column(
         "smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"
     ),
+    *value_and_chance_columns(
+        "early_choice",
+        "Choice foretold a layer earlier",
+        "share",
+        "of a token's experts those that the layer's router chooses from what came to the layer "
+        "before",
+        "k / number of experts",
+    ),
+    *value_and_chance_columns(
+        "early_load",
+        "Load foretold a layer earlier",
+        "number",
+        "cosine of the experts' loads by these choices and by the layer's own",
+        "of an even load",
+    ),
+    layer_mean_column(
+        "early_load_rank", "Load foretold, ranks", "number", "Spearman's correlation of the same"
+    ),
+    layer_mean_column(
+        "early_hottest",
+        "Hottest experts foretold",
+        "share",
+        "of the most used eighth of the experts those that both loads have",
+    ),
     layer_mean_column("batch_violation", "MaxVio of a batch", "number", "mean over batches"),
     layer_mean_column(
         "batch_violation_chance",
@@ -143,13 +195,16 @@ COLUMNS = (
 
 def figures(result: Result) -> Figures:
     """Yield what experts tell, by layer, and of each layer who is chosen with whom (where k ≥ 2),
-    and who is like whom.
+    who after whom of the layer before, and who is like whom.
     """
     if any(layer.labels for layer in result.layers):
         yield "expert_information", draw_expert_information(result.layers)
     for number, layer in enumerate(result.layers, 1):
         if np.any(layer.together):
             yield f"coactivation_{number}", draw_coactivation(layer, f"MoE {number}")
+        if layer.after:
+            name = f"coactivation_{number - 1}_{number}"
+            yield name, draw_follow_ups(layer.after, number)
         if layer.cka:
             yield f"expert_similarity_{number}", similarity_table(layer, f"MoE {number}")
 
@@ -158,15 +213,16 @@ def draw_expert_information(layers: Sequence[RolesLayer]) -> Figure:
     """Draw what experts tell of each label, a row a layer."""
     names = [name for name in LABELS if any(name in layer.labels for layer in layers)]
     told = np.full((len(layers), len(names)), np.nan)
+    texts = np.full(told.shape, "", dtype=object)
     for (row, column), _ in np.ndenumerate(told):
-        if names[column] in layers[row].labels:
-            told[row, column] = max(0, layers[row].labels[names[column]].normalised)
+        label = layers[row].labels.get(names[column])
+        if label is not None:
+            told[row, column] = max(0, label.normalised)
+            texts[row, column] = f"{100 * told[row, column]:.0f}{'*' * (label.p < SURE)}"
     rows = [f"MoE {number}" for number in range(1, len(layers) + 1)]
     labels = Labels("What an expert tells", rows, [LABELS[name] for name in names], "of a token's")
-    caption = "Percent of the label's entropy, above chance."
-    return draw_heatmap(
-        told, percent_annotations(told), labels, (4.8, 1.3 + 0.35 * len(rows)), caption
-    )
+    caption = f"Percent of the label's entropy, above chance. *: p < {SURE}."
+    return draw_heatmap(told, texts, labels, (4.8, 1.3 + 0.35 * len(rows)), caption)
 
 
 def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
@@ -175,6 +231,13 @@ def draw_coactivation(layer: RolesLayer, title: str) -> Figure:
     return expert_pair_table(
         layer.together, title, ("Also chose expert", "Chose expert"), caption, 0.005
     )
+
+
+def draw_follow_ups(after: Sequence[Sequence[float]], number: int) -> Figure:
+    """Draw which experts of a layer of this number tokens chose after each of the one before."""
+    axes = f"Chose expert in MoE {number}", f"Chose expert in MoE {number - 1}"
+    caption = "Percent of the tokens that chose the row's expert a layer earlier."
+    return expert_pair_table(after, f"MoE {number - 1} to {number}", axes, caption, 0.005)
 
 
 def similarity_table(layer: RolesLayer, title: str) -> Figure:
@@ -190,13 +253,13 @@ def expert_pair_table(
     caption: str,
     least: float = 0.0,
 ) -> Figure:
-    """Draw a share for each pair of experts, (E, E), as percent from ``least`` on."""
+    """Draw a share for each pair of experts, (E, E'), as percent from ``least`` on."""
     values = np.array(pairs, dtype=float)
     texts = percent_annotations(values, least)
-    if len(values) > NUMBERED:
+    if max(values.shape) > NUMBERED:
         texts = np.full(values.shape, "")
-    experts = [str(expert) for expert in range(len(values))]
-    return draw_heatmap(values, texts, Labels(title, experts, experts, *axes), (4.8, 4.7), caption)
+    rows, columns = ([str(expert) for expert in range(number)] for number in values.shape)
+    return draw_heatmap(values, texts, Labels(title, rows, columns, *axes), (4.8, 4.7), caption)
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:

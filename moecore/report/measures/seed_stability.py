@@ -13,6 +13,7 @@ from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs
+from moecore.statistics.people import first_half
 
 WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "
@@ -46,15 +47,17 @@ def seed_stability(phase: Phase, method: str) -> SeedStability | None:
     if len(results) < 2:
         return None
     models = [[decode_choices(layer.kept) for layer in result.layers] for result in results]
+    people = results[0].layers[0].kept.people
+    people = None if people is None else np.array(people)
     correlation, overlap = np.zeros((2, len(models), len(models)))
     chance = []
     for one, other in combinations(range(len(models)), 2):
         pairs = list(zip(models[one], models[other], strict=True))
-        is_fit = np.arange(len(pairs[0][0])) % 2 == 0
+        is_fit = first_half(len(pairs[0][0]), people)
         agreements = [seed_agreement(*layers, is_fit) for layers in pairs]
         correlation[one, other] = np.mean([agreement.correlation for agreement in agreements])
         overlap[one, other] = np.mean([agreement.overlap for agreement in agreements])
-        chance += [chance_correlation(*layers, is_fit) for layers in pairs]
+        chance += [chance_correlation(*layers, is_fit, people=people) for layers in pairs]
     return SeedStability(
         mean_over_seed_pairs(correlation + correlation.T),
         mean_over_seed_pairs(overlap + overlap.T),

@@ -4,6 +4,7 @@ Nothing is computed anew: an answer is read from a result, or a line names the m
 gives it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from moecore.core.config import Config
@@ -18,10 +19,11 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Measured
 from moecore.tasks.base import Score
 
-PARTNERS = 4  # experts that are most often chosen beside an expert
+PARTNERS = 4  # experts that are most often chosen beside, before or after an expert
 SHARE = NumberFormat("share", 0)
+P = NumberFormat("number", 3)
 QUESTIONS = {
-    ExpertRoles: "which experts go together and match another model's",
+    ExpertRoles: "which experts go together, follow each other and match another model's",
     ExpertWorth: "what is lost without an expert",
     RouterRegret: "what the best experts would save",
 }
@@ -39,19 +41,29 @@ def skip_reason(measured: Measured, kind: type[Config]) -> str:
     return next((text[len(start) :] for text in measured.skipped if text.startswith(start)), "")
 
 
-def expert_answers(measured: Measured, score: Score, layers: int) -> dict[str, Any]:
-    """Return what is known of each of the MoE layers, and a line for each question that is open."""
+def expert_answers(
+    measured: Measured, score: Score, layers: int, images: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return what is known of each of the MoE layers, and a line for each question that is open.
+
+    images: the places in the test split of those that are shown.
+    """
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         for layer, of_layer in zip(roles.layers, known, strict=True):
-            of_layer |= {"together": list_partners(layer), "tells": information_words(layer)}
+            of_layer |= {"together": list_partners(layer.together)}
+            of_layer |= {"earlier": list_partners(layer.before), "tells": information_words(layer)}
             of_layer["margin"] = layer.values.get("margin")
+        for layer, before in zip(roles.layers[1:], known[:-1], strict=True):
+            before["later"] = list_partners(layer.after)
     if worth := measured.of(ExpertWorth):
         for experts, of_layer in zip(worth.layers, known, strict=True):
             of_layer["without"] = worth_words(experts, score)
     if regret := measured.of(RouterRegret):
         for values, of_layer in zip(regret.layers, known, strict=True):
-            of_layer["regret"] = regret_words(values)
+            of_layer["regret"] = regret_words(values, regret.unit)
+        for best, of_layer in zip(best_by_token(regret, images), known, strict=True):
+            of_layer["best"] = best
     return {"layers": known, "open": open_questions(measured)}
 
 
@@ -69,9 +81,9 @@ def open_questions(measured: Measured) -> list[str]:
     return sentences
 
 
-def list_partners(layer: RolesLayer) -> list[list[tuple[int, float]]]:
-    """Return for each expert those most often chosen beside it, with P(they | it)."""
-    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in layer.together]
+def list_partners(shares: Sequence[Sequence[float]]) -> list[list[tuple[int, float]]]:
+    """Return for each expert, a row of P(they | it), those most often chosen with it, with P."""
+    rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in shares]
     return [
         [(expert, round(share, 4)) for expert, share in row[:PARTNERS] if share > 0] for row in rows
     ]
@@ -80,7 +92,7 @@ def list_partners(layer: RolesLayer) -> list[list[tuple[int, float]]]:
 def information_words(layer: RolesLayer) -> str:
     """Return what the layer's experts tell of a token."""
     told = [
-        f"{LABELS[name]} {SHARE.value(max(0.0, label.normalised))}"
+        f"{LABELS[name]} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
         for name, label in layer.labels.items()
     ]
     return f"This layer's experts tell of a token, above chance: {', '.join(told)}."
@@ -98,10 +110,28 @@ def worth_words(experts: tuple[Estimate, ...], score: Score) -> list[str]:
     ]
 
 
-def regret_words(values: dict[str, float]) -> str:
+def regret_words(values: dict[str, float], unit: str) -> str:
     """Return what the best sets of experts of a layer's tokens would save."""
     regret = NumberFormat("number", 3).value(values["regret"])
     return (
-        f"The best experts for a token would save {regret} nats of the loss, on average; "
-        f"{SHARE.value(values['better'])} of the sets would save some. Which ones is not kept."
+        f"The best experts for a token would lower the loss by {regret} {unit}, on average; "
+        f"{SHARE.value(values['better'])} of the sets would lower it."
     )
+
+
+def best_by_token(
+    regret: RouterRegret, images: Sequence[int]
+) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
+    """Return of each layer and image, at places in the test split, tokens' best experts and what
+    these would save; no experts where the router chose the best. Empty where none were tried.
+    """
+    form = NumberFormat("number", 3)
+    layers = []
+    for choices in regret.best:
+        rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
+        for one in choices:
+            if one.image in images:
+                saved = f"{form.value(one.saved)} {regret.unit}"
+                rows[images.index(one.image)] |= dict.fromkeys(one.tokens, (one.experts, saved))
+        layers.append(rows)
+    return layers

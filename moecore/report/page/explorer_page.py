@@ -102,7 +102,8 @@ def explored_model_data(
     outcome = measured.of(Outcome)
     if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
-    answers = expert_answers(measured, phase.task.score, len(result.layers))
+    seen = len(result.layers), result.images
+    answers = expert_answers(measured, phase.task.score, *seen)
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 
 

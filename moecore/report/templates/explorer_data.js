@@ -293,6 +293,19 @@ function marginWords(view, token) {
   return `margin to the next expert: ${percent(margin)}${usual}`;
 }
 
+// Which experts would have been best for a token of the clean image, where others were tried.
+function bestWords({ model, shown, layer, image, known }, token) {
+  const tried = known.layers[layer].best?.[image] ?? {};
+  if (shown !== model.shown[0] || !Object.keys(tried).length) return "";
+  if (!tried[token]) {
+    const places = Object.keys(tried).map((place) => placeName(model, Number(place)));
+    return `other experts were tried of: ${places.join("; ").toLowerCase()}`;
+  }
+  const [experts, saved] = tried[token];
+  if (!experts.length) return "tried: no other experts would have been better";
+  return `best: ${experts.join(", ")}, with which the loss is lower by ${saved}`;
+}
+
 function favouriteWords({ model, layer, expert }) {
   const { load, favourites } = model.layers[layer].experts[expert];
   if (model.words) return "";

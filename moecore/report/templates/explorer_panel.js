@@ -175,6 +175,7 @@ class Panel {
       make("ol", { class: "bars" }, ...rows),
       make("p", { class: "margin quiet" }, marginWords(view, token)),
       make("p", { class: changed ? "note" : "quiet" }, words),
+      make("p", { class: "best quiet" }, bestWords(view, token)),
     );
   }
 
@@ -202,7 +203,10 @@ class Panel {
     const { load, classes, kinds, words, favourites } = model.layers[layer].experts[expert];
     const named = (rows, name) => rows.map(([place, share]) =>
       [make("span", { class: "name", title: name(place) }, name(place)), share]);
-    const { together = [], without = [] } = view.known.layers[layer];
+    const { together = [], earlier = [], later = [], without = [] } = view.known.layers[layer];
+    // experts of another layer, whose colours say nothing of this one's match
+    const ofLayer = (rows) =>
+      (rows[expert] ?? []).map(([other, share]) => [badge({ place: 0 }, other), share]);
     const match = partners ? [`its match in ${beside}: expert ${partners[expert]}`] : [];
     const others = (together[expert] ?? []).map(([other, share]) => [badge(view, other), share]);
     const lists = [
@@ -210,6 +214,8 @@ class Panel {
       this.bars("words that go to it, and which share of them", named(words, (word) => word)),
       this.bars("true kinds of its tokens", named(kinds, (kind) => `kind ${kind}`)),
       this.bars("chosen with it, share of its tokens", others),
+      this.bars("it most often follows, in the layer before", ofLayer(earlier)),
+      this.bars("it is most often followed by, in the next layer", ofLayer(later)),
     ];
     this.expert.replaceChildren(
       make("h3", {}, "Expert ", badge(view, expert), ` · load ${percent(load)}`),
