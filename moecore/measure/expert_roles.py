@@ -24,6 +24,7 @@ from moecore.measure.routing_metrics.coactivation import (
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import (
+    FEWEST,
     expert_information,
     permute_images,
     permute_positions,
@@ -62,7 +63,9 @@ class ExpertRoles(Measurement):
     """Which test images, and the sizes that some numbers depend on."""
 
     images: int | None = Field(
-        1000, ge=2, description="Test images, evenly spread, the same for every method; null: all."
+        1000,
+        ge=FEWEST,
+        description="Test images, evenly spread, the same for every method; null: all.",
     )
     batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
@@ -180,11 +183,14 @@ def token_labels_by_kind(
         labels["truth"] = token_kinds(torch.from_numpy(images), layout) - 1
     if images.ndim == TEXT:
         blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
-        words = images[:, blocks - 1].astype(np.int64)
-        _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
-        common = counts[place.reshape(words.shape)] >= RARE
-        labels["word"] = torch.from_numpy(np.where(common, words, -1))
+        labels["word"] = torch.from_numpy(mask_rare_words(images[:, blocks - 1].astype(np.int64)))
     return labels
+
+
+def mask_rare_words(words: np.ndarray) -> np.ndarray:
+    """Return numbers of words (N, T), -1 for those that occur fewer than RARE times among them."""
+    _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
+    return np.where(counts[place.reshape(words.shape)] >= RARE, words, -1)
 
 
 def layer_roles(

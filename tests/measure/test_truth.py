@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
+from moecore.core.files import UserError
 from moecore.data.corruptions.draws import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
@@ -91,6 +92,8 @@ def test_by_hand():
     pair = KINDS.numpy()[known], EXPERTS.numpy()[known]
     assert layer.mutual_information == pytest.approx(mutual_info_score(*pair))
     assert layer.adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
+    with pytest.raises(UserError, match="found 1 images .*; allowed: 4 and more"):
+        truth_layer(EXPERTS[:1], KINDS[:1], 3, 3)
 
 
 def test_purity_is_by_expert():

@@ -12,6 +12,8 @@ import numpy as np
 from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
 
+FEWEST = 4  # images whose labels are exchanged: of three, no order is rarer than 1 in 3! = 6
+
 
 class ExpertInformation(NamedTuple):
     """Nats; ``excess_by_image`` (B,): values whose mean is ``information`` − ``chance``."""
@@ -60,10 +62,21 @@ def expert_information(
 
 
 def permute_images(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield labels (B, T) so many times with the images' maps exchanged."""
+    """Yield labels (B, T) so many times with the images' maps exchanged.
+
+    Raises UserError for fewer than FEWEST images: what they tell would be all chance, unnoticed.
+    """
+    check_exchangeable(len(labels))
     random = np.random.default_rng(seed)
     for _ in range(number):
         yield labels[random.permutation(len(labels))]
+
+
+def check_exchangeable(images: int) -> None:
+    """Raise UserError where there are too few images for a null that exchanges them."""
+    if images < FEWEST:
+        problem = f"found {images} images or texts, which are exchanged to know what chance gives"
+        raise UserError(f"permutation null: {problem}; allowed: {FEWEST} and more")
 
 
 def permute_positions(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:
