@@ -104,9 +104,12 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
         assert layer.quantities["margin"].value == pytest.approx(float(margin))
         lift = pair_lift_by_image(record.chosen).mean()
         assert layer.quantities["pair_lift"].value == pytest.approx(float(lift))
-        assert (
-            2 * 2 / (4 + 2) <= layer.quantities["local_consistency"].value <= 1
-        )  # θ = 0: 2k/(E+k)
+        lowest = 2 * 2 / (4 + 2)  # θ = 0: 2k/(E+k)
+        assert lowest <= layer.quantities["consistency_4"].value <= 1
+        assert set(layer.chances) >= {"max_violation", "pair_lift", "consistency_4"}
+    assert {"information_word", "information_position"} <= {*numbers.mean}
+    assert "information_layer_before" not in numbers.layers[0].quantities
+    assert numbers.mean["information_layer_before"].limits
 
 
 def test_images_come_with_their_classes(tmp_path):
@@ -145,28 +148,58 @@ def test_choices_of_any_number_and_dropped_ones_come_back(tmp_path):
     assert dropped == pytest.approx(int((first[1].chosen & ~kept).sum()) / (6 * 3 + 6 * 2))
 
 
+def one_expert_an_item(experts, number):
+    """Every token of an item chooses the same one, of so many: a record."""
+    told = torch.nn.functional.one_hot(experts, number).float()[:, None]
+    told = told.expand(len(experts), 3, number)
+    return build_record(told, told.topk(1).indices, told.topk(1).values)
+
+
 def test_labels_and_another_trace_are_compared_with(tmp_path):
-    """Every token's first expert is its item's label, in the other trace of half of the items."""
-    labels = torch.arange(8) % 4
-    unsure = torch.where(torch.arange(8) != 3, labels, -100)
-    told = torch.nn.functional.one_hot(labels, 4).float()[:, None].expand(8, 3, 4)
-    moved = torch.cat([told[:4], told[4:].roll(1, -1)])
-    for name, logits in (("ours", told), ("theirs", moved)):
+    """An item's expert is its label; in the other trace every expert has another number."""
+    labels = torch.arange(12) % 4
+    unsure = torch.where(torch.arange(12) != 3, labels, -100)
+    for name, experts in (("ours", labels), ("theirs", (labels + 1) % 4)):
         with write_trace(tmp_path / name, name) as trace:
-            trace.add(
-                [build_record(logits, logits.topk(1).indices, logits.topk(1).values)], labels=unsure
-            )
-    numbers = analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "theirs"))
-    found = numbers.layers[0].quantities
-    assert found["purity"].value == found["label_information"].value == 1.0
-    assert found["agreement"].value == found["same_experts"].value == 0.5
-    assert found["entropy"].value == pytest.approx(1.0) and numbers.mean["agreement"].value == 0.5
-    assert numbers.mean["purity"].value == 1.0
-    assert analyse_trace(Trace(tmp_path / "ours"), items=2).items == 2
-    with write_trace(tmp_path / "short", "short") as trace:
-        trace.add(records_of(2, 1))
-    with pytest.raises(UserError, match=r"short: found items, .*\(2, .*; allowed: \(8, "):
-        analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "short"))
+            trace.add([one_expert_an_item(experts, 4)], labels=unsure)
+    ours, theirs = (Trace(tmp_path / name) for name in ("ours", "theirs"))
+    numbers = analyse_trace(ours, against=theirs)
+    (layer,) = numbers.layers
+    assert layer.quantities["purity"].value == numbers.mean["purity"].value == 1
+    assert layer.quantities["p_label"].value < 0.01 < 0.5 < layer.chances["purity"] < 0.7
+    for name in ("matched_correlation", "matched_overlap"):
+        assert layer.quantities[name].value == pytest.approx(1) and layer.chances[name] < 0.7
+    assert layer.quantities["entropy"].value == pytest.approx(1)
+    assert analyse_trace(ours, items=5).items == 5
+    with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
+        analyse_trace(ours, items=3, against=theirs)
+    for name, experts, problem in (
+        ("short", labels[:8], r"short: found items, .*\(8, .*; allowed: \(12, "),
+        ("other", labels, "other: found other labels than in .*ours; allowed: a trace of the same"),
+    ):
+        with write_trace(tmp_path / name, name) as trace:
+            trace.add([one_expert_an_item(experts, 4)], labels=experts)
+        with pytest.raises(UserError, match=problem):
+            analyse_trace(ours, against=Trace(tmp_path / name))
+
+
+def test_experts_of_single_items_tell_no_unrelated_labels(tmp_path):
+    """Each item has an expert of its own: whatever its label, it is told, so nothing is beyond
+    chance. Of three items nothing can be said, and of one label neither.
+    """
+    with write_trace(tmp_path / "trace", "own") as trace:
+        trace.add([one_expert_an_item(torch.arange(40), 40)], labels=torch.arange(40) // 10)
+    trace = Trace(tmp_path / "trace")
+    layer = analyse_trace(trace).layers[0]
+    assert layer.quantities["information_label"].value == pytest.approx(0, abs=1e-12)
+    assert layer.quantities["p_label"].value == layer.chances["purity"] == 1
+    few = analyse_trace(trace, items=3)
+    assert "purity" not in few.mean and "information_label" not in few.mean
+    assert "found 3 items; allowed: 4 and more" in few.remarks[0]
+    with write_trace(tmp_path / "trace", "own") as trace:
+        trace.add([one_expert_an_item(torch.arange(40), 40)], labels=torch.zeros(40).long())
+    same = analyse_trace(Trace(tmp_path / "trace"))
+    assert "purity" not in same.mean and "found one label; allowed: two" in same.remarks[0]
 
 
 def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkeypatch):
@@ -174,7 +207,7 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
     (tmp_path / "own.py").write_text(FILE, encoding="utf-8")
     for words, told in (
         ("record own.py", "trace: 6 items; next: moecore lens read trace"),
-        ("read trace --against trace", "Same experts"),
+        ("read trace --against trace", "Matched experts"),
     ):
         done = CliRunner().invoke(app, ["lens", *words.split()])
         assert done.exit_code == 0 and told in done.output, done.output
@@ -182,7 +215,9 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
         assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert shown.locator("h1").inner_text() == "What the routers of Model do"
         assert shown.locator("#words .text span").count() == 30
-        assert shown.locator("#layers tbody tr").count() == 2  # all layers, and the only one
+        assert (
+            shown.locator("#layers thead th").count() == 3
+        )  # quantities, all layers, the only one
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
     purity_by_epoch,
+    purity_by_image,
 )
 from moecore.measure.truth import (
     EPSILONS,
@@ -87,6 +88,8 @@ def test_by_hand():
     """
     layer = truth_layer(EXPERTS, KINDS, 3, 3)
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
+    by_image = purity_by_image(expert_truth_tables(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
+    assert by_image.mean() == pytest.approx(5 / 7)
     assert layer.purity == pytest.approx(5 / 7) and layer.matched == pytest.approx(5 / 7)
     known = KINDS.numpy() > 0
     pair = KINDS.numpy()[known], EXPERTS.numpy()[known]
