@@ -246,7 +246,7 @@ def compare_matched(
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
     partners = seed_agreement(*pair, is_fit).partners
-    by_item = matched_agreement_by_image(*(side[~is_fit] for side in pair), partners)
+    by_item = matched_agreement_by_image(pair[0][~is_fit], pair[1][~is_fit], partners)
     names = {"correlation": "matched_correlation", "overlap": "matched_overlap"}
     chance = chance_agreement(*pair, is_fit)._asdict()
     return (
