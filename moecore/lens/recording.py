@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,37 @@ def record_python_file(path: Path, out: Path) -> int:
     if not isinstance(model, nn.Module) or not isinstance(batches, Iterable):
         problem = f"found {type(model).__name__} model, {type(batches).__name__} batches"
         raise UserError(f"{path}: {problem}; allowed: a torch module, an iterable")
-    pairs = (batch if isinstance(batch, tuple) else (batch, {}) for batch in batches)
     name = given.get("name", type(model).__name__)
     more = {key: given[key] for key in ("adapters", "vocabulary") if key in given}
-    return record_batches(out, name, model, pairs, **more)
+    return record_batches(out, name, model, iterate_batches(batches, path), file=path, **more)
+
+
+def iterate_batches(batches: Iterable[Any], path: Path) -> Iterator[Batch]:
+    """Yield the batches of a file as pairs. Raises UserError for what is none, and its errors."""
+    with errors_in_file(path):
+        for batch in batches:
+            pair = batch if isinstance(batch, tuple) else (batch, {})
+            if len(pair) != 2 or not isinstance(pair[1], Mapping):
+                kinds = ", ".join(type(one).__name__ for one in pair)
+                allowed = "what the model is called with, or a pair of that and a mapping of labels"
+                raise UserError(f"{path}: batches: found a tuple of {kinds}; allowed: {allowed}")
+            yield pair
+
+
+@contextmanager
+def errors_in_file(path: Path | None) -> Iterator[None]:
+    """Raise UserError, a line with its place in the file or beside it, for any error in the block.
+
+    path: a file of the user's; None: errors are ours, and stay as they are.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if path is None:
+            raise
+        raise UserError(f"{path}: {last_traceback_line(error, path.parent)}") from error
 
 
 def record_batches(
@@ -76,12 +104,16 @@ def record_batches(
     batches: Iterable[Batch],
     adapters: Any = None,
     vocabulary: Any = (),
+    file: Path | None = None,
 ) -> int:
-    """Write the trace ``out`` of a model in evaluation mode; return the number of items."""
+    """Write the trace ``out`` of a model in evaluation mode; return the number of items.
+
+    file: that defines the model, see ``errors_in_file``.
+    """
     items = 0
     with write_trace(out, name, vocabulary) as trace, eval_mode(model), torch.no_grad():
         for inputs, beside in batches:
-            with routing_collector(model, adapters) as records:
+            with routing_collector(model, adapters) as records, errors_in_file(file):
                 if isinstance(inputs, Mapping):
                     beside = {**tokens_of_arguments(inputs), **beside}
                     model(**inputs)
@@ -107,10 +139,13 @@ def load_python_globals(path: Path) -> dict[str, Any]:
     """Return the names that a Python file defines; what lies beside it may be imported there."""
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        sys.path.append(str(path.parent.resolve()))
-        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; allowed: a model's folder, a Python file") from None
-    except Exception as error:
-        raise UserError(f"{path}: {last_traceback_line(error)}") from error
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+        raise UserError(f"{problem}; allowed: a model's folder, a Python file") from None
+    except UnicodeError as error:
+        raise UserError(f"{path}: {error}; allowed: a Python file") from None
+    sys.path.append(str(path.parent.resolve()))
+    with errors_in_file(path):
+        exec(compile(text, str(path), "exec"), names)
     return names

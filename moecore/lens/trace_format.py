@@ -13,8 +13,10 @@ and, where they are known, ``tokens`` and ``positions``, integers (B, T), and ``
 a text is cut into parts of one length, without padding. ``trace.json`` is a ``TraceCard``.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -58,3 +60,32 @@ def check_tokens_in_vocabulary(tokens: Tensor, words: int, where: str) -> None:
     if words and wrong.numel():
         allowed = f"0 to {words - 1}, the words of the vocabulary: is it of another tokenizer?"
         raise UserError(f"{where}: tokens: found {int(wrong[0])}; allowed: {allowed}")
+
+
+def check_layer_values(probs: Tensor, weights: Tensor, where: str) -> None:
+    """Raise UserError for probabilities that are below 0, or no numbers, and for such weights."""
+    for name, values, wrong in (
+        ("probs", probs, ~probs.isfinite() | (probs < 0)),
+        ("weights", weights, ~weights.isfinite()),
+    ):
+        if wrong.any():
+            allowed = "finite numbers" + ", not below 0" * (name == "probs")
+            raise UserError(f"{where}.{name}: found {float(values[wrong][0])}; allowed: {allowed}")
+
+
+def check_beside(name: str, values: Any, items: int, tokens: Sequence[int], where: str) -> None:
+    """Raise UserError unless these are integers (items, T), T the tokens of any layer; labels may
+    be (items,), too.
+    """
+    if name not in BESIDE:
+        raise UserError(f"{where}: found {name}; allowed: {', '.join(BESIDE)}")
+    if not isinstance(values, Tensor):
+        raise UserError(f"{where}: {name}: found {type(values).__name__}; allowed: a tensor")
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise UserError(f"{where}: {name}: found {values.dtype}; allowed: integers")
+    shapes = [(items, number) for number in dict.fromkeys(tokens)]
+    if name == "labels":
+        shapes.append((items,))
+    if tuple(values.shape) not in shapes:
+        problem = f"found {name} of shape {tuple(values.shape)}"
+        raise UserError(f"{where}: {problem}; allowed: {' or '.join(map(str, shapes))}")

@@ -6,6 +6,7 @@ B items, T tokens of one, E experts, S the most experts that a token chose.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,11 @@ from moecore.lens.trace_format import (
     ChunkFile,
     LayerShape,
     TraceCard,
+    check_beside,
+    check_layer_values,
     check_tokens_in_vocabulary,
 )
+from moecore.nn.foreign_routers import check_record
 
 PROBABILITIES = 2**24  # of a file: 64 MiB; one batch more than they allow
 
@@ -37,6 +41,9 @@ def write_trace(
     raises UserError for a folder that holds anything else.
     """
     folder = Path(folder)
+    if not isinstance(model, str):
+        raise UserError(f"name: found {type(model).__name__}; allowed: a text, the model's name")
+    check_vocabulary(vocabulary)
     if folder.exists() and not (folder / CARD).is_file():
         raise UserError(f"{folder}: holds no trace; allowed: a new folder, or an older trace")
     with whole_folder(folder) as temporary:
@@ -53,6 +60,16 @@ def write_trace(
             vocabulary=vocabulary,
         )
         write_json(temporary / CARD, card.model_dump(mode="json"))
+
+
+def check_vocabulary(vocabulary: Any) -> None:
+    """Raise UserError unless it is a list, or a tuple, of words."""
+    others = [vocabulary]
+    if isinstance(vocabulary, list | tuple):
+        others = [word for word in vocabulary if not isinstance(word, str)]
+    if others:
+        problem = f"found {type(others[0]).__name__} {str(others[0])[:40]}"
+        raise UserError(f"vocabulary: {problem}; allowed: a list of words, as texts")
 
 
 class TraceWriter:
@@ -73,12 +90,13 @@ class TraceWriter:
         beside: ``tokens`` and ``positions``, integers (B, T), and ``labels``, (B,) or (B, T) from
         0, below it unknown.  Raises UserError where they do not fit each other or what came before.
         """
+        self._check_batch(beside, records)
         tensors = {name: value.cpu() for name, value in beside.items()}
-        self._check_beside(tensors, records)
         layers = []
         for number, record in enumerate(records):
             experts, weights = encode_experts_and_weights(record)
             probs = record.probs.detach()
+            check_layer_values(probs, weights, f"trace: {number}")
             parts = {"experts": experts, "weights": weights, "probs": probs}
             tensors |= {f"{number}.{name}": part.cpu() for name, part in parts.items()}
             _, tokens, number_of_experts = probs.shape
@@ -103,22 +121,24 @@ class TraceWriter:
         self.chunks.append(ChunkFile(file=path.name, items=items, sha256=file_checksum(path)))
         self._kept, self._probabilities = [], 0
 
-    def _check_beside(self, beside: Mapping[str, Tensor], records: Sequence[RoutingRecord]) -> None:
+    def _check_batch(self, beside: Mapping[str, Any], records: Sequence[RoutingRecord]) -> None:
         """Raise UserError for other layers or names than before, and for shapes of other items."""
+        for number, record in enumerate(records):
+            check_record(record, f"trace: {number}")
         sizes = [tuple(record.probs.shape[1:]) for record in records]
         before = [(layer.tokens, layer.experts) for layer in self.layers] or sizes
-        if sizes != before or not sizes:
+        if sizes != before or not sizes or any(len(size) != 2 for size in sizes):
             allowed = f"{before}, as before; cut texts to parts of one length"
             raise UserError(f"trace: found layers of (tokens, experts) {sizes}; allowed: {allowed}")
         if self._kept and {*beside} != {*self._kept[0]} & {*BESIDE}:
             raise UserError(f"trace: found {sorted(beside)}; allowed: in all batches the same")
-        items = len(records[0].probs)
-        rows = [(items, tokens) for tokens, _ in sizes]
+        items = {len(record.probs) for record in records}
+        if len(items) > 1:
+            problem = f"found layers of {sorted(items)} items; allowed: of all layers the same"
+            raise UserError(f"trace: {problem}; is a router called twice in a pass?")
+        tokens = [size[0] for size in sizes]
         for name, value in beside.items():
-            shapes = [*rows, (items,)] if name == "labels" else rows
-            if name not in BESIDE or tuple(value.shape) not in shapes:
-                problem = f"found {name} of shape {tuple(value.shape)}"
-                raise UserError(f"trace: {problem}; allowed: {', '.join(BESIDE)}, of {shapes}")
+            check_beside(name, value, *items, tokens, "trace")
         if "tokens" in beside:
             check_tokens_in_vocabulary(beside["tokens"], self.words, "trace")
 

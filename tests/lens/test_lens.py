@@ -228,6 +228,19 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
         ("padding", r"attention_mask: found 0; allowed: 1; cut texts to parts of one length"),
         ("lengths", r"trace: found layers of .* \[\(4, 4\)\]; allowed: \[\(5, 4\)\], as before"),
         ("error", r"own.py: ZeroDivisionError: division by zero \(.*own.py:24\)"),
+        ("forward", r"own.py: ZeroDivisionError: division by zero \(.*own.py:25\)"),
+        ("inside", r"own.py: RuntimeError: .* \(.*own.py:7\)"),
+        ("generator", r"own.py: ZeroDivisionError: division by zero \(.*own.py:25\)"),
+        ("pair", r"own.py: batches: found a tuple of dict, Tensor; allowed: what the model"),
+        ("labels", r"^trace: labels: found torch.float32; allowed: integers"),
+        ("number", r"^vocabulary: found int 3; allowed: a list of words"),
+        ("numbers", r"^vocabulary: found int 0; allowed: a list of words"),
+        ("name", r"^name: found int; allowed: a text"),
+        ("adapter", r"^adapters.Gate: found int; allowed: the name of a router's class"),
+        ("adapters", r"^adapters: found list; allowed: the name of a router's class"),
+        ("returned", r"^adapters.Gate: found NoneType; allowed: a RoutingRecord"),
+        ("combine", r"^adapters.Gate: combine: found NoneType; allowed: a tensor"),
+        ("columns", r"^build_record: experts: found [23]; allowed: integers from 0 to 1"),
     ],
 )
 def test_a_file_that_gives_something_else_is_refused(tmp_path, changed, problem):
@@ -238,11 +251,25 @@ def test_a_file_that_gives_something_else_is_refused(tmp_path, changed, problem)
         "padding": f"batches = [{mask}]",
         "lengths": "batches.append({'input_ids': torch.ones(2, 4).long()})",
         "error": "1 / 0",
+        "forward": "def forward(self, input_ids):\n    1 / 0\nModel.forward = forward",
+        "inside": "model.gate = Gate(9, 4)",
+        "generator": "def drawn():\n    yield 1 / 0\nbatches = drawn()",
+        "pair": "batches = [(batches[0], torch.zeros(2))]",
+        "labels": "batches = [(batches[0], {'labels': torch.tensor([1.5, 0])})]",
+        "number": "vocabulary = 3",
+        "numbers": "vocabulary = list(range(9))",
+        "name": "name = 3",
+        "adapter": "adapters = {'Gate': 3}",
+        "adapters": "adapters = [read]",
+        "returned": "adapters = {'Gate': print}",
+        "combine": "adapters = {'Gate': lambda *given: read(*given)._replace(combine=None)}",
+        "columns": "adapters = {'Gate': lambda gate, inputs, output: moecore.lens.build_record("
+        "torch.randn(2, 5, 2), output.indices, output.values)}",
     }
     (tmp_path / "own.py").write_text(FILE + ends[changed], encoding="utf-8")
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(UserError, match=problem) as error:
         record_python_file(tmp_path / "own.py", tmp_path / "trace")
-    assert not (tmp_path / "trace").exists()
+    assert "\n" not in str(error.value) and not (tmp_path / "trace").exists()
 
 
 def write_card(folder, **changes):
@@ -263,6 +290,7 @@ def rewrite_tensors(folder, **changes):
 
 
 EXPERTS = torch.full((6, 5, 2), 4)
+ONES = torch.ones(2, 3).long()
 PROBS = torch.ones(6, 5, 3)
 
 
@@ -291,6 +319,20 @@ PROBS = torch.ones(6, 5, 3)
             "found other shapes",
         ),
         (lambda folder: rewrite_tensors(folder, tokens=torch.full((6, 5), 9)), "tokens: found 9"),
+        (lambda folder: rewrite_tensors(folder, tokens=torch.ones(6, 5)), "found torch.float32"),
+        (
+            lambda folder: rewrite_tensors(folder, labels=torch.ones(6, 4).long()),
+            r"found labels of shape \(6, 4\); allowed: \(6, 5\) or \(6,\)",
+        ),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.probs": torch.full((6, 5, 4), torch.nan)}),
+            "0.probs: found nan; allowed: finite numbers, not below 0",
+        ),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS - 1}),
+            "0.experts: found an expert twice",
+        ),
+        (lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS - 1.0}), "allowed: int"),
     ],
 )
 def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
@@ -300,13 +342,22 @@ def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
     assert "\n" not in str(error.value)
 
 
+def nan_record():
+    (record,) = records_of(2, 1)
+    return record._replace(probs=record.probs * torch.nan)
+
+
 def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
     folder = tmp_path / "trace"
     for add, problem in (
         (lambda trace: None, "nothing was added"),
         (lambda trace: trace.add([]), "found layers of .* \\[\\]; allowed"),
-        (lambda trace: trace.add(records_of(2, 1), tokens=torch.ones(2, 4)), "found tokens of sh"),
-        (lambda trace: trace.add(records_of(2, 1), words=torch.ones(2, 3)), "found words of shape"),
+        (lambda trace: trace.add(records_of(2, 1), tokens=ONES[:, :2]), "found tokens of sh"),
+        (lambda trace: trace.add(records_of(2, 1), words=ONES), "found words; allowed: tokens"),
+        (lambda trace: trace.add(records_of(2, 1), labels=[1, 2]), "labels: found list"),
+        (lambda trace: trace.add([nan_record()]), "trace: 0.probs: found nan; allowed: finite"),
+        (lambda trace: trace.add([*records_of(2, 1), *records_of(3, 1)]), "layers of .2, 3. items"),
+        (lambda trace: trace.add([records_of(2, 1)[0].probs]), "trace: 0: found Tensor; allowed"),
     ):
         with pytest.raises(UserError, match=problem):
             with write_trace(folder, "none") as trace:
@@ -316,7 +367,7 @@ def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
             pass
     with pytest.raises(UserError, match="allowed: in all batches the same"):
         with write_trace(folder, "none") as trace:
-            trace.add(records_of(2, 1), labels=torch.ones(2))
+            trace.add(records_of(2, 1), labels=ONES[:, 0])
             trace.add(records_of(2, 1))
     done = CliRunner().invoke(app, ["lens", "record", str(trained)])
     assert done.exit_code == 1 and "takes --data" in done.output
