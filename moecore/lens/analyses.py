@@ -126,7 +126,9 @@ def analyse_trace(
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, places)
         theirs = None if against is None else against.layer(number, places)
-        layer, by_item = analyse_layer(routing, labels.by_kind(number, before), theirs, analyses)
+        layout = trace.card.layers[number].layout()
+        known = labels.by_kind(number, before)
+        layer, by_item = analyse_layer(routing, layout, known, theirs, analyses)
         layers.append(layer)
         every.append(by_item)
         before = first_choices(record_of_layer(routing))
@@ -140,19 +142,21 @@ def analyse_trace(
 
 def analyse_layer(
     routing: LayerRouting,
+    layout: TokenLayout,
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
 ) -> tuple[LayerNumbers, Values]:
     """Return one layer's numbers, and the values by item, (N,), of those that have any.
 
-    labels: kind → (N or 1, T or 1), −1 where unknown.  theirs: the layer in another trace.
+    layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
+    T or 1), −1 where unknown.  theirs: the layer in another trace.
     """
     record = record_of_layer(routing)
     counts = expert_counts(routing.chosen)
     dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
     by_item = {name: one.numpy() for analyse in analyses for name, one in analyse(*routing).items()}
-    roles, values = layer_roles(record, TokenLayout(0, (), ()), labels, ROLES, None)
+    roles, values = layer_roles(record, layout, labels, ROLES, None)
     by_item |= values
     chances = chances_of_layer(roles, int(counts.sum()))
     if "label" in roles.labels:

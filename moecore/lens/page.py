@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from moecore.core.files import write_whole
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
+from moecore.lens.pictures import draw_trace_pictures
 from moecore.lens.trace_reader import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
@@ -148,6 +149,13 @@ def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
                 words=numbers.remarks,
                 grids=[quantity_rows_table(numbers)],
                 pictures=[Picture(draw_loads(numbers), "Load of the experts")],
+            ),
+            sheets=Block(
+                "",
+                pictures=[
+                    Picture(figure, name, getattr(figure, "caption", ""))
+                    for name, figure in draw_trace_pictures(trace)
+                ],
             ),
             glossary=WORDS,
             words=words,

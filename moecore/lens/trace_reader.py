@@ -82,15 +82,16 @@ class Trace:
         return LayerRouting(*map(torch.cat, zip(*parts, strict=True)))
 
     def beside(self, name: str, items: np.ndarray | None = None) -> Tensor | None:
-        """Return ``tokens``, ``positions`` or ``labels`` of the items, int64; None without any."""
+        """Return ``tokens``, ``positions`` or ``labels`` of the items, int64, or ``pictures``,
+        uint8; None without any.
+        """
         with open_tensors(self.folder / self.card.chunks[0].file) as file:
             if name not in file.keys():
                 return None
-        tokens = [layer.tokens for layer in self.card.layers]
         parts = []
         for path, (part,) in self._read_parts([name], items):
-            check_beside(name, part, len(part), tokens, str(path))
-            parts.append(part.long())
+            check_beside(name, part, len(part), self.card.layers, str(path))
+            parts.append(part if name == "pictures" else part.long())
         values = torch.cat(parts)
         if name == "tokens":
             check_tokens_in_vocabulary(values, len(self.card.vocabulary), str(self.folder))
@@ -137,8 +138,10 @@ def read_trace_card(path: Path) -> TraceCard:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "JSON"
-        allowed = first["msg"].replace("Input should be", "allowed:")
-        problem = f"{key}: found {str(first['input'])[:40]}; {allowed}"
+        said = first["msg"].replace("Input should be", "allowed:")
+        problem = f"{key}: found {str(first['input'])[:40]}; {said}"
+        if first["type"] == "value_error":
+            problem = f"{key}: {said.removeprefix('Value error, ')}"
         raise UserError(f"{path}: {' '.join(problem.split())}") from None
 
 

@@ -298,8 +298,8 @@ PROBS = torch.ones(6, 5, 3)
     ("damage", "problem"),
     [
         (
-            lambda folder: write_card(folder, format=2),
-            "json: format: found 2; allowed: 1",
+            lambda folder: write_card(folder, format=3),
+            "json: format: found 3; allowed: 1 or 2",
         ),
         (
             lambda folder: write_card(folder, layers=[]),
@@ -356,7 +356,10 @@ def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
         (lambda trace: trace.add(records_of(2, 1), words=ONES), "found words; allowed: tokens"),
         (lambda trace: trace.add(records_of(2, 1), labels=[1, 2]), "labels: found list"),
         (lambda trace: trace.add([nan_record()]), "trace: 0.probs: found nan; allowed: finite"),
-        (lambda trace: trace.add([*records_of(2, 1), *records_of(3, 1)]), "layers of .2, 3. items"),
+        (
+            lambda trace: trace.add([*records_of(2, 1), *records_of(3, 1)]),
+            "of 2 and 3 items",
+        ),
         (lambda trace: trace.add([records_of(2, 1)[0].probs]), "trace: 0: found Tensor; allowed"),
     ):
         with pytest.raises(UserError, match=problem):
