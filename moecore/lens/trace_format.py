@@ -135,6 +135,4 @@ def check_pictures(values: Tensor, items: int, layers: Sequence[LayerShape], whe
     for layer in layers:
         if len(layer.grid) != 2 or any(side % n for side, n in zip(size, layer.grid, strict=True)):
             problem = f"found pictures of {tuple(size)} pixels and a grid {layer.grid} of patches"
-            raise UserError(
-                f"{where}: {problem}; allowed: layouts of two axes that divide the sides"
-            )
+            raise UserError(f"{where}: {problem}; allowed: grids of two axes that divide the sides")
