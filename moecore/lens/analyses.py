@@ -136,7 +136,7 @@ def analyse_trace(
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
     }
-    mean = mean_over_layers(layers, every)
+    mean = average_quantities(layers, every)
     return TraceNumbers(len(places), mean, chances, layers, labels.remarks)
 
 
@@ -172,7 +172,7 @@ def analyse_layer(
     return LayerNumbers(quantities, chances, load, roles.coverage), by_item
 
 
-def mean_over_layers(
+def average_quantities(
     layers: Sequence[LayerNumbers], every: Sequence[Values]
 ) -> dict[str, Interval]:
     """Return each quantity's mean over the layers that have it, with an interval where they do.

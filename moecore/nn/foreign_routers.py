@@ -39,9 +39,9 @@ def build_record(
     is_number = not (experts.is_floating_point() or experts.dtype == torch.bool)
     wrong = experts[(experts < 0) | (experts >= logits.shape[-1])]
     if wrong.numel() or not is_number:
-        found = int(wrong[0]) if is_number else str(experts.dtype)
+        problem = f"found {int(wrong[0]) if is_number else experts.dtype}"
         allowed = f"integers from 0 to {logits.shape[-1] - 1}, the columns of logits"
-        raise UserError(f"build_record: experts: found {found}; allowed: {allowed}")
+        raise UserError(f"build_record: experts: {problem}; allowed: {allowed}")
     logits, experts = logits.float(), experts.long()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
     combine = torch.zeros_like(logits).scatter(-1, experts, weights.float())
