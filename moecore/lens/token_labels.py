@@ -27,7 +27,7 @@ class TokenLabels:
         if self.items < FEWEST:
             problem = f"found {self.items} items; allowed: {FEWEST} and more, as they are exchanged"
             self.remarks.append(
-                f"purity, and what experts tell of labels: {problem} to know chance"
+                f"purity, and what experts tell of labels and words: {problem} to know chance"
             )
         elif "label" in self.known and len(self.known["label"].clamp_min(-1).unique()) < 2:
             self.remarks.append("purity: found one label; allowed: two and more")
