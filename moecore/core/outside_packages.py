@@ -129,16 +129,27 @@ def list_allowed_modules(holds: Callable[[Path], bool]) -> list[str]:
     ]
 
 
-def last_traceback_line(error: BaseException) -> str:
+def last_traceback_line(error: BaseException, folder: Path | None = None) -> str:
     """Return the last line of a traceback, with the file and line of the code that raised it: the
-    last of an allowed package, where there is one.
+    last in the user's ``folder``, or of an allowed package, where there is one.
     """
     said = " ".join(traceback.format_exception_only(error)[-1].split())
     if isinstance(error, SyntaxError):
         return f"{said} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     folders = tuple(f"{_find_folder(top)}/" for top in allowed_packages())
-    theirs = [frame for frame in frames if frame.filename.startswith(folders)]
+    theirs = [
+        frame
+        for frame in frames
+        if frame.filename.startswith(folders) or _lies_in(frame.filename, folder)
+    ]
     others = [frame for frame in frames if not frame.filename.startswith("<frozen")]
     place = (theirs or others)[-1]
     return f"{said} ({place.filename}:{place.lineno})"
+
+
+def _lies_in(file: str, folder: Path | None) -> bool:
+    """Return whether a file of a traceback lies in a folder, but not in packages there."""
+    if folder is None or file.startswith("<") or "site-packages" in file:
+        return False
+    return Path(file).resolve().is_relative_to(folder.resolve())

@@ -7,50 +7,62 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord, first_choices
+from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
+from moecore.lens.token_labels import TokenLabels
 from moecore.lens.trace_reader import LayerRouting, Trace
-from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
-from moecore.measure.routing_metrics.layer_metrics import (
-    agreement_by_image,
-    dead_expert_share,
-    expert_counts,
-    iou_by_image,
-)
+from moecore.measure.base import SEED
+from moecore.measure.expert_roles import ExpertRoles, RolesLayer, Values, layer_roles
+from moecore.measure.routing_metrics.expert_information import check_exchangeable
+from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
-from moecore.measure.routing_metrics.load_concentration import choice_margin
-from moecore.measure.routing_metrics.local_consistency import (
-    consistency_by_image,
-    window_use_histogram,
+from moecore.measure.routing_metrics.load_concentration import chance_violation
+from moecore.measure.routing_metrics.purity import (
+    expert_purity,
+    expert_truth_tables,
+    purity_by_image,
 )
-from moecore.measure.truth import truth_layer
+from moecore.measure.routing_metrics.seed_matching import (
+    chance_agreement,
+    matched_agreement_by_image,
+    seed_agreement,
+)
+from moecore.measure.truth import permuted_truth_tables
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
 
 # Of chosen, probs and combine of one layer: quantities by name, one value an item, (N,), whose
 # mean is the quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
-WINDOW = 4  # neighbours whose experts are compared
-PROBABILITIES = 2**25  # of a layer that is read at once: 128 MiB
+PROBABILITIES = 2**23  # of a layer that is read at once: 32 MiB
+ROLES = ExpertRoles()  # windows of neighbours, and items of a batch, as in our studies
 
 
 class LayerNumbers(NamedTuple):
-    """One layer's quantities by name, and each expert's share of the choices."""
+    """One layer's quantities by name, what chance gives for some of them, and shares of the load.
+
+    coverage: of the choices, the share that the m most used experts have, m = 1 … E.
+    """
 
     quantities: dict[str, Interval]
+    chances: dict[str, float]
     load: tuple[float, ...]
+    coverage: tuple[float, ...]
 
 
 class TraceNumbers(NamedTuple):
     """What was found of a trace."""
 
     items: int
-    mean: dict[str, Interval]  # over the layers, of those quantities that all of them have
+    mean: dict[str, Interval]  # of each quantity, over the layers that have it
+    chances: dict[str, float]  # the same
     layers: list[LayerNumbers]
+    remarks: list[str]  # what could not be said, and why
 
 
 def use_metrics_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
@@ -73,36 +85,20 @@ def dropped_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[s
     return {"dropped": torch.from_numpy(linearize_ratio(lost, every))}
 
 
-def pair_lift_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return how often tokens choose the same pairs, over chance; {} of routers of k = 1."""
-    if int(chosen.sum(dim=-1).max()) < 2:
-        return {}
-    return {"pair_lift": pair_lift_by_image(chosen)}
+def coverage_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
+    """Return the share of the choices that the most used quarter of the experts has, by item."""
+    counts = chosen.sum(dim=1).double()
+    most = counts.sum(dim=0).topk(most_used_quarter(chosen.shape[-1])).indices
+    share = linearize_ratio(counts[:, most].sum(dim=1).numpy(), counts.sum(dim=1).numpy())
+    return {"coverage": torch.from_numpy(share)}
 
 
-def margin_by_item(chosen: Tensor, probs: Tensor, combine: Tensor) -> Mapping[str, Tensor]:
-    """Return how far the lowest chosen probability lies above the next; {} where one has none."""
-    margin = choice_margin(probs, chosen).nanmean(dim=1)
-    return {} if margin.isnan().any() else {"margin": margin}
+def most_used_quarter(experts: int) -> int:
+    """Return how many experts are a quarter of them."""
+    return max(1, experts // 4)
 
 
-def local_consistency_by_item(
-    chosen: Tensor, probs: Tensor, combine: Tensor
-) -> Mapping[str, Tensor]:
-    """Return how well one set of experts serves WINDOW neighbours; {} of shorter items."""
-    if chosen.shape[1] < WINDOW:
-        return {}
-    uses = window_use_histogram(chosen, WINDOW).numpy()
-    return {"local_consistency": torch.from_numpy(consistency_by_image(uses))}
-
-
-ANALYSES: tuple[Analysis, ...] = (
-    use_metrics_by_item,
-    dropped_by_item,
-    pair_lift_by_item,
-    margin_by_item,
-    local_consistency_by_item,
-)
+ANALYSES: tuple[Analysis, ...] = (use_metrics_by_item, dropped_by_item, coverage_by_item)
 
 
 def analyse_trace(
@@ -111,61 +107,153 @@ def analyse_trace(
     against: Trace | None = None,
     analyses: Sequence[Analysis] = ANALYSES,
 ) -> TraceNumbers:
-    """Return the quantities of all layers, with 95 % intervals over items.
+    """Return the quantities of all layers, with 95 % intervals over items, beside chance.
 
     items: so many at most, evenly spread; None: as many as PROBABILITIES allow.  against: a trace
-    of the same items, with which the choice of experts is compared.  Labels, where the trace has
-    any, are compared with each token's first expert.  Raises UserError where the traces differ.
+    of the same items, whose experts are matched with these on half of the items and compared on
+    the others.  What experts tell of positions, words, labels and the expert before is compared
+    with permutations; of too few items it is left out, as ``remarks`` say.  Raises UserError where
+    the traces differ, or are of too few items to be matched.
     """
     largest = max(layer.tokens * layer.experts for layer in trace.card.layers)
     places = evenly_spaced_indices(trace.items, items or max(1, PROBABILITIES // largest))
-    if against is not None and against.shape != trace.shape:
-        problem = f"found items, and (tokens, experts) of layers, {against.shape}"
-        raise UserError(f"{against.folder}: {problem}; allowed: {trace.shape}")
-    labels = trace.beside("labels", places)
+    if against is not None:
+        check_same_items(trace, against, places)
+    labels = TokenLabels(trace, places)
     layers: list[LayerNumbers] = []
-    every: list[dict[str, Tensor]] = []
+    every: list[Values] = []
+    before: Tensor | None = None
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, places)
-        counts = expert_counts(routing.chosen)
-        dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
-        by_item = {name: one for analyse in analyses for name, one in analyse(*routing).items()}
-        if against is not None:
-            theirs = against.layer(number, places)
-            first = (first_choices(record_of_layer(one)) for one in (routing, theirs))
-            by_item["agreement"] = agreement_by_image(*first)
-            by_item["same_experts"] = iou_by_image(routing.chosen, theirs.chosen)
-        quantities = {name: item_mean(values) for name, values in by_item.items()}
-        quantities |= {"dead": dead, **compare_with_labels(routing, labels)}
-        layers.append(LayerNumbers(quantities, tuple((counts / counts.sum()).tolist())))
+        theirs = None if against is None else against.layer(number, places)
+        layout = trace.card.layers[number].layout()
+        known = labels.by_kind(number, before)
+        layer, by_item = analyse_layer(routing, layout, known, theirs, analyses)
+        layers.append(layer)
         every.append(by_item)
+        before = first_choices(record_of_layer(routing))
+    chances = {
+        name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
+        for name in dict.fromkeys(name for layer in layers for name in layer.chances)
+    }
+    mean = average_quantities(layers, every)
+    return TraceNumbers(len(places), mean, chances, layers, labels.remarks)
+
+
+def analyse_layer(
+    routing: LayerRouting,
+    layout: TokenLayout,
+    labels: dict[str, Tensor],
+    theirs: LayerRouting | None,
+    analyses: Sequence[Analysis],
+) -> tuple[LayerNumbers, Values]:
+    """Return one layer's numbers, and the values by item, (N,), of those that have any.
+
+    layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
+    T or 1), −1 where unknown.  theirs: the layer in another trace.
+    """
+    record = record_of_layer(routing)
+    counts = expert_counts(routing.chosen)
+    dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
+    by_item = {name: one.numpy() for analyse in analyses for name, one in analyse(*routing).items()}
+    roles, values = layer_roles(record, layout, labels, ROLES)
+    by_item |= values
+    chances = chances_of_layer(roles, int(counts.sum()))
+    if "label" in roles.labels:
+        purity = compare_with_labels(first_choices(record), labels["label"], len(counts))
+        by_item["purity"], chances["purity"] = purity
+    if theirs is not None:
+        matched, by_chance = compare_matched(routing, theirs)
+        by_item |= matched
+        chances |= by_chance
+    quantities = {name: item_mean(one) for name, one in by_item.items()}
+    quantities |= {"dead": dead, **quantities_without_interval(roles)}
+    load = tuple((counts / counts.sum()).tolist())
+    return LayerNumbers(quantities, chances, load, roles.coverage), by_item
+
+
+def average_quantities(
+    layers: Sequence[LayerNumbers], every: Sequence[Values]
+) -> dict[str, Interval]:
+    """Return each quantity's mean over the layers that have it, with an interval where they do.
+
+    every: the layers' values by item.  Those that are tests, ``p_…``, have no mean.
+    """
     mean = {}
-    for name in set.intersection(*(set(layer.quantities) for layer in layers)):
-        if name in every[0]:
-            mean[name] = item_mean(torch.stack([one[name] for one in every]).mean(dim=0))
-        else:
-            mean[name] = Interval(fmean(layer.quantities[name].value for layer in layers))
-    return TraceNumbers(len(places), mean, layers)
+    for name in dict.fromkeys(name for layer in layers for name in layer.quantities):
+        having = [number for number, layer in enumerate(layers) if name in layer.quantities]
+        if name in every[having[0]]:
+            mean[name] = item_mean(np.mean([every[number][name] for number in having], axis=0))
+        elif not name.startswith("p_"):
+            mean[name] = Interval(fmean(layers[number].quantities[name].value for number in having))
+    return mean
 
 
-def item_mean(values: Tensor) -> Interval:
+def check_same_items(trace: Trace, against: Trace, places: np.ndarray) -> None:
+    """Raise UserError where experts cannot be matched: other layers or tokens, too few items."""
+    if against.shape != trace.shape:
+        problem = f"found items, and (tokens, experts) of layers, {against.shape}"
+        raise UserError(f"{against.folder}: {problem}; allowed: {trace.shape}")
+    for name in ("tokens", "labels"):
+        ours, theirs = trace.beside(name, places), against.beside(name, places)
+        if ours is not None and theirs is not None and not torch.equal(ours, theirs):
+            problem = f"found other {name} than in {trace.folder}"
+            raise UserError(f"{against.folder}: {problem}; allowed: a trace of the same items")
+    check_exchangeable(len(places))
+
+
+def item_mean(values: np.ndarray) -> Interval:
     """Return the mean of (N,) values and its interval over items; that of one item has none."""
     if len(values) == 1:
         return Interval(float(values[0]))
-    return crossed_difference(values[None].numpy()).interval()
+    return crossed_difference(values[None]).interval()
 
 
-def compare_with_labels(routing: LayerRouting, labels: Tensor | None) -> dict[str, Interval]:
-    """Return what a token's first expert says of its label, (N,) or (N, T); {} where none fit."""
-    items, tokens, experts = routing.probs.shape
-    if labels is not None and labels.ndim == 1:
-        labels = labels[:, None].expand(items, tokens)
-    if labels is None or labels.shape != (items, tokens) or labels.max() < 0:
-        return {}
-    first = first_choices(record_of_layer(routing))
-    told = truth_layer(first, labels.clamp_min(-1) + 1, experts, int(labels.max()) + 1)
+def chances_of_layer(roles: RolesLayer, choices: int) -> dict[str, float]:
+    """Return what chance gives for a layer's quantities: even random choices, exchanged items."""
+    experts = len(roles.share)
     return {
-        "purity": Interval(told.purity, told.purity_low, told.purity_high),
-        "purity_chance": Interval(told.purity_chance),
-        "label_information": Interval(told.adjusted),
+        **roles.chances,
+        "max_violation": chance_violation(choices, experts),
+        "load_cv2": (experts - 1) / choices,
+        "coverage": most_used_quarter(experts) / experts,
+        **{f"information_{name}": 0.0 for name in roles.labels},  # it is taken off
     }
+
+
+def quantities_without_interval(roles: RolesLayer) -> dict[str, Interval]:
+    """Return what has no value an item: a quantile, a mean over batches, p of permutations."""
+    names = ("smallest_margin", "batch_violation")
+    values = {name: roles.values[name] for name in names if name in roles.values}
+    values |= {f"p_{name}": told.p for name, told in roles.labels.items()}
+    return {name: Interval(value) for name, value in values.items()}
+
+
+def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np.ndarray, float]:
+    """Return how pure a token's first expert is, one value an item (N,), and by chance.
+
+    first: (N, T), −1 for none.  labels: (N, 1 or T), −1 where unknown.  By chance: with the labels
+    of other items.
+    """
+    chosen, kinds = first.numpy(), labels.expand(first.shape).numpy() + 1
+    number = int(kinds.max())
+    tables = expert_truth_tables(chosen, kinds, experts, number)
+    null = permuted_truth_tables(chosen, kinds, experts, number)
+    return purity_by_image(tables), fmean(map(expert_purity, null))
+
+
+def compare_matched(
+    ours: LayerRouting, theirs: LayerRouting
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Return how far matched experts agree, one value an item of a drawn half, and by chance."""
+    pair = ours.chosen.numpy(), theirs.chosen.numpy()
+    items = len(pair[0])
+    is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
+    partners = seed_agreement(*pair, is_fit).partners
+    by_item = matched_agreement_by_image(pair[0][~is_fit], pair[1][~is_fit], partners)
+    names = {"correlation": "matched_correlation", "overlap": "matched_overlap"}
+    chance = chance_agreement(*pair, is_fit)._asdict()
+    return (
+        {names[name]: values for name, values in by_item.items()},
+        {names[name]: value for name, value in chance.items()},
+    )

@@ -7,36 +7,58 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.core.files import write_whole
-from moecore.lens.analyses import TraceNumbers, analyse_trace
+from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
+from moecore.lens.pictures import draw_trace_pictures
 from moecore.lens.trace_reader import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
 from moecore.report.column import Column
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import expert_colours
+from moecore.report.measures.expert_roles import COLUMNS as ROLES_COLUMNS
+from moecore.report.measures.expert_roles import LABELS, TELLS, local_consistency_columns
 from moecore.report.measures.routing import COLUMNS, routing_column
 from moecore.report.page.glossary import WORDS
-from moecore.report.page.rows import method_rows_table
 from moecore.report.page.templating import template_environment
-from moecore.report.page.view import Block, Picture
-from moecore.report.tables.cells import Cell, Cells
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.number_format import NumberFormat
+from moecore.statistics.intervals import Interval
 
 SHOWN = 300  # words of a page
 FEW = 16  # experts whose shares are printed into the picture
+TOLD = {**LABELS, "label": "label"}
+NO_INTERVAL = "no interval"
 LENS_COLUMNS = (
     routing_column("dropped", "Dropped", "", "share", "choices that no expert had room for"),
-    routing_column("pair_lift", "Pair lift", note="how often pairs are chosen, over chance"),
-    routing_column("margin", "Margin", note="lowest chosen probability − the highest other one"),
-    routing_column(
-        "local_consistency", "Local consistency", "", "share", "one set for four neighbours: F1"
-    ),
-    routing_column("agreement", "Agreement", "", "share", "same first expert in both traces"),
-    routing_column("same_experts", "Same experts", "", "share", "chosen in both, of either's"),
+    routing_column("information_label", "Experts tell the label", "", "share", TELLS),
     routing_column("purity", "Purity", "", "share", "of the commonest label of their first expert"),
-    routing_column("purity_chance", "Purity by chance", "", "share", "labels of other items"),
-    routing_column("label_information", "Label information", note="adjusted mutual information"),
+    routing_column(
+        "matched_correlation",
+        "Matched experts, correlation",
+        note="of which tokens chose an expert and its partner in the other trace; matched on half "
+        "of the items, compared on the others",
+    ),
+    routing_column(
+        "matched_overlap",
+        "Matched experts, shared choices",
+        form="share",
+        note="experts of a token whose partner the other trace chose too; of the same items",
+    ),
+    *(
+        routing_column(
+            f"p_{name}",
+            f"p, {words}",
+            note=f"share of permutations that tell as much; {NO_INTERVAL}, no mean: a test a layer",
+        )
+        for name, words in TOLD.items()
+    ),
+    *local_consistency_columns(ROLES.windows),
 )
+WITHOUT_INTERVAL = {  # name → why
+    "dead": "an expert that no item chose is in no other sample of them",
+    "smallest_margin": "a quantile over tokens",
+    "batch_violation": f"batches of {ROLES.batch} items, which have none each",
+}
 
 
 def write_lens_page(
@@ -49,34 +71,72 @@ def write_lens_page(
     write_whole(page, render_lens(trace, numbers))
 
 
-def tabulate_trace_numbers(numbers: TraceNumbers) -> tuple[list[Column], Cells]:
-    """Return the columns, a quantity each, and the rows: all layers together, then each from 1."""
-    known = {one.name: one for one in (*COLUMNS, *LENS_COLUMNS) if isinstance(one, Column)}
-    rows = {"all": numbers.mean} | {
-        str(number): layer.quantities for number, layer in enumerate(numbers.layers, start=1)
+def quantity_columns(numbers: TraceNumbers) -> list[Column]:
+    """Return what is known of the quantities that any layer has, each p behind what it is of."""
+    known = {
+        one.name: one
+        for one in (*COLUMNS, *ROLES_COLUMNS, *LENS_COLUMNS)
+        if isinstance(one, Column)
     }
-    names = list(dict.fromkeys(name for layer in numbers.layers for name in layer.quantities))
-    cells = {
-        row: {name: Cell(own[name], "t", 1) if name in own else None for name in names}
-        for row, own in rows.items()
-    }
-    new = {name: routing_column(name, name.replace("_", " ").capitalize()) for name in names}
-    return [known.get(name, new[name]) for name in names], cells
+    names = dict.fromkeys(name for layer in numbers.layers for name in layer.quantities)
+    ordered = [
+        one
+        for name in names
+        if not name.startswith("p_")
+        for one in (name, name.replace("information_", "p_"))
+        if one in names
+    ]
+    columns = []
+    for name in dict.fromkeys(ordered):
+        new = routing_column(name, name.replace("_", " ").capitalize())
+        column = known.get(name, new)
+        if why := WITHOUT_INTERVAL.get(name):
+            column = column._replace(note=f"{column.note}; {NO_INTERVAL}: {why}")
+        columns.append(column)
+    return columns
+
+
+def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
+    """Return a row a quantity: all layers together, then each from 1, with chance and limits."""
+    sides = [(numbers.mean, numbers.chances)]
+    sides += [(layer.quantities, layer.chances) for layer in numbers.layers]
+    lines = []
+    for column in quantity_columns(numbers):
+        values = [own[column.name] for own, _ in sides if column.name in own]
+        form = NumberFormat.of(column.form, values)
+        cells = [
+            format_quantity(form, own.get(column.name), chances.get(column.name))
+            for own, chances in sides
+        ]
+        lines.append(TableRow(PageCell(column.label, note=column.note), cells))
+    layers = [f"Layer {number}" for number in range(1, len(sides))]
+    return PageTable(["Quantity", "All layers", *layers], lines)
+
+
+def format_quantity(form: NumberFormat, value: Interval | None, chance: float | None) -> PageCell:
+    """Return a cell: the value, what chance gives, and the limits or a dash."""
+    if value is None:
+        return NONE
+    note = "" if chance is None else f"chance {form.value(chance)}"
+    return PageCell(form.value(value.value), form.limits(value) or "–", note, value=value.value)
 
 
 def print_numbers(numbers: TraceNumbers) -> None:
-    """Print the quantities that all layers have, over all of them, with their limits."""
-    columns, cells = tabulate_trace_numbers(numbers)
-    for column in columns:
-        if cell := cells["all"][column.name]:
-            known = NumberFormat.of(column.form, [cell.interval])
-            print(f"{column.label:<28} {known.value_with_limits(cell.interval)}")
+    """Print the quantities over all layers, with their limits and what chance gives."""
+    for column in quantity_columns(numbers):
+        if interval := numbers.mean.get(column.name):
+            form = NumberFormat.of(column.form, [interval])
+            line = f"{column.label:<32} {form.value_with_limits(interval)}"
+            if column.name in numbers.chances:
+                line += f"; by chance {form.value(numbers.chances[column.name])}"
+            print(line)
+    for remark in numbers.remarks:
+        print(remark)
 
 
 def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
     """Return the whole page."""
     words = read_words_with_experts(trace)
-    table = method_rows_table(*tabulate_trace_numbers(numbers))
     layers = trace.card.layers
     return (
         template_environment()
@@ -86,8 +146,16 @@ def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
             items=f"{numbers.items:,} of {trace.items:,} items",
             block=Block(
                 "",
-                grids=[table._replace(columns=["Layer", *table.columns[1:]])],
+                words=numbers.remarks,
+                grids=[quantity_rows_table(numbers)],
                 pictures=[Picture(draw_loads(numbers), "Load of the experts")],
+            ),
+            sheets=Block(
+                "",
+                pictures=[
+                    Picture(figure, name, getattr(figure, "caption", ""))
+                    for name, figure in draw_trace_pictures(trace)
+                ],
             ),
             glossary=WORDS,
             words=words,

@@ -15,7 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.core.files import UserError, file_checksum
-from moecore.lens.trace_format import CARD, TraceCard, check_tokens_in_vocabulary
+from moecore.lens.trace_format import (
+    CARD,
+    TraceCard,
+    check_beside,
+    check_layer_values,
+    check_tokens_in_vocabulary,
+)
 
 AGAIN = "record the trace again"
 
@@ -65,15 +71,28 @@ class Trace:
             if other or not fits:
                 problem = f"{', '.join(names)}: found other shapes, or other experts"
                 raise UserError(f"{path}: {problem}; allowed: of (tokens, experts) {size}")
-            parts.append(decode_layer_routing(experts, weights.float(), probs.float()))
+            if experts.is_floating_point():
+                raise UserError(f"{path}: {names[0]}: found {experts.dtype}; allowed: integers")
+            check_layer_values(probs, weights, f"{path}: {number}")
+            routing = decode_layer_routing(experts, weights.float(), probs.float())
+            if routing.chosen.sum() != (experts >= 0).sum():
+                problem = f"{names[0]}: found an expert twice for one token"
+                raise UserError(f"{path}: {problem}; allowed: once, and -1 for none")
+            parts.append(routing)
         return LayerRouting(*map(torch.cat, zip(*parts, strict=True)))
 
     def beside(self, name: str, items: np.ndarray | None = None) -> Tensor | None:
-        """Return ``tokens``, ``positions`` or ``labels`` of the items, int64; None without any."""
+        """Return ``tokens``, ``positions`` or ``labels`` of the items, int64, or ``pictures``,
+        uint8; None without any.
+        """
         with open_tensors(self.folder / self.card.chunks[0].file) as file:
             if name not in file.keys():
                 return None
-        values = torch.cat([part.long() for _, (part,) in self._read_parts([name], items)])
+        parts = []
+        for path, (part,) in self._read_parts([name], items):
+            check_beside(name, part, len(part), self.card.layers, str(path))
+            parts.append(part if name == "pictures" else part.long())
+        values = torch.cat(parts)
         if name == "tokens":
             check_tokens_in_vocabulary(values, len(self.card.vocabulary), str(self.folder))
         return values
@@ -119,8 +138,10 @@ def read_trace_card(path: Path) -> TraceCard:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "JSON"
-        allowed = first["msg"].replace("Input should be", "allowed:")
-        problem = f"{key}: found {str(first['input'])[:40]}; {allowed}"
+        said = first["msg"].replace("Input should be", "allowed:")
+        problem = f"{key}: found {str(first['input'])[:40]}; {said}"
+        if first["type"] == "value_error":
+            problem = f"{key}: {said.removeprefix('Value error, ')}"
         raise UserError(f"{path}: {' '.join(problem.split())}") from None
 
 

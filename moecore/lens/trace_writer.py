@@ -6,6 +6,7 @@ B items, T tokens of one, E experts, S the most experts that a token chose.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,26 +22,38 @@ from moecore.lens.trace_format import (
     ChunkFile,
     LayerShape,
     TraceCard,
+    check_beside,
+    check_layer_values,
+    check_layout,
     check_tokens_in_vocabulary,
 )
+from moecore.nn.foreign_routers import check_record
 
 PROBABILITIES = 2**24  # of a file: 64 MiB; one batch more than they allow
 
 
 @contextmanager
 def write_trace(
-    folder: str | Path, model: str, vocabulary: Sequence[str] = ()
+    folder: str | Path,
+    model: str,
+    vocabulary: Sequence[str] = (),
+    layouts: Sequence[Sequence[Any]] = (),
 ) -> Iterator["TraceWriter"]:
     """Write a trace into ``folder`` inside the ``with``, which appears whole at its end.
 
-    model: its name.  vocabulary: the word of each token's number.  An older trace is replaced;
-    raises UserError for a folder that holds anything else.
+    model: its name.  vocabulary: the word of each token's number.  layouts: of each MoE layer, or
+    once for all, how many special tokens stand in front, and the grid of the others, such as
+    ``(1, (14, 14))`` of images.  An older trace is replaced; raises UserError for a folder that
+    holds anything else.
     """
     folder = Path(folder)
+    if not isinstance(model, str):
+        raise UserError(f"name: found {type(model).__name__}; allowed: a text, the model's name")
+    check_vocabulary(vocabulary)
     if folder.exists() and not (folder / CARD).is_file():
         raise UserError(f"{folder}: holds no trace; allowed: a new folder, or an older trace")
     with whole_folder(folder) as temporary:
-        writer = TraceWriter(temporary, len(vocabulary))
+        writer = TraceWriter(temporary, len(vocabulary), layouts)
         yield writer
         writer.write_chunk()
         if not writer.chunks:
@@ -55,13 +68,24 @@ def write_trace(
         write_json(temporary / CARD, card.model_dump(mode="json"))
 
 
+def check_vocabulary(vocabulary: Any) -> None:
+    """Raise UserError unless it is a list, or a tuple, of words."""
+    others = [vocabulary]
+    if isinstance(vocabulary, list | tuple):
+        others = [word for word in vocabulary if not isinstance(word, str)]
+    if others:
+        problem = f"found {type(others[0]).__name__} {str(others[0])[:40]}"
+        raise UserError(f"vocabulary: {problem}; allowed: a list of words, as texts")
+
+
 class TraceWriter:
     """Takes the records of batches: ``add(records, tokens=…, labels=…)``."""
 
-    def __init__(self, folder: Path, words: int = 0) -> None:
-        """``words``: of the vocabulary; 0: there is none."""
+    def __init__(self, folder: Path, words: int = 0, layouts: Sequence[Sequence[Any]] = ()) -> None:
+        """``words``: of the vocabulary; 0: there is none.  layouts: see ``write_trace``."""
         self.folder = folder
         self.words = words
+        self.layouts = layouts
         self.layers: list[LayerShape] = []
         self.chunks: list[ChunkFile] = []
         self._kept: list[dict[str, Tensor]] = []
@@ -70,22 +94,20 @@ class TraceWriter:
     def add(self, records: Sequence[RoutingRecord], **beside: Tensor) -> None:
         """Add the records of one forward pass, one of each MoE layer, with fields (B, T, E).
 
-        beside: ``tokens`` and ``positions``, integers (B, T), and ``labels``, (B,) or (B, T) from
-        0, below it unknown.  Raises UserError where they do not fit each other or what came before.
+        beside: ``tokens`` and ``positions``, integers (B, T), ``labels``, (B,) or (B, T) from 0,
+        below it unknown, and ``pictures``, uint8 (B, 1 or 3, H, W), where layouts are known.
+        Raises UserError where they do not fit each other or what came before.
         """
+        layers = self._check_batch(beside, records)
         tensors = {name: value.cpu() for name, value in beside.items()}
-        self._check_beside(tensors, records)
-        layers = []
         for number, record in enumerate(records):
             experts, weights = encode_experts_and_weights(record)
             probs = record.probs.detach()
+            check_layer_values(probs, weights, f"trace: {number}")
             parts = {"experts": experts, "weights": weights, "probs": probs}
             tensors |= {f"{number}.{name}": part.cpu() for name, part in parts.items()}
-            _, tokens, number_of_experts = probs.shape
-            k = experts.shape[-1]
-            if self.layers:
-                k = max(k, self.layers[number].k)
-            layers.append(LayerShape(tokens=tokens, experts=number_of_experts, k=k))
+            k = max(experts.shape[-1], layers[number].k)
+            layers[number] = layers[number].model_copy(update={"k": k})
             self._probabilities += probs.numel()
         self.layers = layers
         self._kept.append(tensors)
@@ -103,24 +125,57 @@ class TraceWriter:
         self.chunks.append(ChunkFile(file=path.name, items=items, sha256=file_checksum(path)))
         self._kept, self._probabilities = [], 0
 
-    def _check_beside(self, beside: Mapping[str, Tensor], records: Sequence[RoutingRecord]) -> None:
-        """Raise UserError for other layers or names than before, and for shapes of other items."""
+    def _check_batch(
+        self, beside: Mapping[str, Any], records: Sequence[RoutingRecord]
+    ) -> list[LayerShape]:
+        """Return the layers. Raises UserError for others, or other names, than before, and for
+        shapes of other items.
+        """
+        for number, record in enumerate(records):
+            check_record(record, f"trace: {number}")
         sizes = [tuple(record.probs.shape[1:]) for record in records]
         before = [(layer.tokens, layer.experts) for layer in self.layers] or sizes
-        if sizes != before or not sizes:
+        if sizes != before or not sizes or any(len(size) != 2 for size in sizes):
             allowed = f"{before}, as before; cut texts to parts of one length"
             raise UserError(f"trace: found layers of (tokens, experts) {sizes}; allowed: {allowed}")
         if self._kept and {*beside} != {*self._kept[0]} & {*BESIDE}:
             raise UserError(f"trace: found {sorted(beside)}; allowed: in all batches the same")
         items = len(records[0].probs)
-        rows = [(items, tokens) for tokens, _ in sizes]
+        if others := {len(record.probs) for record in records} - {items}:
+            problem = f"found layers of {items} and {others.pop()} items; allowed: of all the same"
+            raise UserError(f"trace: {problem}; is a router called twice in a pass?")
+        layers = list(self.layers) or arrange_layers(sizes, self.layouts)
         for name, value in beside.items():
-            shapes = [*rows, (items,)] if name == "labels" else rows
-            if name not in BESIDE or tuple(value.shape) not in shapes:
-                problem = f"found {name} of shape {tuple(value.shape)}"
-                raise UserError(f"trace: {problem}; allowed: {', '.join(BESIDE)}, of {shapes}")
+            check_beside(name, value, items, layers, "trace")
         if "tokens" in beside:
             check_tokens_in_vocabulary(beside["tokens"], self.words, "trace")
+        return layers
+
+
+def arrange_layers(
+    sizes: Sequence[tuple[int, ...]], layouts: Sequence[Sequence[Any]]
+) -> list[LayerShape]:
+    """Return layers of (tokens, experts) with these layouts, as ``write_trace`` has them.
+
+    Raises UserError where their numbers differ, or tokens do not lie as one says.
+    """
+    each = list(layouts) * len(sizes) if len(layouts) == 1 else list(layouts)
+    each = each or [(0, ())] * len(sizes)
+    if len(each) != len(sizes):
+        problem = f"found {len(each)}; allowed: one for all, or one of each of {len(sizes)} layers"
+        raise UserError(f"layouts: {problem}")
+    layers = []
+    for (tokens, experts), layout in zip(sizes, each, strict=True):
+        try:
+            special, grid = int(layout[0]), tuple(map(int, layout[1]))
+            check_layout(tokens, special, grid)
+        except (TypeError, IndexError):
+            allowed = "pairs of special tokens and the grid of the others, as (1, (14, 14))"
+            raise UserError(f"layouts: found {layout}; allowed: {allowed}") from None
+        except ValueError as error:
+            raise UserError(f"layouts: {error}") from None
+        layers.append(LayerShape(tokens=tokens, experts=experts, k=0, special=special, grid=grid))
+    return layers
 
 
 def join_batches(name: str, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:

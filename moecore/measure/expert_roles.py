@@ -25,6 +25,7 @@ from moecore.measure.routing_metrics.coactivation import (
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import (
+    FEWEST,
     expert_information,
     permute_images,
     permute_positions,
@@ -70,7 +71,9 @@ class ExpertRoles(Measurement):
     """Which test images, and the sizes that some numbers depend on."""
 
     images: int | None = Field(
-        1000, ge=2, description="Test images, evenly spread, the same for every method; null: all."
+        1000,
+        ge=FEWEST,
+        description="Test images, evenly spread, the same for every method; null: all.",
     )
     batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
@@ -199,9 +202,11 @@ Values = dict[str, np.ndarray]  # name → one value an image, (N,)
 class BesideRecord(NamedTuple):
     """What is known of a layer's tokens and experts beside its record; None where it is not."""
 
-    people: np.ndarray | None  # (N,) whose image each is
-    alike: Similarity | None
-    predicted: Tensor | None  # (N, T, E) bool, what its router would have chosen a layer earlier
+    people: np.ndarray | None = None  # (N,) whose image each is
+    alike: Similarity | None = None
+    predicted: Tensor | None = (
+        None  # (N, T, E) bool, what its router would have chosen a layer earlier
+    )
     before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
 
 
@@ -210,7 +215,7 @@ def layer_roles(
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    beside: BesideRecord,
+    beside: BesideRecord = BesideRecord(),
 ) -> tuple[RolesLayer, Values]:
     """Return one layer's roles, and the values by image of what ``Result`` has.
 

@@ -17,7 +17,11 @@ from moecore.core.routing_records import first_choices
 from moecore.data.corruptions.draws import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
-from moecore.measure.routing_metrics.expert_information import mutual_information
+from moecore.measure.routing_metrics.expert_information import (
+    FEWEST,
+    mutual_information,
+    permute_images,
+)
 from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
@@ -46,7 +50,7 @@ class Truth(Measurement):
     """Which test images; their experts are those of each token's first choice."""
 
     images: int | None = Field(
-        None, ge=2, description="Test images, evenly spread; null: all of them."
+        None, ge=FEWEST, description="Test images, evenly spread; null: all of them."
     )
 
     @classmethod
@@ -129,7 +133,10 @@ class Result(Config):
 
 
 def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> TruthLayer:
-    """Return the agreement of experts (N, T) int64 and kinds (N, T), 1 to D; 0 is not counted."""
+    """Return the agreement of experts (N, T) int64 and kinds (N, T), 1 to D; 0 is not counted.
+
+    Raises UserError for too few images, see ``permute_images``.
+    """
     from sklearn.metrics import adjusted_mutual_info_score, normalized_mutual_info_score
 
     chosen, truth = experts.numpy(), kinds.numpy()
@@ -142,11 +149,7 @@ def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> T
         lowest=0.0,
         highest=1.0,
     )
-    random = np.random.default_rng(SEED)
-    orders = [random.permutation(len(truth)) for _ in range(PERMUTATIONS)]
-    null_tables = [
-        expert_truth_tables(chosen, truth[order], number, dialects).sum(axis=0) for order in orders
-    ]
+    null_tables = permuted_truth_tables(chosen, truth, number, dialects)
     information = mutual_information(total)
     null_information = np.array([mutual_information(table) for table in null_tables])
     known = (truth > 0) & (chosen >= 0)
@@ -166,6 +169,16 @@ def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> T
         matched=float(total[rows, columns].sum() / total.sum()),
         counts=total[order].tolist(),
     )
+
+
+def permuted_truth_tables(
+    experts: np.ndarray, kinds: np.ndarray, number: int, dialects: int
+) -> list[np.ndarray]:
+    """Return ``expert_truth_tables`` summed over images, (E, D), with their truths exchanged."""
+    return [
+        expert_truth_tables(experts, one, number, dialects).sum(axis=0)
+        for one in permute_images(kinds, PERMUTATIONS, SEED)
+    ]
 
 
 def measure_perturbed_purity(subject: MeasuredModel) -> ChangedPurityRows:

@@ -29,12 +29,43 @@ def build_record(
 
     logits: (..., E), without noise.  experts: (..., k) integers, those chosen.  weights: (..., k)
     of their outputs, 0 where an expert had no room.  score: how logits become probabilities
-    (softmax, sigmoid, sqrt_softplus, relu; all but the first over their sum).
+    (softmax, sigmoid, sqrt_softplus, relu; all but the first over their sum).  Raises UserError for
+    other shapes, and for experts that have no logits.
     """
-    logits = logits.float()
+    shapes = [tuple(one.shape) for one in (logits, experts, weights)]
+    if shapes[1] != shapes[2] or shapes[0][:-1] != shapes[1][:-1]:
+        problem = "found logits {}, experts {} and weights {}".format(*shapes)
+        raise UserError(f"build_record: {problem}; allowed: (..., E), (..., k) and (..., k)")
+    is_number = not (experts.is_floating_point() or experts.dtype == torch.bool)
+    wrong = experts[(experts < 0) | (experts >= logits.shape[-1])]
+    if wrong.numel() or not is_number:
+        problem = f"found {int(wrong[0]) if is_number else experts.dtype}"
+        allowed = f"integers from 0 to {logits.shape[-1] - 1}, the columns of logits"
+        raise UserError(f"build_record: experts: {problem}; allowed: {allowed}")
+    logits, experts = logits.float(), experts.long()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
     combine = torch.zeros_like(logits).scatter(-1, experts, weights.float())
     return RoutingRecord(logits, expert_probs(logits, score), chosen.float(), chosen, combine)
+
+
+def check_record(record: Any, where: str) -> RoutingRecord:
+    """Return a record. Raises UserError unless it is one, its fields tensors (..., E) of one shape
+    and ``chosen`` bool.
+    """
+    if not isinstance(record, RoutingRecord):
+        allowed = "a RoutingRecord, as lens.build_record returns"
+        raise UserError(f"{where}: found {type(record).__name__}; allowed: {allowed}")
+    for name, field in zip(RoutingRecord._fields[:5], record[:5], strict=True):
+        if not isinstance(field, Tensor):
+            problem = f"{name}: found {type(field).__name__}"
+            raise UserError(f"{where}: {problem}; allowed: a tensor (..., experts)")
+    for name, field in zip(RoutingRecord._fields[:5], record[:5], strict=True):
+        if field.ndim < 2 or field.shape != record.probs.shape:
+            problem = f"{name}: found the shape {tuple(field.shape)}"
+            raise UserError(f"{where}: {problem}; allowed: of all fields one, (..., experts)")
+    if record.chosen.dtype != torch.bool:
+        raise UserError(f"{where}: chosen: found {record.chosen.dtype}; allowed: torch.bool")
+    return record
 
 
 def read_top_k_router(
@@ -44,6 +75,9 @@ def read_top_k_router(
 
     Raises UserError where the weights are not the experts' scores, but for a factor.
     """
+    if not isinstance(output, tuple) or len(output) != 3:
+        problem = f"{type(router).__name__} does not return logits, weights and experts"
+        raise UserError(f"trace: {problem}; allowed: transformers 5.23 and later, or an adapter")
     logits, weights, experts = output
     scores = expert_scores(logits.detach().float(), score).gather(-1, experts)
     expected, given = (each / each.sum(-1, keepdim=True) for each in (scores, weights.detach()))

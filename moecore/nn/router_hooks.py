@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.foreign_routers import FOREIGN_ROUTERS, RouterAdapter
+from moecore.nn.foreign_routers import FOREIGN_ROUTERS, RouterAdapter, check_record
 from moecore.nn.layers.standalone_moe import MoELayer
 
 
@@ -29,9 +29,11 @@ def routing_collector(
 
     Records come in the order of the calls, with fields (B, T, E), and carry gradients. A compiled
     model runs as if it were not, unless its routers are those of MoELayers. Raises UserError for a
-    model without such routers.
+    model without such routers, and for adapters that are no functions or return no records.
     """
-    known = {**FOREIGN_ROUTERS, **(adapters or {})}
+    adapters = {} if adapters is None else adapters
+    check_adapters(adapters)
+    known = {**FOREIGN_ROUTERS, **adapters}
     records: list[RoutingRecord] = []
     routers: dict[nn.Module, nn.Module | None] = {}
     _find_routers(model, None, known, routers)
@@ -58,6 +60,16 @@ def routing_collector(
                         block.register_forward_pre_hook(see_block, with_kwargs=True)
                     )
         yield records
+
+
+def check_adapters(adapters: Any) -> None:
+    """Raise UserError unless it is a mapping of classes' names to functions."""
+    allowed = "the name of a router's class → a function of router, inputs and output"
+    if not isinstance(adapters, Mapping):
+        raise UserError(f"adapters: found {type(adapters).__name__}; allowed: {allowed}")
+    for name, adapter in adapters.items():
+        if not callable(adapter):
+            raise UserError(f"adapters.{name}: found {type(adapter).__name__}; allowed: {allowed}")
 
 
 def _find_routers(
@@ -90,10 +102,8 @@ class RouterHook:
 
     def see_router(self, router: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Add the record of a call. Raises UserError where the adapter gives something else."""
-        record = self.adapter(router, inputs, output)
-        if not isinstance(record, RoutingRecord):
-            problem = f"adapters.{type(router).__name__}: returned {type(record).__name__}"
-            raise UserError(f"{problem}; allowed: a RoutingRecord, as lens.build_record returns")
+        where = f"adapters.{type(router).__name__}"
+        record = check_record(self.adapter(router, inputs, output), where)
         self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:

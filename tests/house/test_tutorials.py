@@ -13,6 +13,7 @@ PRINTED = {  # of each tutorial, the words of its blocks and how what they print
         "transformers": "torch.Size([4, 16, 8])",
         "Gate": "torch.Size([1, 6, 4])",
         "write_trace": "torch.Size([24, 10, 4])",
+        "layouts": "(7, 7)",
         "save_file": "6",
     },
 }

@@ -104,9 +104,12 @@ def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp
         assert layer.quantities["margin"].value == pytest.approx(float(margin))
         lift = pair_lift_by_image(record.chosen).mean()
         assert layer.quantities["pair_lift"].value == pytest.approx(float(lift))
-        assert (
-            2 * 2 / (4 + 2) <= layer.quantities["local_consistency"].value <= 1
-        )  # θ = 0: 2k/(E+k)
+        lowest = 2 * 2 / (4 + 2)  # θ = 0: 2k/(E+k)
+        assert lowest <= layer.quantities["consistency_4"].value <= 1
+        assert set(layer.chances) >= {"max_violation", "pair_lift", "consistency_4"}
+    assert {"information_word", "information_position"} <= {*numbers.mean}
+    assert "information_layer_before" not in numbers.layers[0].quantities
+    assert numbers.mean["information_layer_before"].limits
 
 
 def test_images_come_with_their_classes(tmp_path):
@@ -145,28 +148,58 @@ def test_choices_of_any_number_and_dropped_ones_come_back(tmp_path):
     assert dropped == pytest.approx(int((first[1].chosen & ~kept).sum()) / (6 * 3 + 6 * 2))
 
 
+def one_expert_an_item(experts, number):
+    """Every token of an item chooses the same one, of so many: a record."""
+    told = torch.nn.functional.one_hot(experts, number).float()[:, None]
+    told = told.expand(len(experts), 3, number)
+    return build_record(told, told.topk(1).indices, told.topk(1).values)
+
+
 def test_labels_and_another_trace_are_compared_with(tmp_path):
-    """Every token's first expert is its item's label, in the other trace of half of the items."""
-    labels = torch.arange(8) % 4
-    unsure = torch.where(torch.arange(8) != 3, labels, -100)
-    told = torch.nn.functional.one_hot(labels, 4).float()[:, None].expand(8, 3, 4)
-    moved = torch.cat([told[:4], told[4:].roll(1, -1)])
-    for name, logits in (("ours", told), ("theirs", moved)):
+    """An item's expert is its label; in the other trace every expert has another number."""
+    labels = torch.arange(24) % 4
+    unsure = torch.where(torch.arange(24) != 3, labels, -100)
+    for name, experts in (("ours", labels), ("theirs", (labels + 1) % 4)):
         with write_trace(tmp_path / name, name) as trace:
-            trace.add(
-                [build_record(logits, logits.topk(1).indices, logits.topk(1).values)], labels=unsure
-            )
-    numbers = analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "theirs"))
-    found = numbers.layers[0].quantities
-    assert found["purity"].value == found["label_information"].value == 1.0
-    assert found["agreement"].value == found["same_experts"].value == 0.5
-    assert found["entropy"].value == pytest.approx(1.0) and numbers.mean["agreement"].value == 0.5
-    assert numbers.mean["purity"].value == 1.0
-    assert analyse_trace(Trace(tmp_path / "ours"), items=2).items == 2
-    with write_trace(tmp_path / "short", "short") as trace:
-        trace.add(records_of(2, 1))
-    with pytest.raises(UserError, match=r"short: found items, .*\(2, .*; allowed: \(8, "):
-        analyse_trace(Trace(tmp_path / "ours"), against=Trace(tmp_path / "short"))
+            trace.add([one_expert_an_item(experts, 4)], labels=unsure)
+    ours, theirs = (Trace(tmp_path / name) for name in ("ours", "theirs"))
+    numbers = analyse_trace(ours, against=theirs)
+    (layer,) = numbers.layers
+    assert layer.quantities["purity"].value == numbers.mean["purity"].value == 1
+    assert layer.quantities["p_label"].value < 0.01 < 0.3 < layer.chances["purity"] < 0.6
+    for name in ("matched_correlation", "matched_overlap"):
+        assert layer.quantities[name].value == pytest.approx(1) and layer.chances[name] < 0.7
+    assert layer.quantities["entropy"].value == pytest.approx(1)
+    assert analyse_trace(ours, items=5).items == 5
+    with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
+        analyse_trace(ours, items=3, against=theirs)
+    for name, experts, problem in (
+        ("short", labels[:8], r"short: found items, .*\(8, .*; allowed: \(24, "),
+        ("other", labels, "other: found other labels than in .*ours; allowed: a trace of the same"),
+    ):
+        with write_trace(tmp_path / name, name) as trace:
+            trace.add([one_expert_an_item(experts, 4)], labels=experts)
+        with pytest.raises(UserError, match=problem):
+            analyse_trace(ours, against=Trace(tmp_path / name))
+
+
+def test_experts_of_single_items_tell_no_unrelated_labels(tmp_path):
+    """Each item has an expert of its own: whatever its label, it is told, so nothing is beyond
+    chance. Of three items nothing can be said, and of one label neither.
+    """
+    with write_trace(tmp_path / "trace", "own") as trace:
+        trace.add([one_expert_an_item(torch.arange(40), 40)], labels=torch.arange(40) // 10)
+    trace = Trace(tmp_path / "trace")
+    layer = analyse_trace(trace).layers[0]
+    assert layer.quantities["information_label"].value == pytest.approx(0, abs=1e-12)
+    assert layer.quantities["p_label"].value == layer.chances["purity"] == 1
+    few = analyse_trace(trace, items=3)
+    assert "purity" not in few.mean and "information_label" not in few.mean
+    assert "found 3 items; allowed: 4 and more" in few.remarks[0]
+    with write_trace(tmp_path / "trace", "own") as trace:
+        trace.add([one_expert_an_item(torch.arange(40), 40)], labels=torch.zeros(40).long())
+    same = analyse_trace(Trace(tmp_path / "trace"))
+    assert "purity" not in same.mean and "found one label; allowed: two" in same.remarks[0]
 
 
 def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkeypatch):
@@ -174,7 +207,7 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
     (tmp_path / "own.py").write_text(FILE, encoding="utf-8")
     for words, told in (
         ("record own.py", "trace: 6 items; next: moecore lens read trace"),
-        ("read trace --against trace", "Same experts"),
+        ("read trace --against trace", "Matched experts"),
     ):
         done = CliRunner().invoke(app, ["lens", *words.split()])
         assert done.exit_code == 0 and told in done.output, done.output
@@ -182,7 +215,9 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
         assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert shown.locator("h1").inner_text() == "What the routers of Model do"
         assert shown.locator("#words .text span").count() == 30
-        assert shown.locator("#layers tbody tr").count() == 2  # all layers, and the only one
+        assert (
+            shown.locator("#layers thead th").count() == 3
+        )  # quantities, all layers, the only one
 
 
 @pytest.mark.parametrize(
@@ -193,6 +228,19 @@ def test_the_commands_record_a_file_and_write_the_page(browser, tmp_path, monkey
         ("padding", r"attention_mask: found 0; allowed: 1; cut texts to parts of one length"),
         ("lengths", r"trace: found layers of .* \[\(4, 4\)\]; allowed: \[\(5, 4\)\], as before"),
         ("error", r"own.py: ZeroDivisionError: division by zero \(.*own.py:24\)"),
+        ("forward", r"own.py: ZeroDivisionError: division by zero \(.*own.py:25\)"),
+        ("inside", r"own.py: RuntimeError: .* \(.*own.py:7\)"),
+        ("generator", r"own.py: ZeroDivisionError: division by zero \(.*own.py:25\)"),
+        ("pair", r"own.py: batches: found a tuple of dict, Tensor; allowed: what the model"),
+        ("labels", r"^trace: labels: found torch.float32; allowed: integers"),
+        ("number", r"^vocabulary: found int 3; allowed: a list of words"),
+        ("numbers", r"^vocabulary: found int 0; allowed: a list of words"),
+        ("name", r"^name: found int; allowed: a text"),
+        ("adapter", r"^adapters.Gate: found int; allowed: the name of a router's class"),
+        ("adapters", r"^adapters: found list; allowed: the name of a router's class"),
+        ("returned", r"^adapters.Gate: found NoneType; allowed: a RoutingRecord"),
+        ("combine", r"^adapters.Gate: combine: found NoneType; allowed: a tensor"),
+        ("columns", r"^build_record: experts: found [23]; allowed: integers from 0 to 1"),
     ],
 )
 def test_a_file_that_gives_something_else_is_refused(tmp_path, changed, problem):
@@ -203,11 +251,25 @@ def test_a_file_that_gives_something_else_is_refused(tmp_path, changed, problem)
         "padding": f"batches = [{mask}]",
         "lengths": "batches.append({'input_ids': torch.ones(2, 4).long()})",
         "error": "1 / 0",
+        "forward": "def forward(self, input_ids):\n    1 / 0\nModel.forward = forward",
+        "inside": "model.gate = Gate(9, 4)",
+        "generator": "def drawn():\n    yield 1 / 0\nbatches = drawn()",
+        "pair": "batches = [(batches[0], torch.zeros(2))]",
+        "labels": "batches = [(batches[0], {'labels': torch.tensor([1.5, 0])})]",
+        "number": "vocabulary = 3",
+        "numbers": "vocabulary = list(range(9))",
+        "name": "name = 3",
+        "adapter": "adapters = {'Gate': 3}",
+        "adapters": "adapters = [read]",
+        "returned": "adapters = {'Gate': print}",
+        "combine": "adapters = {'Gate': lambda *given: read(*given)._replace(combine=None)}",
+        "columns": "adapters = {'Gate': lambda gate, inputs, output: moecore.lens.build_record("
+        "torch.randn(2, 5, 2), output.indices, output.values)}",
     }
     (tmp_path / "own.py").write_text(FILE + ends[changed], encoding="utf-8")
-    with pytest.raises(UserError, match=problem):
+    with pytest.raises(UserError, match=problem) as error:
         record_python_file(tmp_path / "own.py", tmp_path / "trace")
-    assert not (tmp_path / "trace").exists()
+    assert "\n" not in str(error.value) and not (tmp_path / "trace").exists()
 
 
 def write_card(folder, **changes):
@@ -228,6 +290,7 @@ def rewrite_tensors(folder, **changes):
 
 
 EXPERTS = torch.full((6, 5, 2), 4)
+ONES = torch.ones(2, 3).long()
 PROBS = torch.ones(6, 5, 3)
 
 
@@ -235,8 +298,8 @@ PROBS = torch.ones(6, 5, 3)
     ("damage", "problem"),
     [
         (
-            lambda folder: write_card(folder, format=2),
-            "json: format: found 2; allowed: 1",
+            lambda folder: write_card(folder, format=3),
+            "json: format: found 3; allowed: 1 or 2",
         ),
         (
             lambda folder: write_card(folder, layers=[]),
@@ -256,6 +319,20 @@ PROBS = torch.ones(6, 5, 3)
             "found other shapes",
         ),
         (lambda folder: rewrite_tensors(folder, tokens=torch.full((6, 5), 9)), "tokens: found 9"),
+        (lambda folder: rewrite_tensors(folder, tokens=torch.ones(6, 5)), "found torch.float32"),
+        (
+            lambda folder: rewrite_tensors(folder, labels=torch.ones(6, 4).long()),
+            r"found labels of shape \(6, 4\); allowed: \(6, 5\) or \(6,\)",
+        ),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.probs": torch.full((6, 5, 4), torch.nan)}),
+            "0.probs: found nan; allowed: finite numbers, not below 0",
+        ),
+        (
+            lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS - 1}),
+            "0.experts: found an expert twice",
+        ),
+        (lambda folder: rewrite_tensors(folder, **{"0.experts": EXPERTS - 1.0}), "allowed: int"),
     ],
 )
 def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
@@ -265,13 +342,25 @@ def test_a_damaged_trace_is_one_line(recorded, tmp_path, damage, problem):
     assert "\n" not in str(error.value)
 
 
+def nan_record():
+    (record,) = records_of(2, 1)
+    return record._replace(probs=record.probs * torch.nan)
+
+
 def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
     folder = tmp_path / "trace"
     for add, problem in (
         (lambda trace: None, "nothing was added"),
         (lambda trace: trace.add([]), "found layers of .* \\[\\]; allowed"),
-        (lambda trace: trace.add(records_of(2, 1), tokens=torch.ones(2, 4)), "found tokens of sh"),
-        (lambda trace: trace.add(records_of(2, 1), words=torch.ones(2, 3)), "found words of shape"),
+        (lambda trace: trace.add(records_of(2, 1), tokens=ONES[:, :2]), "found tokens of sh"),
+        (lambda trace: trace.add(records_of(2, 1), words=ONES), "found words; allowed: tokens"),
+        (lambda trace: trace.add(records_of(2, 1), labels=[1, 2]), "labels: found list"),
+        (lambda trace: trace.add([nan_record()]), "trace: 0.probs: found nan; allowed: finite"),
+        (
+            lambda trace: trace.add([*records_of(2, 1), *records_of(3, 1)]),
+            "of 2 and 3 items",
+        ),
+        (lambda trace: trace.add([records_of(2, 1)[0].probs]), "trace: 0: found Tensor; allowed"),
     ):
         with pytest.raises(UserError, match=problem):
             with write_trace(folder, "none") as trace:
@@ -281,7 +370,7 @@ def test_what_does_not_fit_a_trace_is_refused(trained, subject, tmp_path):
             pass
     with pytest.raises(UserError, match="allowed: in all batches the same"):
         with write_trace(folder, "none") as trace:
-            trace.add(records_of(2, 1), labels=torch.ones(2))
+            trace.add(records_of(2, 1), labels=ONES[:, 0])
             trace.add(records_of(2, 1))
     done = CliRunner().invoke(app, ["lens", "record", str(trained)])
     assert done.exit_code == 1 and "takes --data" in done.output

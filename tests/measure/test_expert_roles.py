@@ -19,7 +19,10 @@ from moecore.measure.routing_metrics.coactivation import (
     follow_up_shares,
     pair_lift_by_image,
 )
-from moecore.measure.routing_metrics.expert_information import expert_information
+from moecore.measure.routing_metrics.expert_information import (
+    expert_information,
+    permute_images,
+)
 from moecore.measure.routing_metrics.expert_similarity import expert_similarity, keep_layer_tokens
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.measure.routing_metrics.load_concentration import (
@@ -110,6 +113,8 @@ def test_information_of_classes():
     assert unknown.information == pytest.approx(told.information)
     with pytest.raises(UserError, match="fewer than two labels"):
         expert_information(chosen, labels * 0, others)
+    with pytest.raises(UserError, match="found 3 images .*; allowed: 4 and more"):
+        expert_information(chosen[:3], labels[:3], permute_images(labels[:3], 200, 0))
 
 
 def test_specialisation_of_words():

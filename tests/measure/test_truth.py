@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
+from moecore.core.files import UserError
 from moecore.data.corruptions.draws import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
@@ -15,6 +16,7 @@ from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
     purity_by_epoch,
+    purity_by_image,
 )
 from moecore.measure.truth import (
     EPSILONS,
@@ -86,11 +88,15 @@ def test_by_hand():
     """
     layer = truth_layer(EXPERTS, KINDS, 3, 3)
     assert layer.counts == ((2, 1, 0), (0, 2, 0), (1, 0, 1))
+    by_image = purity_by_image(expert_truth_tables(EXPERTS.numpy(), KINDS.numpy(), 3, 3))
+    assert by_image.mean() == pytest.approx(5 / 7)
     assert layer.purity == pytest.approx(5 / 7) and layer.matched == pytest.approx(5 / 7)
     known = KINDS.numpy() > 0
     pair = KINDS.numpy()[known], EXPERTS.numpy()[known]
     assert layer.mutual_information == pytest.approx(mutual_info_score(*pair))
     assert layer.adjusted == pytest.approx(adjusted_mutual_info_score(*pair))
+    with pytest.raises(UserError, match="found 1 images .*; allowed: 4 and more"):
+        truth_layer(EXPERTS[:1], KINDS[:1], 3, 3)
 
 
 def test_purity_is_by_expert():

@@ -194,6 +194,6 @@ def test_other_routers_and_adapters_are_refused():
         with routing_collector(OwnBlock()):
             pass
     block = OwnBlock()
-    with pytest.raises(UserError, match="^adapters.OwnGate: returned Tensor; allowed: a Routing"):
+    with pytest.raises(UserError, match="^adapters.OwnGate: found Tensor; allowed: a Routing"):
         with routing_collector(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
             block(tokens=torch.randn(2, 3, 8))

@@ -9,9 +9,10 @@ from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.seed_matching import (
-    chance_correlation,
+    chance_agreement,
     indicator_correlation,
     match_experts,
+    matched_agreement_by_image,
     seed_agreement,
 )
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -47,6 +48,9 @@ def test_compared_where_it_was_not_matched():
     assert agreement.partners.tolist() == [1, 2, 0]
     assert agreement.correlation == pytest.approx(0.718234, abs=1e-6)
     assert agreement.overlap == 0.75
+    rest = matched_agreement_by_image(FIRST[1::2, None], SECOND[1::2, None], agreement.partners)
+    assert rest["correlation"].mean() == pytest.approx(0.718234, abs=1e-6)
+    assert rest["overlap"].tolist() == [1, 1, 1, 0]
     with pytest.raises(UserError, match="one shape"):
         seed_agreement(FIRST[:, None], SECOND[:, None, :2], np.arange(8) % 2 == 0)
 
@@ -56,7 +60,7 @@ def test_unrelated_seeds_agree_by_chance():
     ours, theirs = np.eye(4, dtype=bool)[random.integers(0, 4, (2, 100, 9))]
     is_fit = np.arange(100) % 2 == 0
     assert abs(seed_agreement(ours, theirs, is_fit).correlation) < 0.08
-    assert abs(chance_correlation(ours, theirs, is_fit)) < 0.03
+    assert chance_agreement(ours, theirs, is_fit) == pytest.approx((0, 0.25), abs=0.03)
 
 
 def test_mean_over_pairs():

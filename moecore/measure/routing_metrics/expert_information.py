@@ -13,6 +13,8 @@ from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.people import permuted_orders
 
+FEWEST = 4  # images whose labels are exchanged: of three, no order is rarer than 1 in 3! = 6
+
 
 class ExpertInformation(NamedTuple):
     """Nats; ``excess_by_image`` (B,): values whose mean is ``information`` − ``chance``.
@@ -94,9 +96,20 @@ def largest_expert_shares(table: np.ndarray, tokens: np.ndarray, common: np.ndar
 def permute_images(
     labels: np.ndarray, number: int, seed: int, people: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield labels (B, T) so many times with the images' maps exchanged, or people's with all."""
+    """Yield labels (B, T) so many times with the images' maps exchanged, or people's with all.
+
+    Raises UserError for fewer than FEWEST images: what they tell would be all chance, unnoticed.
+    """
+    check_exchangeable(len(labels))
     for order in permuted_orders(len(labels), number, seed, people):
         yield labels[order]
+
+
+def check_exchangeable(images: int) -> None:
+    """Raise UserError where there are too few images for a null that exchanges them."""
+    if images < FEWEST:
+        problem = f"found {images} images or texts, which are exchanged to know what chance gives"
+        raise UserError(f"permutation null: {problem}; allowed: {FEWEST} and more")
 
 
 def permute_positions(labels: np.ndarray, number: int, seed: int) -> Iterator[np.ndarray]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moecore.core.routing_records import TokenLayout
 from moecore.nn.backbones.base_model import majority_token_kinds
 from moecore.nn.predict import image_batches
+from moecore.statistics.crossed import linearize_ratio
 
 
 def expert_truth_tables(
@@ -37,6 +38,16 @@ def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 def expert_purity(table: np.ndarray) -> float:
     """Return the share of tokens of their expert's most frequent kind; table (E, D) of counts."""
     return float(table.max(axis=1).sum() / table.sum())
+
+
+def purity_by_image(tables: np.ndarray) -> np.ndarray:
+    """Return ``expert_purity`` of all images' sum as one value an image, (N,), whose mean it is.
+
+    tables: (N, E, D).  What an image does to it while each expert's kind stays (as a jackknife).
+    """
+    kind = tables.sum(axis=0).argmax(axis=1)
+    right = tables[:, np.arange(len(kind)), kind].sum(axis=1)
+    return linearize_ratio(right, tables.sum(axis=(1, 2)))
 
 
 def purity_over_layers(tables: Sequence[np.ndarray]) -> float:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
+from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.people import permuted_orders
 
 
@@ -60,19 +61,53 @@ def seed_agreement(ours: np.ndarray, theirs: np.ndarray, is_fit: np.ndarray) -> 
     return SeedAgreement(float(correlation), float(shared.sum() / max(1, rest[0].sum())), partners)
 
 
-def chance_correlation(
+def matched_agreement_by_image(
+    ours: np.ndarray, theirs: np.ndarray, partners: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return correlation and overlap of ``seed_agreement`` as one value an image, (B,) each.
+
+    ours, theirs: (B, T, E) bool, of images that the partners (E,) do not come from.  Their means
+    are the two; a token moves Pearson's r by z·z' − r·(z² + z'²)/2 of its standard scores.
+    """
+    theirs = theirs[..., partners]
+    scores = []
+    for chosen in (ours, theirs):
+        mean = chosen.mean(axis=(0, 1))
+        spread = np.sqrt(mean * (1 - mean))
+        scores.append((chosen - mean) / np.where(spread > 0, spread, np.inf))
+    one, other = scores
+    correlation = (one * other).mean(axis=(0, 1))
+    moved = one * other - correlation * (np.square(one) + np.square(other)) / 2
+    shared = (ours & theirs).sum(axis=(1, 2))
+    return {
+        "correlation": (correlation + moved).mean(axis=(1, 2)),
+        "overlap": linearize_ratio(shared, ours.sum(axis=(1, 2))),
+    }
+
+
+class ChanceAgreement(NamedTuple):
+    """Means of ``seed_agreement`` over exchanges of the second one's images."""
+
+    correlation: float
+    overlap: float
+
+
+def chance_agreement(
     ours: np.ndarray,
     theirs: np.ndarray,
     is_fit: np.ndarray,
     draws: int = 20,
     seed: int = 0,
     people: np.ndarray | None = None,
-) -> float:
-    """Return the mean correlation of ``seed_agreement`` with the second one's images exchanged.
+) -> ChanceAgreement:
+    """Return the mean agreement of ``seed_agreement`` with the second one's images exchanged.
 
     Matched and compared as the real one. What is left is what experts share by place alone.
     people: (B,), whose image each is; people are then exchanged.
     """
     orders = permuted_orders(len(theirs), draws, seed, people)
-    null = [seed_agreement(ours, theirs[order], is_fit).correlation for order in orders]
-    return float(np.mean(null))
+    null = [seed_agreement(ours, theirs[order], is_fit) for order in orders]
+    return ChanceAgreement(
+        float(np.mean([one.correlation for one in null])),
+        float(np.mean([one.overlap for one in null])),
+    )

@@ -43,15 +43,19 @@ def token_labels_by_kind(
     if images.ndim == TEXT:
         blocks = images.shape[1] // (1 + bool(subject.model.image.truth))
         words = images[:, blocks - 1].astype(np.int64)
-        _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
-        common = counts[place.reshape(words.shape)] >= RARE
-        labels["word"] = torch.from_numpy(np.where(common, words, -1))
+        labels["word"] = torch.from_numpy(mask_rare_words(words))
         if not subject.model.image.truth:  # nobody sees it in ciphers
             kinds = stop_word_labels(read_vocabulary(data.folder, subject.model.image.task.outputs))
             labels["stop_word"] = torch.from_numpy(kinds[words])
     if data.card.get("regions"):
         labels["tissue"] = tissue_labels(data.regions("test"), where, layout)
     return labels
+
+
+def mask_rare_words(words: np.ndarray) -> np.ndarray:
+    """Return numbers of words (N, T), -1 for those that occur fewer than RARE times among them."""
+    _, place, counts = np.unique(words, return_inverse=True, return_counts=True)
+    return np.where(counts[place.reshape(words.shape)] >= RARE, words, -1)
 
 
 def tissue_labels(maps: np.ndarray, where: np.ndarray, layout: TokenLayout) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 
 from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.measure.expert_roles import KeptChoices, Result
-from moecore.measure.routing_metrics.seed_matching import chance_correlation, seed_agreement
+from moecore.measure.routing_metrics.seed_matching import chance_agreement, seed_agreement
 from moecore.report.page.view import Block, PageCell, PageTable, TableRow
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase
@@ -57,7 +57,8 @@ def seed_stability(phase: Phase, method: str) -> SeedStability | None:
         agreements = [seed_agreement(*layers, is_fit) for layers in pairs]
         correlation[one, other] = np.mean([agreement.correlation for agreement in agreements])
         overlap[one, other] = np.mean([agreement.overlap for agreement in agreements])
-        chance += [chance_correlation(*layers, is_fit, people=people) for layers in pairs]
+        nulls = [chance_agreement(*layers, is_fit, people=people) for layers in pairs]
+        chance += [null.correlation for null in nulls]
     return SeedStability(
         mean_over_seed_pairs(correlation + correlation.T),
         mean_over_seed_pairs(overlap + overlap.T),
