@@ -210,12 +210,15 @@ class BesideRecord(NamedTuple):
     before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
 
 
+NOTHING_BESIDE = BesideRecord()
+
+
 def layer_roles(
     record: RoutingRecord,
     layout: TokenLayout,
     labels: dict[str, Tensor],
     settings: ExpertRoles,
-    beside: BesideRecord = BesideRecord(),
+    beside: BesideRecord = NOTHING_BESIDE,
 ) -> tuple[RolesLayer, Values]:
     """Return one layer's roles, and the values by image of what ``Result`` has.
 
