@@ -144,7 +144,8 @@ def _claim_line(evaluated_claim: EvaluatedClaim) -> TableRow:
         answer = ANSWERS.get(row.verdict, row.verdict)
         marks = [PageCell(answer, detectable, look=f"verdict {row.verdict}")]
     small = ", ".join(filter(None, (row.difference_limits, row.over)))
-    metric = PageCell(evaluated_claim.metric.column.label, _statement(evaluated_claim), claim.why)
+    note = "; ".join(filter(None, (_statement(evaluated_claim), claim.why)))  # it may wrap
+    metric = PageCell(evaluated_claim.metric.column.label, note=note)
     sides = map(PageCell, row.values, row.limits, (claim.method, claim.against))
     printed = row.effect and f"the paper: {row.effect}"
     difference = PageCell(row.difference, small, fasten_unit(printed))
