@@ -182,11 +182,11 @@ class Result(ItemMeans):
 
     information_{label}: as ``normalised``.  specialisation_{label}: less its chance.  pair_lift:
     mean of P(b | a) / P(b) over pairs of experts that tokens chose; its chance is at an even load.
-    margin: lowest probability of a
-    chosen expert − highest of another.  consistency_{m}: F1 of the best sets for windows of m
-    tokens; its chance with each image's tokens exchanged.  expert_cka, expert_cosine: of what two
-    make of the same tokens, mean over pairs; their chance of tokens of two images.  early_choice,
-    early_load: see ``choice_predictability``, as early_load_rank and early_hottest of layers alone.
+    margin: lowest probability of a chosen expert − highest of another.  consistency_{m}: F1 of the
+    best sets for windows of m tokens; its chance with each image's tokens exchanged.  expert_cka,
+    expert_cosine: of what two make of the same tokens, mean over pairs; their chance of tokens of
+    two images.  early_choice, early_load: see ``choice_predictability``, as early_load_rank and
+    early_hottest of layers alone.
     Of layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of
     batches, beside that of even random choices.
     """
@@ -204,9 +204,8 @@ class BesideRecord(NamedTuple):
 
     people: np.ndarray | None = None  # (N,) whose image each is
     alike: Similarity | None = None
-    predicted: Tensor | None = (
-        None  # (N, T, E) bool, what its router would have chosen a layer earlier
-    )
+    # (N, T, E) bool, what its router would have chosen a layer earlier
+    predicted: Tensor | None = None
     before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
 
 
