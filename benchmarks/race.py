@@ -2,12 +2,12 @@
 regularizers, routers and their updates cost. Writes one JSON.
 
     python -m benchmarks.race [--quick] [--only layer peers step regularizers
-        routers hook] [--device cuda]
+        routers hook waits] [--device cuda]
     python -m benchmarks.table benchmarks/race.json
 
 On a GPU layers have 66,192 tokens and steps 16 times the batch, both are raced compiled too, and
-the places where a step's host waits for the device are counted; peers are a CPU's. What is written
-there is benchmarks/race_cuda.json.
+"waits" counts where a step's host waits for the device; peers and regularizers are a CPU's. What is
+written there is benchmarks/race_cuda.json.
 Contestants take turns in one process (training steps: one process each), 8 rounds or more; a figure
 is the median of the rounds' ratios, with its quartiles, and the ratio of the shortest turns. Run it
 with nothing else on the machine.
@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import layers, routers, training_step
-from benchmarks.layers import Size, step
+from benchmarks.layers import Size, step, wait
 from benchmarks.limit import Peaks, described, limit, peaks, versions, weight_traffic
 from benchmarks.peers import PEERS, Peer, Unfit, leave_group, torch_dtype
 from benchmarks.timing import LEAST, Ratio, Run, take_turns
@@ -51,8 +51,11 @@ TARGETS = {  # ours / peer, by number of experts where it depends on it
     "DeepSpeed": 0.82,
     "soft-moe-pytorch": None,
 }
-RACES = ("layer", "peers", "step", "regularizers", "routers", "hook")
 CUDA = "cuda"
+RACES = {
+    "cpu": ("layer", "peers", "step", "regularizers", "routers", "hook"),
+    CUDA: ("layer", "step", "routers", "hook", "waits"),
+}
 MODELS = ("default", "vit_tiny", "vit_s")
 REGULARIZER = 1.02
 ROUTER = 1.05
@@ -122,11 +125,13 @@ def wait_rows(names: tuple[str, ...]) -> Iterator[dict]:
     """The host's waits in a training step, which are numbers and no ratios."""
     for name in names:
         size = training_step.sized(name, CUDA)
-        made = training_step.bench(size, size.vmoe, torch.bfloat16, device=CUDA)
-        for _ in range(3):  # the first steps load libraries
-            made.step()
-        said = f"{waits(made.queued)} waits of the host"
-        yield skipped("waits in a step", name, "bfloat16", said)
+        methods = {kind: each.method(size) for kind, each in routers.CONTESTANTS.items()}
+        for kind, method in ({"V-MoE": size.vmoe} | methods).items():
+            made = training_step.bench(size, method, torch.bfloat16, device=CUDA)
+            for _ in range(3):  # the first steps load libraries
+                made.step()
+            said = f"{waits(made.queued)} waits of the host"
+            yield skipped("waits in a step", f"{kind}, {name}", "bfloat16", said)
 
 
 def layer_rows(rounds: int, found: Peaks) -> Iterator[dict]:
@@ -257,35 +262,45 @@ def _regularized(size: training_step.Size, views: int, regularizers: tuple) -> R
     return made._replace(guidance=Guidance(output.prediction, probs)).step
 
 
-def router_rows(rounds: int, names: tuple[str, ...]) -> Iterator[dict]:
+def router_rows(rounds: int, names: tuple[str, ...], device: str = "cpu") -> Iterator[dict]:
     """The step with each router or kind of experts against V-MoE's, and the FLOPs of both."""
     for name in names:
-        size = training_step.sizes()[name]
-        against = training_step.bench(size, size.vmoe, torch.bfloat16).step
+        size = training_step.sized(name, device)
+        against = training_step.bench(size, size.vmoe, torch.bfloat16, device=device).step
         flops = routers.step_flops(size, size.vmoe)
         for kind, contestant in routers.CONTESTANTS.items():
             method = contestant.method(size)
-            own = training_step.bench(size, method, torch.bfloat16).step
+            own = training_step.bench(size, method, torch.bfloat16, device=device).step
             turns = take_turns({"own": own, "vmoe": against}, rounds)
             what = f"{kind}, {name}, FLOPs × {routers.step_flops(size, method) / flops:.2f}"
             times = turns["own"], turns["vmoe"]
             yield row("step / V-MoE's", what, "bfloat16", *times, ROUTER, contestant.note)
 
 
-def hook_rows(rounds: int, names: tuple[str, ...]) -> Iterator[dict]:
+def hook_rows(rounds: int, names: tuple[str, ...], device: str = "cpu") -> Iterator[dict]:
     """The update of routers at the end of a step, as a share of the step without it: the difference
     of two steps is smaller than what they vary by.
     """
     for name in names:
-        size = training_step.sizes()[name]
+        size = training_step.sized(name, device)
         for kind in routers.UPDATED:
-            method = routers.CONTESTANTS[kind].method(size)
-            made = training_step.bench(size, method, torch.bfloat16, updates_routers=False)
-            output = made.output()
-            hook = partial(made.model.end_step, output, training_step.PROGRESS)
+            made = training_step.bench(
+                size,
+                routers.CONTESTANTS[kind].method(size),
+                torch.bfloat16,
+                device=device,
+                updates_routers=False,
+            )
+            update = partial(made.model.end_step, made.output(), training_step.PROGRESS)
+            hook = partial(_run_and_wait, update, device)
             turns = take_turns({"step": made.step, "hook": hook}, 4 * rounds)
             what = f"{kind}, {name}"
             yield row("update / step", what, "bfloat16", turns["hook"], turns["step"], HOOK)
+
+
+def _run_and_wait(run: Run, device: str) -> None:
+    run()
+    wait(device)
 
 
 def arguments() -> argparse.Namespace:
@@ -294,7 +309,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=RACES, default=list(RACES))
+    parser.add_argument("--only", nargs="+", choices=sorted({*RACES["cpu"], *RACES[CUDA]}))
     rounds = f"rounds of each race (default 12; at least {LEAST})"
     parser.add_argument("--rounds", type=int, default=12, help=rounds)
     most = "of one race with a peer at most; the slowest take many seconds a turn (default 240)"
@@ -308,6 +323,9 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.device == CUDA and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; allowed: cpu")
+    options.only = options.only or RACES[options.device]
+    if unfit := set(options.only) - {*RACES[options.device]}:
+        parser.error(f"--only {min(unfit)}: not on {options.device}")
     if options.json is None:
         options.json = Path(
             "benchmarks", "race.json" if options.device == "cpu" else "race_cuda.json"
@@ -321,18 +339,15 @@ def figures(options: argparse.Namespace, found: Peaks) -> Iterator[dict]:
     """All figures that are asked for, in the order of ``--only``."""
     rounds = 3 if options.quick else options.rounds
     models = MODELS[:2] if options.quick else tuple(options.models)
-    if options.device == CUDA:
-        yield from device_rows(rounds)
-        yield from step_rows(rounds, found, models, CUDA)
-        yield from wait_rows(models)
-        return
+    device = options.device
     races = {
-        "layer": lambda: layer_rows(rounds, found),
+        "layer": lambda: device_rows(rounds) if device == CUDA else layer_rows(rounds, found),
         "peers": lambda: peer_rows(rounds, options.quick, options.seconds),
-        "step": lambda: step_rows(rounds, found, models),
+        "step": lambda: step_rows(rounds, found, models, device),
         "regularizers": lambda: regularizer_rows(rounds),
-        "routers": lambda: router_rows(rounds, models),
-        "hook": lambda: hook_rows(rounds, models),
+        "routers": lambda: router_rows(rounds, models, device),
+        "hook": lambda: hook_rows(rounds, models, device),
+        "waits": lambda: wait_rows(models),
     }
     for name in options.only:
         yield from races[name]()

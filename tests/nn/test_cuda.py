@@ -1,6 +1,6 @@
 """The GPU computes what the CPU computes; skipped where there is no GPU."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -19,7 +19,9 @@ from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.loop import iterate_training, train_step
+from moecore.training.meter import Meter
 from moecore.training.method import Method
+from moecore.training.monitor import Monitor
 from moecore.training.optimizer import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import COMPETITION, CPU, IMAGE, SETTINGS, task
@@ -122,14 +124,14 @@ SHIFTED = SETTINGS.model_copy(update={"views": type(SETTINGS.views)(shift=1)})
 def test_a_step_never_waits_for_the_device(name, dtype):
     given = on_cuda(method_of(name))
     optimizer = build_optimizer(given.model, SHIFTED)
+    meter = Meter(torch.device("cuda"), monitor=Monitor(every=1))
     for step in range(3):
         batch = training_batch(given, SHIFTED, 0, step)
-        arguments = (given, SHIFTED, optimizer, batch, 1e-3, dtype, 0.5)
-        if step < 2:  # the first steps may load libraries
-            train_step(*arguments)
-            continue
-        with no_waits():
-            train_step(*arguments)
+        # the first steps may load libraries
+        with no_waits() if step == 2 else nullcontext():
+            said = train_step(given, SHIFTED, optimizer, batch, 1e-3, dtype, 0.5)
+            meter.add(step, len(batch.images), *said)
+    assert len(meter.take("")[1]) == len(said[-1].routing)
 
 
 @pytest.mark.parametrize(
