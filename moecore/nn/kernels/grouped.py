@@ -19,7 +19,7 @@ from moecore.nn.kernels.tiles import TiledProduct
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data
-_MOST_GROUPS = 1024  # experts that grouped_mm takes on CUDA
+_MOST_GROUPS = 1023  # experts that grouped_mm takes on CUDA, whatever its error says
 _CACHED_ROWS = 1024  # rows that stay in a CPU's cache between two steps of a computation
 _LOOPED_ROWS = 1024  # rows per expert up to which a CPU is faster without grouped_mm
 _FUSED_ROWS = 2048  # rows per expert up to which an MLP in fp32 is faster without it
@@ -92,7 +92,7 @@ def can_loop(rows: Tensor) -> bool:
 def can_group(rows: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped_mm takes these (R, i) rows and (E, i, o) weights.
 
-    CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0, for 1,024 experts
+    CPU: fp32 and bf16 since torch 2.11. CUDA: bf16 from compute capability 9.0, for 1,023 experts
     at most. Rows must exist, and every row of both tensors must start at a multiple of 16 bytes.
     """
     if not len(rows) or rows.dtype != weight.dtype or rows.device != weight.device:
