@@ -30,6 +30,10 @@ class RoutingRecord(NamedTuple):
         """Return the record with each of its tensors changed."""
         return RoutingRecord(*(change(field) for field in self if field is not None))
 
+    def with_penalty(self, penalty: Tensor | None) -> "RoutingRecord":
+        """Return the record with this penalty; ``_replace`` stops the compiler of torch 2.11."""
+        return RoutingRecord(*self[:-1], penalty)
+
 
 def chosen_first_scores(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return fp64 scores (B, T, E) by which the chosen experts come first, else in their order.

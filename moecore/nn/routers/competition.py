@@ -107,7 +107,7 @@ class CompetitionRouter(NoisyTopKRouter):
         if outputs is None:
             plan, record = super().forward(tokens, context)
             nothing = record.logits.new_zeros(tokens.shape[:2]) if self.training else None
-            return plan, record._replace(penalty=nothing)
+            return plan, record.with_penalty(nothing)
         with full_precision(tokens):
             logits = self.logits(tokens)
             probs = torch.softmax(logits, dim=-1)
@@ -122,7 +122,7 @@ class CompetitionRouter(NoisyTopKRouter):
                 weights=gate_weights(best, best, "relu", renormalise=True),
             )
             missed = (probs - strengths.softmax(dim=-1).detach()).square()
-            return plan, record._replace(penalty=self._penalty(missed, outputs, chosen))
+            return plan, record.with_penalty(self._penalty(missed, outputs, chosen))
 
     def _penalty(self, missed: Tensor, outputs: Tensor, chosen: Tensor) -> Tensor:
         """(B, T) of squared distances (B, T, E) of probs, outputs (B, T, E, d), ids (B, T, k)."""

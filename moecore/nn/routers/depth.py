@@ -128,7 +128,7 @@ class DepthRouter(nn.Module):
                 lambda field: spread_tokens(field, places, shape, next(blanks))
             )
             if self.training and self.config.sampling is not None:
-                record = record._replace(penalty=self._penalty(signs, record.chosen))
+                record = record.with_penalty(self._penalty(signs, record.chosen))
             return DepthPlan(plan, places, shape), record
 
     def after_step(self, records: Sequence[RoutingRecord], place: int, progress: float) -> None:
