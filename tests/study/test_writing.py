@@ -113,6 +113,15 @@ def test_changes():
     ]
 
 
+def test_of_lists_of_mappings_the_entries_that_differ_are_listed():
+    before = {"claims": [{"says": "one"}, {"says": "two"}]}
+    after = {"claims": [{"says": "two"}, {"says": "three"}]}
+    assert list(list_changes(before, after)) == [
+        'claims: {"says": "one"} → (absent)',
+        'claims: (absent) → {"says": "three"}',
+    ]
+
+
 TEXT = """\
 # the head
 run: {methods: [a, b], seeds: [0]}  # names

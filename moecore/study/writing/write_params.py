@@ -89,13 +89,24 @@ def rewrite_data_paths(text: str) -> str:
 
 
 def list_changes(before: Any, after: Any, keys: str = "") -> Iterator[str]:
-    """``key: old → new`` for every value that differs."""
+    """``key: old → new`` for every value that differs; of lists of mappings the entries alone."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys([*before, *after]):
             inner = f"{keys}.{key}" if keys else str(key)
             yield from list_changes(before.get(key, ABSENT), after.get(key, ABSENT), inner)
+    elif _lists_mappings(before) and _lists_mappings(after):
+        yield from (
+            f"{keys}: {_show_value(entry)} → (absent)" for entry in before if entry not in after
+        )
+        yield from (
+            f"{keys}: (absent) → {_show_value(entry)}" for entry in after if entry not in before
+        )
     elif before != after:
-        yield f"{keys}: {_shorten_value(before)} → {_shorten_value(after)}"
+        yield f"{keys}: {_show_value(before)} → {_show_value(after)}"
+
+
+def _lists_mappings(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _name_origins(resolved: ResolvedStudy, key: str, base_name: str) -> str:
@@ -107,7 +118,7 @@ def _name_origins(resolved: ResolvedStudy, key: str, base_name: str) -> str:
     return " + ".join(dict.fromkeys(names))
 
 
-def _shorten_value(value: Any) -> str:
+def _show_value(value: Any) -> str:
     if value is ABSENT:
         return "(absent)"
     return json.dumps(value, ensure_ascii=False)
