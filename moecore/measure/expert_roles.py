@@ -100,7 +100,8 @@ class ExpertRoles(Measurement):
             choose_one_layer_early(subject.model) as early,
         ):
             _, records = predict_in_batches(subject.model, images, prediction=False)
-        alike = [expert_similarity(kept.outputs(len(images))) for kept in tokens.values()]
+        people = test.people_at(where)
+        alike = [expert_similarity(kept.outputs(len(images)), people) for kept in tokens.values()]
         predicted = [one.chosen(len(images)) for one in early.values()]
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
 
@@ -108,7 +109,6 @@ class ExpertRoles(Measurement):
         def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
             return classes | token_labels_by_kind(subject, where, images, layout)
 
-        people = test.people_at(where)
         layers = []
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +10,8 @@ import numpy as np
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import decode_float_array
 from moecore.measure.base import Estimate
-from moecore.report.typed_results import Measured
-from moecore.statistics.intervals import Interval
+from moecore.report.typed_results import Measured, list_without_none
+from moecore.statistics.intervals import Interval, seed_pseudo_values
 from moecore.tasks.base import Score, Task
 
 Value = float | Estimate | Interval | None
@@ -24,6 +25,7 @@ class PlannedMetric(NamedTuple):
     better: str
     is_fixed: bool = False
     curve: str = ""
+    of_pairs: bool = False
     stage: str = ""  # that writes the result, as ``Shown.stage``
 
 
@@ -32,7 +34,7 @@ class Column(NamedTuple):
 
     name: str  # a key of compare.json, which claims refer to
     label: str
-    read: Callable[[Any], Value]  # one model's, with limits if it gives any
+    read: Callable[..., Value]  # of one model's result, with limits if it gives any
     better: str = ""  # "higher", "lower", or "" where neither is better
     form: str = "number"  # or "share", "count", "seconds", "bytes"
     note: str = ""
@@ -48,6 +50,9 @@ class Column(NamedTuple):
     curve: str = ""  # of which it is a point, if that by construction rises or falls all along
     # Whether a result's value is only a bound of what was not seen: no interval or test takes it.
     is_bound: Callable[[Any], bool] = lambda result: False
+    # Whether ``read`` compares the results of two seeds, the lower place first, and gives a float:
+    # a method has the mean over its pairs of seeds, with the jackknife's interval over seeds.
+    of_pairs: bool = False
 
     def columns(self, seen: "ColumnContext") -> list["Column"]:
         """Itself: it depends on nothing but the result."""
@@ -55,7 +60,8 @@ class Column(NamedTuple):
 
     def foreseen(self, ahead: "PlannedPhase") -> dict[str, PlannedMetric]:
         """Return its name and what is known before anything runs."""
-        return {self.name: PlannedMetric(self.form, self.better, self.is_fixed, self.curve)}
+        known = (self.form, self.better, self.is_fixed, self.curve, self.of_pairs)
+        return {self.name: PlannedMetric(*known)}
 
 
 class PlannedPhase(NamedTuple):
@@ -177,7 +183,7 @@ class ResultColumn(NamedTuple):
     def read(self, model: Measured) -> Interval | None:
         """Return the value of one model, None where it has no such result or no such value."""
         result = model.of(self.result)
-        if result is None:
+        if result is None or self.column.of_pairs:
             return None
         value = self.column.read(result)
         if value is None or isinstance(value, Interval):
@@ -191,6 +197,32 @@ class ResultColumn(NamedTuple):
         interval = self.read(model)
         assert interval is not None, f"{self.name} is read of a model that lacks it"
         return interval.value
+
+    def pair_values(self, models: Sequence[Measured]) -> np.ndarray | None:
+        """Return the value of each two of a method's S models, (S, S), 0 on the diagonal.
+
+        None of fewer than two, or where one has no such result.
+        """
+        results = list_without_none(model.of(self.result) for model in models)
+        if len(results) < max(2, len(models)):
+            return None
+        values = np.zeros((len(results), len(results)))
+        for one, other in combinations(range(len(results)), 2):
+            pair = self.column.read(results[one], results[other])
+            assert isinstance(pair, float), f"{self.name} of two seeds is no float"
+            values[one, other] = values[other, one] = pair
+        return values
+
+    def seed_numbers(self, models: Sequence[Measured]) -> np.ndarray:
+        """Return one number of each of a method's models that have it, (S,), to be tested.
+
+        Of a value of pairs the jackknife's, see ``seed_pseudo_values``.
+        """
+        if self.column.of_pairs:
+            pairs = self.pair_values(models)
+            assert pairs is not None, f"{self.name} is read of models that lack it"
+            return seed_pseudo_values(pairs)
+        return np.array([self.number(model) for model in models])
 
     def has_bound(self, models: Iterable[Measured]) -> bool:
         """Return whether the value of any of these models is only a bound."""

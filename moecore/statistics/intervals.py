@@ -69,6 +69,21 @@ def mean_over_seed_pairs(values: np.ndarray, level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def seed_pseudo_values(values: np.ndarray) -> np.ndarray:
+    """Return S · mean over pairs − (S − 1) · mean without the seed, (S,), the jackknife's values.
+
+    values: (S, S) as in ``mean_over_seed_pairs``, whose interval is Student's of these; so two
+    methods' are compared seed by seed (Tukey, 1958). Of two seeds both are the pair's value.
+    """
+    seeds = len(values)
+    pairs = np.where(np.eye(seeds, dtype=bool), 0.0, values)
+    mean = pairs.sum() / (seeds * (seeds - 1))
+    if seeds == 2:
+        return np.array([mean, mean])
+    without = (pairs.sum() - 2 * pairs.sum(axis=1)) / ((seeds - 1) * (seeds - 2))
+    return seeds * mean - (seeds - 1) * without
+
+
 def bootstrap_interval(
     statistic: Callable[[np.ndarray], float],
     count: int,

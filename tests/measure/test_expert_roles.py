@@ -173,6 +173,19 @@ def test_predictability():
     assert "early_load_rank" not in even.of_layer
 
 
+def test_similarity_by_chance_is_of_other_people():
+    """Of people who have two images each, of 1, 2, 3, 4 and, in another order, 3, 1, 2, 4.
+
+    CKA of one number is r²: of these (2 / 5)². By images 2, 3, 2, 4, 3, 1, 1, 4: r = -1 / 10.
+    """
+    first = torch.arange(1, 5).double().repeat_interleave(2).view(8, 1, 1).expand(8, 2, 1)
+    chances = [
+        expert_similarity([first, 5 * first + 1], people).chances["expert_cka"]
+        for people in (np.arange(8) // 2, np.arange(8), None)
+    ]
+    assert chances == pytest.approx([0.16, 0.01, 0.01])
+
+
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_early_choices_are_the_routers_of_the_tokens_before(made):
     """The second layer has none where its router reads the truth; the first has none before it."""

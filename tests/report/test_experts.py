@@ -17,14 +17,16 @@ from moecore.measure.routing_metrics.seed_matching import (
 )
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
+from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.measures import expert_worth, router_regret
 from moecore.report.measures.expert_roles import Result, figures, phase_blocks
-from moecore.report.measures.seed_stability import decode_choices, seed_stability
+from moecore.report.measures.seed_stability import compare_seeds, decode_choices
 from moecore.report.page.expert_answers import list_partners, open_questions, worth_words
 from moecore.report.page.explorer_page import match_choices
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.intervals import mean_over_seed_pairs
+from moecore.statistics.intervals import mean_over_seed_pairs, mean_over_seeds, seed_pseudo_values
+from moecore.study.reading.claims_section import Question
 from tests.measure.test_truth import IMAGE, subject
 
 FIRST = np.eye(3, dtype=bool)[[0, 0, 1, 1, 2, 2, 0, 1]]
@@ -64,12 +66,18 @@ def test_unrelated_seeds_agree_by_chance():
 
 
 def test_mean_over_pairs():
-    """Pairs 0.2, 0.4, 0.6: without each seed 0.6, 0.4, 0.2; variance 2/3 · 0.08; t = 4.302653."""
+    """Pairs 0.2, 0.4, 0.6: without each seed 0.6, 0.4, 0.2; variance 2/3 · 0.08; t = 4.302653.
+
+    A seed's own value is 3 · 0.4 − 2 · that without it: 0, 0.4, 0.8.
+    """
     values = np.array([[9, 0.2, 0.4], [0.2, 9, 0.6], [0.4, 0.6, 9]])
     interval = mean_over_seed_pairs(values)
     half = 4.302653 * (2 / 3 * 0.08) ** 0.5
     assert interval.value == pytest.approx(0.4)
     assert (interval.low, interval.high) == pytest.approx((0.4 - half, 0.4 + half), abs=1e-5)
+    assert seed_pseudo_values(values) == pytest.approx([0, 0.4, 0.8])
+    assert mean_over_seeds(seed_pseudo_values(values)) == pytest.approx(interval)
+    assert seed_pseudo_values(values[:2, :2]) == pytest.approx([0.2, 0.2])
     assert mean_over_seed_pairs(values[:2, :2]).limits is None
     with pytest.raises(ValueError, match="fewer than two"):
         mean_over_seed_pairs(values[:1, :1])
@@ -83,15 +91,28 @@ def test_seeds_that_are_told_the_same_agree():
     assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
     models = {"told": dict.fromkeys(range(3), Measured({Result: result}))}
     phase = Phase("pretrain", {}, measured.model.image.task, models)
-    stability = seed_stability(phase, "told")
-    assert stability.correlation.value == pytest.approx(1) and stability.overlap.value == 1
-    assert stability.chance < 0.8 and stability.seeds == 3
+    agreement = compare_seeds(result, result)
+    assert agreement.correlation == pytest.approx(1) and agreement.overlap == 1
+    assert agreement.chance < 0.8
     first, second = phase_blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
     assert len(first.pictures) == 4 and [name for name, _ in figures(result)] == drawn
-    assert second.grids[0].lines[0].items[0].text == "1.000"
-    compared = compare_methods(Results({"pretrain": phase}))["told"]["pretrain"]
-    assert compared["seed_stability"]["seeds"] == 3
+    assert second.grids[0].lines[0].items[0].text.startswith("1.00")
+    results = Results({"pretrain": phase})
+    compared = compare_methods(results)["told"]["pretrain"]
+    stability = {"mean": agreement.correlation, "interval": "jackknife", "seeds": 3}
+    assert stability.items() <= compared["seed_stability"].items()
+    sides = {"method": "told", "against": "told", "against_metric": "seed_stability_chance"}
+    asked = Question(asks="more?", metric="seed_stability", better="higher", **sides)
+    (answer,) = evaluate_claims([asked], results)
+    assert answer.difference.value == pytest.approx(agreement.correlation - agreement.chance)
+    assert answer.ours.kind == "jackknife" and answer.difference.seeds == 3
+    two = phase._replace(models={"told": dict(list(models["told"].items())[:2])})
+    (answer,) = evaluate_claims([asked], Results({"pretrain": two}))
+    assert answer.verdict == "open" and answer.p is None and answer.ours.interval.limits is None
+    one = phase._replace(models={"told": {0: models["told"][0]}})
+    assert len(list(phase_blocks(one))) == 1
+    assert "seed_stability" not in compare_methods(Results({"pretrain": one}))["told"]["pretrain"]
     assert compared["information_truth"]["mean"] == pytest.approx(1, abs=0.05)
     assert compared["consistency_2_chance"]["mean"] > 0
     assert compared["expert_cka"]["mean"] > compared["expert_cka_chance"]["mean"] > 0
@@ -158,4 +179,6 @@ def test_seeds_are_halved_by_people():
         )
         for size in (2, 1)
     )
-    assert seed_stability(phase, "vmoe").correlation.value == pytest.approx(expected) != by_image
+    assert compare_seeds(*results).correlation == pytest.approx(expected) != by_image
+    compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
+    assert compared["seed_stability"]["mean"] == pytest.approx(expected)

@@ -9,7 +9,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import PlannedPhase, column_slug
+from moecore.report.column import PlannedMetric, PlannedPhase, column_slug
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training_outcome import halfway_agreement
@@ -269,6 +269,18 @@ def test_a_metric_that_the_settings_decide_is_refused(metric):
     assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
 
 
+@pytest.mark.parametrize(("seeds", "refused"), [("[0]", ["metric"]), ("[0, 1]", [])])
+def test_a_metric_between_seeds_needs_two(seeds, refused):
+    text = SETTINGS.replace("[stability]", "[expert_roles]").replace("[0]", seeds, 1)
+    text += (
+        f"expert_roles: {{}}\nquestions: [{{{ASKED}, metric: seed_stability, phase: pretrain}}]\n"
+    )
+    study = extract_declared_settings(Study, parse_yaml_document(text))
+    problems = list(unfit_metric_problems(study, STAGES, previews={}))
+    assert [keys[2] for keys, _ in problems] == refused
+    assert all("compares seeds, and run.seeds has 1; allowed: two" in text for _, text in problems)
+
+
 def test_two_points_of_a_curve_that_can_only_rise_are_no_direction():
     points = "against_metric: fallback_threshold_0_5, method: prc, against: prc"
     asked = f"asks: so, {points}, better: higher"
@@ -321,11 +333,15 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
     planned = {
-        one.name: (one.column.form, one.column.better, one.column.is_fixed, one.column.curve)
+        one.name: PlannedMetric(
+            *(one.column.form, one.column.better, one.column.is_fixed, one.column.curve),
+            one.column.of_pairs,
+            known[one.name].stage,
+        )
         for one in metrics
         if one.name in known
     }
-    assert planned == {name: known[name][:4] for name in planned}
+    assert planned == {name: known[name] for name in planned}
     assert {name for name in lost if not re.match("match_.*_(noise|flip)", name)} == set()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.special import stdtr
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
@@ -424,3 +425,20 @@ def test_a_study_of_a_thousand_classes(tmp_path):
     assert describe_phase_findings(
         phase, "x", phase_quantities(phase, build_table(found, phase)), ()
     )
+
+
+def test_pairs_of_seeds_are_tested_by_the_jackknife():
+    """Pairs 0.2, 0.4, 0.6 less 0.1, 0.2, 0.3: 0.2; without each seed 0.3, 0.2, 0.1.
+
+    Variance 2/3 · 0.02, half width 4.302653 · 0.115470.
+    """
+    pairs = {(0, 1): 0.2, (0, 2): 0.4, (1, 2): 0.6, (3, 4): 0.1, (3, 5): 0.2, (4, 5): 0.3}
+    between = metric(lambda one, other: pairs[one.value, other.value], "higher")
+    between = between._replace(column=between.column._replace(of_pairs=True))
+    models = seeds(ours=[0, 1, 2], theirs=[3, 4, 5])
+    (tested,) = differences_from(between, models, "theirs").values()
+    assert tested.difference == pytest.approx((0.2, 0.2 - 0.496828, 0.2 + 0.496828), abs=1e-6)
+    assert tested.p == pytest.approx(2 * stdtr(2, -(3**0.5)))
+    assert marked(between, models) == []
+    two = seeds(ours=[0, 1], theirs=[3, 4])
+    assert differences_from(between, two, "theirs") == {} and marked(between, two) == []

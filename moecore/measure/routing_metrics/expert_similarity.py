@@ -18,6 +18,7 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.statistics.people import permuted_orders
 from moecore.training.surgery.expert_use import compute_all_outputs, watch_layers
 
 LEAST = 10  # tokens for each number of their width: CKA is near 1 for any two experts with few
@@ -68,21 +69,24 @@ class Similarity(NamedTuple):
     cka: Tensor  # (E, E) fp64
     cosine: Tensor  # (E, E) fp64
     by_image: dict[str, np.ndarray]  # NAMES → mean over the pairs that have one, (N,)
-    chances: dict[str, float]  # the same where one of a pair reads another image's tokens
+    chances: dict[str, float]  # where one of a pair reads another image's, or person's, tokens
 
 
-def expert_similarity(outputs: Sequence[Tensor]) -> Similarity | None:
+def expert_similarity(
+    outputs: Sequence[Tensor], people: np.ndarray | None = None
+) -> Similarity | None:
     """Return how alike experts are; None of fewer than LEAST · d tokens, or without such a pair.
 
     outputs: E times (N, c, d), of the same tokens.  Linear CKA (Kornblith et al. 2019), and the
     mean cosine of what two say of a token, 0 for a vector of zeros.
+    people: (N,), whose image each is; by chance people are then exchanged, with all their images.
     """
     images, number, width = outputs[0].shape
     experts = [ExpertOutputs.of(one) for one in outputs]
     varied = [place for place, one in enumerate(experts) if one.strength > 0]
     if images * number < LEAST * width or len(varied) < 2:
         return None
-    order = np.random.default_rng(0).permutation(images)
+    (order,) = permuted_orders(images, 1, 0, people)
     pairs = torch.full((2, len(experts), len(experts)), torch.nan, dtype=torch.float64)
     pairs[:, varied, varied] = 1
     total, exchanged = torch.zeros(2, 2, images, dtype=torch.float64)

@@ -51,7 +51,8 @@ def possible_test(metric: ResultColumn, methods: Sequence[Seeds]) -> str:
     if not metric.column.better:
         return ""
     models = [model for seeds in methods for model in seeds.values()]
-    if all(len(seeds) > 1 for seeds in methods):
+    least = 3 if metric.column.of_pairs else 2  # one pair of seeds says nothing of their scatter
+    if all(len(seeds) >= least for seeds in methods):
         return BOTH if all(metric.items(model) is not None for model in models) else SEEDS
     if all(metric.hits(model) is not None for model in models):
         return "mcnemar"
@@ -125,8 +126,8 @@ def paired_values(
     sides = [(metric.items(ours[seed]), against_metric.items(theirs[seed])) for seed in ours]
     arrays = [items for pair in sides for items in pair if items is not None]
     if not arrays:
-        first = [metric.number(ours[seed]) for seed in ours]
-        return np.array(first), np.array([against_metric.number(theirs[seed]) for seed in ours])
+        first = metric.seed_numbers(list(ours.values()))
+        return first, against_metric.seed_numbers([theirs[seed] for seed in ours])
     again = "run the stage that measures it again for all methods"
     names = " or ".join(dict.fromkeys((metric.name, against_metric.name)))
     if len(arrays) < 2 * len(sides):

@@ -14,6 +14,7 @@ from moecore.report.measures.result_display import (
     first_seed_pictures,
     item_mean_column,
 )
+from moecore.report.measures.seed_stability import COLUMNS as STABILITY_COLUMNS
 from moecore.report.measures.seed_stability import stability_blocks
 from moecore.report.page.view import Block
 from moecore.report.typed_results import Phase, list_without_none
@@ -190,6 +191,7 @@ COLUMNS = (
         planned_consistency_names,
         "share",
     ),
+    *STABILITY_COLUMNS,
 )
 
 

@@ -15,6 +15,7 @@ from moecore.measure.explorer import Result as Explorer
 from moecore.measure.routing_metrics.seed_matching import indicator_correlation, match_experts
 from moecore.report.measures.seed_stability import decode_choices
 from moecore.report.page.expert_answers import expert_answers, skip_reason
+from moecore.report.page.explorer_size import MOST_BYTES, KeptShare, thin_model
 from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
 from moecore.report.typed_results import Measured, Phase, Results
@@ -27,25 +28,59 @@ NOT_MEASURED = (
     "run.measurements of params.yaml and run `moecore run`; the stage measure then writes "
     "artifacts/measured/explorer/<phase>/<method>/<seed>.json, and compare this page."
 )
+LIMIT = f"{MOST_BYTES / 1e6:g} MB"
+LEFT_OUT = f"it is left out, so that this page has at most {LIMIT}"
+TOO_LARGE = f"There is nothing to see: no model fits into the {LIMIT} of this page."
 NO_EXPERTS = "There is nothing to see: no method of this study has experts."
 
 
 def explorer(results: Results) -> str:
-    """The whole page; the same results give the same text."""
+    """The whole page, of MOST_BYTES at most; the same results give the same text.
+
+    Of too much images and favourite patches are left out evenly, then models, the last first.
+    """
     phases = [
         phase
         for phase in results.phases.values()
         if phase.first(Explorer) or any(skip_reason(model, Explorer) for model in phase.every)
     ]
+    kept = KeptShare(1.0, max((len(list_explored_models(phase)) for phase in phases), default=0))
+    while True:
+        page = render_explorer(phases, kept)
+        size = len(page.encode())
+        if size <= MOST_BYTES or not kept.models:
+            return page
+        kept = kept.shrink(size)
+
+
+def render_explorer(phases: Sequence[Phase], kept: KeptShare) -> str:
+    """The page with so much of what was measured."""
     pool: dict[str, int] = {}
-    data = [explorer_phase_data(phase, pool) for phase in phases]
+    data = [explorer_phase_data(phase, pool, kept) for phase in phases]
+    methods = [method for phase in data for method in phase["methods"]]
     missing = ""
     if not phases:
         missing = NOT_MEASURED
-    elif not any("model" in method for phase in data for method in phase["methods"]):
-        missing = NO_EXPERTS
+    elif not any("model" in method for method in methods):
+        is_left_out = any(method["reason"] == LEFT_OUT for method in methods)
+        missing = TOO_LARGE if is_left_out else NO_EXPERTS
     template = template_environment().get_template("explorer.html.jinja")
-    return template.render(missing=missing, data={"phases": data, "pool": list(pool)})
+    less = describe_kept(phases, kept)
+    return template.render(missing=missing, less=less, data={"phases": data, "pool": list(pool)})
+
+
+def describe_kept(phases: Sequence[Phase], kept: KeptShare) -> str:
+    """Say how many images and favourites the page has of those measured; "" where it has all."""
+    if kept.share == 1:
+        return ""
+    explored = [result for phase in phases for result in phase.results(Explorer)]
+    experts = [expert for one in explored for layer in one.layers for expert in layer.experts]
+    numbers = {
+        "images": max(len(one.images) for one in explored),
+        "favourite patches of an expert": max(len(expert.favourites) for expert in experts),
+    }
+    shown = [f"{kept.number(most)} of {most} {name}" for name, most in numbers.items() if most]
+    return f"So that this page has at most {LIMIT}, it shows {' and '.join(shown)}."
 
 
 def has_explorer_images(results: Results) -> bool:
@@ -73,7 +108,7 @@ def list_explored_models(phase: Phase) -> list[ExploredModel]:
     return sorted(models, key=lambda model: not model.is_first)
 
 
-def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
+def explorer_phase_data(phase: Phase, pool: dict[str, int], kept: KeptShare) -> dict[str, Any]:
     """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
     models = list_explored_models(phase)
     return {
@@ -83,13 +118,18 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("classes") is None,
         "cells": phase.task.cells,
-        "methods": [explored_model_data(model, phase, pool) for model in models],
-        "matches": match_models(models),
+        "methods": [
+            explored_model_data(model, phase, pool, kept)
+            if place < kept.models
+            else {"name": model.name, "reason": LEFT_OUT}
+            for place, model in enumerate(models)
+        ],
+        "matches": match_models(models[: kept.models]),
     }
 
 
 def explored_model_data(
-    explored: ExploredModel, phase: Phase, pool: dict[str, int]
+    explored: ExploredModel, phase: Phase, pool: dict[str, int], kept: KeptShare
 ) -> dict[str, Any]:
     """A model, or why there is none to look at. Of further seeds only the clean images."""
     name, is_first, measured = explored
@@ -102,7 +142,9 @@ def explored_model_data(
     outcome = measured.of(Outcome)
     if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
-    seen = len(result.layers), result.images
+    if kept.share < 1:
+        model = thin_model(model, kept)
+    seen = len(result.layers), model["images"]
     answers = expert_answers(measured, phase.task.score, *seen)
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
 

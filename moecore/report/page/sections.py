@@ -26,6 +26,7 @@ TITLES = {
 }
 KINDS = {
     "t": "Student's t over seeds",
+    "jackknife": "the jackknife over seeds for means over pairs of them",
     "wilson": "Wilson for shares",
     "bootstrap": "bootstrap over test images for means",
     "draws": "Student's t over draws of few-shot images",

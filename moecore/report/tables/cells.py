@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 from moecore.report.column import ResultColumn
 from moecore.report.typed_results import Measured, Models
-from moecore.statistics.intervals import Interval, mean_over_seeds
+from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 
 
 class Cell(NamedTuple):
     """One entry of the table."""
 
     interval: Interval
-    kind: str  # of its limits: t, wilson, bootstrap, quartiles or "" for none
+    kind: str  # of its limits: t, jackknife, wilson, bootstrap, quartiles or "" for none
     seeds: int
     # Better than every other method of its column but controls, and not by chance.
     leads: bool = False
@@ -25,8 +25,10 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
     """Return the mean over seeds with Student's interval, without one where a value is a bound; of
-    one seed the metric's own, if any.
+    one seed the metric's own, if any. Of a metric of pairs of seeds the mean over pairs.
     """
+    if metric.column.of_pairs:
+        return cell_over_seed_pairs(metric, models)
     intervals = [interval for model in models if (interval := metric.read(model)) is not None]
     if len(intervals) < len(models):
         return None
@@ -39,6 +41,15 @@ def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | 
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))
     return Cell(mean, "t", len(intervals))
+
+
+def cell_over_seed_pairs(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
+    """Return the mean over pairs of seeds with the jackknife's interval, without one of two."""
+    pairs = metric.pair_values(models)
+    if pairs is None:
+        return None
+    mean = mean_over_seed_pairs(pairs)
+    return Cell(mean, "jackknife" if mean.limits else "", len(models))
 
 
 def method_cells_over_seeds(metric: ResultColumn, models: Models) -> dict[str, Cell | None]:

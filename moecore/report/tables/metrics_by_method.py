@@ -15,7 +15,6 @@ from moecore.report.claims import significance
 from moecore.report.column import PlannedMetric, PlannedPhase, ResultColumn
 from moecore.report.measures import sizes
 from moecore.report.measures.result_display import list_displays
-from moecore.report.measures.seed_stability import seed_stability
 from moecore.report.measures.truth import share_of_routings_worth
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
@@ -128,8 +127,7 @@ def compare_methods(results: Results) -> dict[str, Any]:
     """The content of compare.json: method → phase → metric → mean, low, high, interval, seeds.
 
     And ``against``: the tests against the baseline MoE and the dense model, by name; only where
-    there is a paired test. And ``headroom_recovered``, of methods between dense and told, and
-    ``seed_stability``, of methods whose seeds kept the choices of their tokens. And
+    there is a paired test. And ``headroom_recovered``, of methods between dense and told. And
     ``data``: phase → its data, where labels have a unit; and ``sizes``.
     """
     compared: dict[str, Any] = {
@@ -164,10 +162,6 @@ def compare_methods(results: Results) -> dict[str, Any]:
             if share := share_of_routings_worth(phase, method):
                 cell = Cell(share.interval(), share.kind, share.seeds)
                 compared[method][name]["headroom_recovered"] = cell_to_json(cell, "share")
-            if stability := seed_stability(phase, method):
-                kind = "jackknife" if stability.correlation.limits else ""
-                cell = Cell(stability.correlation, kind, stability.seeds)
-                compared[method][name]["seed_stability"] = cell_to_json(cell, "number")
     return compared
 
 
@@ -216,7 +210,7 @@ def unfit_metric_problems(
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
             if metrics := known.get(one.phase):
-                for key, text in _metric_problems(one, metrics):
+                for key, text in _metric_problems(one, metrics, len(study.run.seeds)):
                     yield (section, index, key), text
                 for key, text in _lacking_methods(study, one, metrics, previews):
                     yield (section, index, key), text
@@ -247,7 +241,7 @@ def _lacking_methods(
 
 
 def _metric_problems(
-    asked: Comparison, metrics: Mapping[str, PlannedMetric]
+    asked: Comparison, metrics: Mapping[str, PlannedMetric], seeds: int
 ) -> Iterator[tuple[str, str]]:
     """Yield a key of a claim or question, and why these metrics of its phase cannot answer it."""
     for key, name in (("metric", asked.metric), ("against_metric", asked.against_metric)):
@@ -258,6 +252,9 @@ def _metric_problems(
                 listed += f" and {len(names) - LISTED} more"
             hint = did_you_mean(name, names)
             yield key, f"found {name!r}{hint}; allowed in {asked.phase}: {listed}"
+        if name in metrics and metrics[name].of_pairs and seeds < 2:
+            between = f"found {name}, which compares seeds, and run.seeds has {seeds}"
+            yield key, f"{between}; allowed: two seeds or more, three for an interval"
     metric = metrics.get(asked.metric)
     if metric and metric.is_fixed:
         fixed = "the settings decide it, not the runs, so this cannot fail"
