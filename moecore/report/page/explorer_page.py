@@ -30,6 +30,25 @@ NOT_MEASURED = (
 NO_EXPERTS = "There is nothing to see: no method of this study has experts."
 
 
+class PageHead(NamedTuple):
+    """What stands above: a question, how to read the page, and where more is."""
+
+    question: str
+    words: str
+    address: str
+    more: str  # the address in words
+
+
+HEAD = PageHead(
+    "Which expert sees which patch?",
+    "Every patch is tinted and numbered by the expert that weighs most in it. Point at a patch, or "
+    "move with the arrow keys, to see what the router thinks of it. The slider disturbs the image, "
+    "or goes back in the training: patches whose expert differs are framed.",
+    "index.html",
+    "All results",
+)
+
+
 def explorer(results: Results) -> str:
     """The whole page; the same results give the same text."""
     phases = [
@@ -44,8 +63,16 @@ def explorer(results: Results) -> str:
         missing = NOT_MEASURED
     elif not any("model" in method for phase in data for method in phase["methods"]):
         missing = NO_EXPERTS
+    return render_explorer(data, pool, HEAD, missing)
+
+
+def render_explorer(
+    phases: Sequence[dict[str, Any]], pool: dict[str, int], head: PageHead, missing: str = ""
+) -> str:
+    """Return the page of phases as ``explorer_phase_data`` has them, or of what is ``missing``."""
     template = template_environment().get_template("explorer.html.jinja")
-    return template.render(missing=missing, data={"phases": data, "pool": list(pool)})
+    data = {"phases": phases, "pool": list(pool)}
+    return template.render(missing=missing, data=data, head=head)
 
 
 def has_explorer_images(results: Results) -> bool:
@@ -83,6 +110,7 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("classes") is None,
         "cells": phase.task.cells,
+        "source": "test split",
         "methods": [explored_model_data(model, phase, pool) for model in models],
         "matches": match_models(models),
     }

@@ -235,9 +235,10 @@ function patchWords(view, token) {
 
 function labelWords(phase, model, image) {
   const labels = model.labels[image];
-  if (model.words) return `Text ${image + 1}`;
-  if (phase.classes) return labels.map((place) => phase.answers[place]).join(", ");
-  return `${phase.answers[0]} ${labels[0].toFixed(1)} ${phase.unit}`;
+  const text = model.words ? [`Text ${image + 1}`] : [];
+  if (phase.classes) return [...text, ...labels.map((place) => phase.answers[place])].join(", ");
+  const numbers = labels.map((label) => `${phase.answers[0]} ${label.toFixed(1)} ${phase.unit}`);
+  return [...text, ...numbers].join(", ");
 }
 
 function answerWords({ model, shown, image, phase }) {
@@ -261,7 +262,7 @@ function countWords(view) {
   const { model, shown, kind, missing } = view;
   if (missing) return [`no ${kind} was looked at in this model`];
   const small = model.kinds === null ? [] : ["; k: the true kind"];
-  if (model.words) return small.map((words) => words.slice(2));
+  if (!kind) return small.map((words) => words.slice(2));
   if (shown === model.shown[0]) return ["clean image", ...small];
   const all = Array.from({ length: patches(model) }, (_, patch) =>
     change(view, model.special + patch));
@@ -308,7 +309,8 @@ function bestWords({ model, shown, layer, image, known }, token) {
 
 function favouriteWords({ model, layer, expert }) {
   const { load, favourites } = model.layers[layer].experts[expert];
-  if (model.words) return "";
-  if (favourites.length) return "test patches that it likes most";
-  return load ? "favourite patches are kept of the first seed" : "no patch chose it";
+  const what = model.grid.length === 1 ? "words" : "patches";
+  if (favourites.length) return `${what} for which the router is surest of it`;
+  if (!load) return "nothing chose it";
+  return model.words ? "" : "favourite patches are kept of the first seed";
 }
