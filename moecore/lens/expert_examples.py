@@ -79,7 +79,9 @@ def read_examples(
         words = ("", f"item {item}, token {patch + 1}", "")
         if tokens is not None and tokens.shape[1] == layout.special + len(covers):
             words = words_around(trace, tokens[row].tolist(), layout.special + patch)
-        crop = None if pictures is None else patch_crop(pictures[row], patch, layout)
+        crop = None
+        if pictures is not None:  # a copy: the crop is a view of the whole picture
+            crop = patch_crop(pictures[row], patch, layout).clone()
         experts[expert].append(Example(token, crop, words))
     return experts
 

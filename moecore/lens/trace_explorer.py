@@ -4,6 +4,7 @@ In memory are one layer of one file, counts, and the examples that are kept of e
 N items, T tokens of one, E experts, V numbers of words or of labels.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from math import prod
@@ -106,10 +107,12 @@ class TraceExplorer:
             "classes": True,
             "cells": 1,
             "source": "trace",
+            "kinds": {"name": "label", "first": 0},
             "methods": [{"name": name, "model": model, "known": {"layers": known, "open": []}}],
             "matches": [],
         }
-        return render_explorer([phase], pool, head)
+        text = json.dumps([phase], ensure_ascii=False).encode()
+        return render_explorer(encode_arrays(np.frombuffer(text, np.uint8)), pool, head)
 
     def result(self, items: int = ITEMS, most: int = EXAMPLES) -> Result:
         """Return what is shown: so many items, and of an expert so many examples and words."""

@@ -67,9 +67,12 @@ def explorer(results: Results) -> str:
 
 
 def render_explorer(
-    phases: Sequence[dict[str, Any]], pool: dict[str, int], head: PageHead, missing: str = ""
+    phases: Sequence[dict[str, Any]] | str, pool: dict[str, int], head: PageHead, missing: str = ""
 ) -> str:
-    """Return the page of phases as ``explorer_phase_data`` has them, or of what is ``missing``."""
+    """Return the page of phases as ``explorer_phase_data`` has them, or of what is ``missing``.
+
+    phases: or their JSON as a packed text.
+    """
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
     return template.render(missing=missing, data=data, head=head)
@@ -111,6 +114,7 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
         "classes": phase.task.needs_classes("classes") is None,
         "cells": phase.task.cells,
         "source": "test split",
+        "kinds": {"name": "true kind", "first": 1},
         "methods": [explored_model_data(model, phase, pool) for model in models],
         "matches": match_models(models),
     }

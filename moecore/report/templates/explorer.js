@@ -281,7 +281,8 @@ function pressKey(event) {
   event.preventDefault();
 }
 
-function start() {
+async function start() {
+  await unpackPhases();
   find("panels").append(...panels.map((panel) => panel.root));
   for (const name of ["method", "beside", "kind"]) {
     const first = name === "kind" ? { step: 0 } : {};

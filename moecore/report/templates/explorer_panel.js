@@ -28,12 +28,12 @@ function track(share) {
 // Beside an expert's number the true kind of the patch; nothing where nobody knows it.
 function kindMark(view, token) {
   const kind = kindOf(view, token);
-  return kind ? [make("small", { class: "kind" }, `k${kind}`)] : [];
+  return kind ? [make("small", { class: "kind" }, `k${kindNumber(view.phase, kind)}`)] : [];
 }
 
 function tokenWords(view, token) {
   const kind = kindOf(view, token);
-  return [wordOf(view, token), kind ? `true kind ${kind}` : ""].filter(Boolean)
+  return [wordOf(view, token), kind ? kindName(view.phase, kind) : ""].filter(Boolean)
     .map((words) => `, ${words}`);
 }
 
@@ -125,7 +125,9 @@ class Panel {
       figure.hidden = !plane;
       if (!plane) return;
       const level = (place[plane.fixed] + 0.5) / model.grid[plane.fixed];
-      if (picture) paint(figure.querySelector("canvas"), picture, image, plane, level);
+      const canvas = figure.querySelector("canvas");
+      [canvas.width, canvas.height] = [model.grid[plane.column], model.grid[plane.row] ?? 1];
+      if (picture) paint(canvas, picture, image, plane, level);
       this.drawCells(figure.querySelector(".cells"), view, plane, place);
       figure.querySelector("figcaption").textContent = plane.name;
     });
@@ -210,9 +212,10 @@ class Panel {
     const match = partners ? [`its match in ${beside}: expert ${partners[expert]}`] : [];
     const others = (together[expert] ?? []).map(([other, share]) => [badge(view, other), share]);
     const lists = [
-      this.bars(`classes whose ${model.words ? "texts" : "images"} chose it`, named(classes, (place) => phase.answers[place])),
+      this.bars(`classes whose ${model.words ? "texts" : "images"} chose it`,
+        named(classes, (place) => phase.answers[place])),
       this.bars("words that go to it, and which share of them", named(words, (word) => word)),
-      this.bars("true kinds of its tokens", named(kinds, (kind) => `kind ${kind}`)),
+      this.bars(`${phase.kinds.name}s of its tokens`, named(kinds, (kind) => kindName(phase, kind))),
       this.bars("chosen with it, share of its tokens", others),
       this.bars("it most often follows, in the layer before", ofLayer(earlier)),
       this.bars("it is most often followed by, in the next layer", ofLayer(later)),
