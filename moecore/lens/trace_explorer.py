@@ -32,7 +32,7 @@ from moecore.measure.explorer import Result, ShownVariant
 from moecore.measure.exploring.expert_gallery import ExpertProfile, LayerGallery, largest_shares
 from moecore.measure.exploring.expert_overlay_data import CROP, encode_thumbnails
 from moecore.measure.exploring.watched import spread_places
-from moecore.measure.exploring.word_gallery import rank_words
+from moecore.measure.exploring.word_gallery import RARE, WORDS
 from moecore.nn.routing_traces import (
     ImageTraces,
     coarse_patch_indices,
@@ -184,21 +184,23 @@ class TraceExplorer:
         self, load: Tensor, places: Tensor | None, uses: dict[str, Tensor]
     ) -> list[ExpertProfile]:
         """Return the experts of a layer. load: (E,); places: see SeenLayer; uses: see add_uses."""
-        counts = self.numbers["tokens"]
-        words = rank_words(np.arange(len(counts)), counts, uses["tokens"][1:].numpy())
+        counts = torch.from_numpy(self.numbers["tokens"])
+        common = (counts >= RARE).nonzero().flatten()
+        words = uses["tokens"][1:][common].double() / counts[common, None]
         labels = uses["labels"][1:].double()
         labels /= labels.sum(dim=0).clamp(min=1)
         peaks = torch.zeros(len(load)) if places is None else places.flatten(1).amax(dim=1)
         profiles = []
         for expert, share in enumerate((load / load.sum().clamp(min=1)).tolist()):
             told = largest_shares(labels[:, expert])
-            names = words_of_tokens(self.trace, [word for word, _ in words[expert]])
+            often = largest_shares(words[:, expert], WORDS)
+            names = words_of_tokens(self.trace, [int(common[place]) for place, _ in often])
             profiles.append(
                 ExpertProfile(
                     load=round(share, 5),
                     classes=() if self.has_kinds else told,
                     kinds=[(label + 1, part) for label, part in told] if self.has_kinds else (),
-                    words=list(zip(names, [part for _, part in words[expert]], strict=True)),
+                    words=list(zip(names, [part for _, part in often], strict=True)),
                     peak=round(float(peaks[expert]), 4),
                     favourites=(),
                 )

@@ -72,13 +72,6 @@ def favourite_words(
     numbers, place, counts = np.unique(words, return_inverse=True, return_counts=True)
     uses = np.zeros((len(numbers), chosen.shape[-1]))
     np.add.at(uses, place.ravel(), chosen.reshape(-1, chosen.shape[-1]))
-    return rank_words(numbers, counts, uses, rare)
-
-
-def rank_words(
-    numbers: np.ndarray, counts: np.ndarray, uses: np.ndarray, rare: int = RARE
-) -> list[list[tuple[int, float]]]:
-    """Return what ``favourite_words`` does, of words (V,), their tokens and uses (V, E)."""
     is_common = counts >= rare
     shares = torch.from_numpy(uses[is_common] / counts[is_common, None])
     return [
