@@ -156,6 +156,8 @@ class Panel {
       }, wordOf(view, token), make("span", {}, words, ...kindMark(view, token)));
     };
     cells.replaceChildren(...rows.map((row) => make("div", { role: "row" }, ...row.map(cell))));
+    const selected = cells.querySelector("[aria-selected='true']");
+    if (selected) scrollTo(cells, selected); // a long text scrolls
   }
 
   drawDetails(view, token) {
