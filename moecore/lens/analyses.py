@@ -17,7 +17,14 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.token_labels import TokenLabels
 from moecore.lens.trace_reader import LayerRouting, Trace
 from moecore.measure.base import SEED
-from moecore.measure.expert_roles import ExpertRoles, RolesLayer, Values, layer_roles
+from moecore.measure.expert_roles import (
+    NOTHING_BESIDE,
+    BesideRecord,
+    ExpertRoles,
+    RolesLayer,
+    Values,
+    layer_roles,
+)
 from moecore.measure.routing_metrics.expert_information import check_exchangeable
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
@@ -53,6 +60,7 @@ class LayerNumbers(NamedTuple):
     chances: dict[str, float]
     load: tuple[float, ...]
     coverage: tuple[float, ...]
+    roles: RolesLayer
 
 
 class TraceNumbers(NamedTuple):
@@ -123,15 +131,19 @@ def analyse_trace(
     layers: list[LayerNumbers] = []
     every: list[Values] = []
     before: Tensor | None = None
+    beside = NOTHING_BESIDE
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, places)
         theirs = None if against is None else against.layer(number, places)
         layout = trace.card.layers[number].layout()
         known = labels.by_kind(number, before)
-        layer, by_item = analyse_layer(routing, layout, known, theirs, analyses)
+        if beside.before is not None and beside.before.shape[1] != routing.chosen.shape[1]:
+            beside = NOTHING_BESIDE
+        layer, by_item = analyse_layer(routing, layout, known, theirs, analyses, beside)
         layers.append(layer)
         every.append(by_item)
         before = first_choices(record_of_layer(routing))
+        beside = BesideRecord(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
@@ -146,17 +158,19 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
+    beside: BesideRecord = NOTHING_BESIDE,
 ) -> tuple[LayerNumbers, Values]:
     """Return one layer's numbers, and the values by item, (N,), of those that have any.
 
     layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
     T or 1), −1 where unknown.  theirs: the layer in another trace.
+    beside: what its tokens chose in the layer before.
     """
     record = record_of_layer(routing)
     counts = expert_counts(routing.chosen)
     dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
     by_item = {name: one.numpy() for analyse in analyses for name, one in analyse(*routing).items()}
-    roles, values = layer_roles(record, layout, labels, ROLES)
+    roles, values = layer_roles(record, layout, labels, ROLES, beside)
     by_item |= values
     chances = chances_of_layer(roles, int(counts.sum()))
     if "label" in roles.labels:
@@ -169,7 +183,7 @@ def analyse_layer(
     quantities = {name: item_mean(one) for name, one in by_item.items()}
     quantities |= {"dead": dead, **quantities_without_interval(roles)}
     load = tuple((counts / counts.sum()).tolist())
-    return LayerNumbers(quantities, chances, load, roles.coverage), by_item
+    return LayerNumbers(quantities, chances, load, roles.coverage, roles), by_item
 
 
 def average_quantities(

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from moecore.core.files import write_whole
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
 from moecore.lens.pictures import draw_trace_pictures
+from moecore.lens.trace_explorer import UNLIKE, TraceExplorer, can_explore
 from moecore.lens.trace_reader import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
@@ -18,6 +19,7 @@ from moecore.report.figures.drawing import expert_colours
 from moecore.report.measures.expert_roles import COLUMNS as ROLES_COLUMNS
 from moecore.report.measures.expert_roles import LABELS, TELLS, local_consistency_columns
 from moecore.report.measures.routing import COLUMNS, routing_column
+from moecore.report.page.explorer_page import PageHead
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.templating import template_environment
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
@@ -25,6 +27,12 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
 
 SHOWN = 300  # words of a page
+HEAD = (
+    "Which expert gets which token?",
+    "Every patch or word is tinted and numbered by the expert that weighs most in it. Point at "
+    "one, or move with the arrow keys, to see what the router thinks of it; click an expert to see "
+    "what it gets.",
+)
 FEW = 16  # experts whose shares are printed into the picture
 TOLD = {**LABELS, "label": "label"}
 NO_INTERVAL = "no interval"
@@ -64,11 +72,21 @@ WITHOUT_INTERVAL = {  # name → why
 def write_lens_page(
     folder: Path, page: Path, items: int | None = None, against: Path | None = None
 ) -> None:
-    """Print what the routing of a trace is like, and write the page. See ``analyse_trace``."""
+    """Print what the routing of a trace is like, and write the page, and the explorer beside it.
+
+    See ``analyse_trace``.  The explorer counts all items, where ``items`` is None.
+    """
     trace = Trace(folder)
     numbers = analyse_trace(trace, items, None if against is None else Trace(against))
+    explorer = ""
+    if can_explore(trace.card.layers):
+        explorer = f"{page.stem}_explorer.html"
+        head = PageHead(*HEAD, address=page.name, more="All numbers")
+        write_whole(page.with_name(explorer), TraceExplorer(trace, items).render(numbers, head))
+    else:
+        numbers.remarks.append(UNLIKE)
     print_numbers(numbers)
-    write_whole(page, render_lens(trace, numbers))
+    write_whole(page, render_lens(trace, numbers, explorer))
 
 
 def quantity_columns(numbers: TraceNumbers) -> list[Column]:
@@ -134,8 +152,8 @@ def print_numbers(numbers: TraceNumbers) -> None:
         print(remark)
 
 
-def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
-    """Return the whole page."""
+def render_lens(trace: Trace, numbers: TraceNumbers, explorer: str = "") -> str:
+    """Return the whole page. explorer: the address of that page, where there is one."""
     words = read_words_with_experts(trace)
     layers = trace.card.layers
     return (
@@ -158,6 +176,7 @@ def render_lens(trace: Trace, numbers: TraceNumbers) -> str:
                 ],
             ),
             glossary=WORDS,
+            explorer=explorer,
             words=words,
             layers=[
                 {expert: expert_word_counts(words, n, expert) for expert in range(layer.experts)}

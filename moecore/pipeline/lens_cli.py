@@ -40,7 +40,7 @@ def lens_read(
         Path | None, typer.Option(help="a trace of the same items, to compare with")
     ] = None,
 ) -> None:
-    """Print what the routing of a trace is like, and write a page of it."""
+    """Print what the routing of a trace is like, and write a page of it, the explorer beside it."""
     from moecore.lens.page import write_lens_page
 
     write_lens_page(trace, page, items, against)

@@ -165,7 +165,7 @@ def test_an_expert_shows_its_load_classes_and_patches(browser: Browser, whole):
         classes = [NASTY, "class 1", "class 2"]
         assert names == [classes[place] for place, _ in use.classes]
         assert panel.locator(".crops li").count() == len(use.favourites)
-        assert f"test image {use.favourites[0].image}," in panel.locator(
+        assert f"image {use.favourites[0].image}," in panel.locator(
             ".crops li"
         ).first.get_attribute("title")
         dim = panel.locator(".cell.dim").all_text_contents()

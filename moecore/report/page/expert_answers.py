@@ -50,12 +50,7 @@ def expert_answers(
     """
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
-        for layer, of_layer in zip(roles.layers, known, strict=True):
-            of_layer |= {"together": list_partners(layer.together)}
-            of_layer |= {"earlier": list_partners(layer.before), "tells": information_words(layer)}
-            of_layer["margin"] = layer.values.get("margin")
-        for layer, before in zip(roles.layers[1:], known[:-1], strict=True):
-            before["later"] = list_partners(layer.after)
+        known = roles_answers(roles.layers)
     if worth := measured.of(ExpertWorth):
         for experts, of_layer in zip(worth.layers, known, strict=True):
             of_layer["without"] = worth_words(experts, score)
@@ -65,6 +60,24 @@ def expert_answers(
         for best, of_layer in zip(best_by_token(regret, images), known, strict=True):
             of_layer["best"] = best
     return {"layers": known, "open": open_questions(measured)}
+
+
+def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[dict[str, Any]]:
+    """Return of each layer which experts go together, ``most`` of each at most, what they tell, and
+    how sure the router was.
+    """
+    known: list[dict[str, Any]] = [
+        {
+            "together": list_partners(layer.together, most),
+            "earlier": list_partners(layer.before, most),
+            "tells": information_words(layer),
+            "margin": layer.values.get("margin"),
+        }
+        for layer in layers
+    ]
+    for layer, before in zip(layers[1:], known[:-1], strict=True):
+        before["later"] = list_partners(layer.after, most)
+    return known
 
 
 def open_questions(measured: Measured) -> list[str]:
@@ -81,18 +94,20 @@ def open_questions(measured: Measured) -> list[str]:
     return sentences
 
 
-def list_partners(shares: Sequence[Sequence[float]]) -> list[list[tuple[int, float]]]:
+def list_partners(
+    shares: Sequence[Sequence[float]], most: int = PARTNERS
+) -> list[list[tuple[int, float]]]:
     """Return for each expert, a row of P(they | it), those most often chosen with it, with P."""
     rows = [sorted(enumerate(row), key=lambda pair: -pair[1]) for row in shares]
     return [
-        [(expert, round(share, 4)) for expert, share in row[:PARTNERS] if share > 0] for row in rows
+        [(expert, round(share, 4)) for expert, share in row[:most] if share > 0] for row in rows
     ]
 
 
 def information_words(layer: RolesLayer) -> str:
     """Return what the layer's experts tell of a token."""
     told = [
-        f"{LABELS[name]} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
+        f"{LABELS.get(name, name)} {SHARE.value(max(0.0, label.normalised))} (p {P.value(label.p)})"
         for name, label in layer.labels.items()
     ]
     return f"This layer's experts tell of a token, above chance: {', '.join(told)}."

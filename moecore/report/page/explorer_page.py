@@ -34,6 +34,25 @@ TOO_LARGE = f"There is nothing to see: no model fits into the {LIMIT} of this pa
 NO_EXPERTS = "There is nothing to see: no method of this study has experts."
 
 
+class PageHead(NamedTuple):
+    """What stands above: a question, how to read the page, and where more is."""
+
+    question: str
+    words: str
+    address: str
+    more: str  # the address in words
+
+
+HEAD = PageHead(
+    "Which expert sees which patch?",
+    "Every patch is tinted and numbered by the expert that weighs most in it. Point at a patch, or "
+    "move with the arrow keys, to see what the router thinks of it. The slider disturbs the image, "
+    "or goes back in the training: patches whose expert differs are framed.",
+    "index.html",
+    "All results",
+)
+
+
 def explorer(results: Results) -> str:
     """The whole page, of MOST_BYTES at most; the same results give the same text.
 
@@ -46,14 +65,14 @@ def explorer(results: Results) -> str:
     ]
     kept = KeptShare(1.0, max((len(list_explored_models(phase)) for phase in phases), default=0))
     while True:
-        page = render_explorer(phases, kept)
+        page = render_phases(phases, kept)
         size = len(page.encode())
         if size <= MOST_BYTES or not kept.models:
             return page
         kept = kept.shrink(size)
 
 
-def render_explorer(phases: Sequence[Phase], kept: KeptShare) -> str:
+def render_phases(phases: Sequence[Phase], kept: KeptShare) -> str:
     """The page with so much of what was measured."""
     pool: dict[str, int] = {}
     data = [explorer_phase_data(phase, pool, kept) for phase in phases]
@@ -64,9 +83,7 @@ def render_explorer(phases: Sequence[Phase], kept: KeptShare) -> str:
     elif not any("model" in method for method in methods):
         is_left_out = any(method["reason"] == LEFT_OUT for method in methods)
         missing = TOO_LARGE if is_left_out else NO_EXPERTS
-    template = template_environment().get_template("explorer.html.jinja")
-    less = describe_kept(phases, kept)
-    return template.render(missing=missing, less=less, data={"phases": data, "pool": list(pool)})
+    return render_explorer(data, pool, HEAD, missing, describe_kept(phases, kept))
 
 
 def describe_kept(phases: Sequence[Phase], kept: KeptShare) -> str:
@@ -81,6 +98,22 @@ def describe_kept(phases: Sequence[Phase], kept: KeptShare) -> str:
     }
     shown = [f"{kept.number(most)} of {most} {name}" for name, most in numbers.items() if most]
     return f"So that this page has at most {LIMIT}, it shows {' and '.join(shown)}."
+
+
+def render_explorer(
+    phases: Sequence[dict[str, Any]] | str,
+    pool: dict[str, int],
+    head: PageHead,
+    missing: str = "",
+    less: str = "",
+) -> str:
+    """Return the page of phases as ``explorer_phase_data`` has them, or of what is ``missing``.
+
+    phases: or their JSON as a packed text.  less: what is said of what was left out.
+    """
+    template = template_environment().get_template("explorer.html.jinja")
+    data = {"phases": phases, "pool": list(pool)}
+    return template.render(missing=missing, less=less, data=data, head=head)
 
 
 def has_explorer_images(results: Results) -> bool:
@@ -118,6 +151,8 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int], kept: KeptShare) -> 
         "unit": phase.task.score.unit,
         "classes": phase.task.needs_classes("classes") is None,
         "cells": phase.task.cells,
+        "source": "test split",
+        "kinds": {"name": "true kind", "first": 1},
         "methods": [
             explored_model_data(model, phase, pool, kept)
             if place < kept.models

@@ -10,6 +10,9 @@ function fillControls(shown) {
   const labels = stepLabels(shown);
   fill("phase", DATA.phases.map((phase, place) => [place, phase.title]), state.phase);
   find("phase-label").hidden = DATA.phases.length < 2;
+  document.querySelectorAll("#controls .choice").forEach((label) => {
+    label.hidden = methods.length < 2;
+  });
   fill("method", methods, state.method);
   fill("beside", [["", "nothing"], ...methods], state.beside);
   fill("layer", places, state.layer);
@@ -38,7 +41,8 @@ function drawStrip(model) {
   if (inStrip !== model) {
     inStrip = model;
     const [plane] = planesOf(model);
-    find("images-title").textContent = model.words ? "Test texts" : "Test images";
+    const isText = model.grid.length === 1;
+    find("images-title").textContent = `${isText ? "Texts" : "Images"} of the ${phaseNow().source}`;
     images.replaceChildren(...model.images.map((_, image) => {
       const { picture } = model.shown[0];
       const canvas = make(picture ? "canvas" : "span", { "aria-hidden": "true" });
@@ -55,8 +59,9 @@ function drawStrip(model) {
     option.setAttribute("aria-selected", String(image === state.image)));
   images.setAttribute("aria-activedescendant", `image-${state.image}`);
   scrollTo(images, images.children[state.image]);
-  const words = make("b", {}, labelWords(phaseNow(), model, state.image));
-  find("truth").replaceChildren(words, `, number ${model.images[state.image]} of the test split`);
+  const words = labelWords(phaseNow(), model, state.image);
+  const place = `number ${model.images[state.image]} of the ${phaseNow().source}`;
+  find("truth").replaceChildren(make("b", {}, words), words ? `, ${place}` : place);
 }
 
 // What is shown, and how it is chosen. The address holds it, so that a view can be shared.
@@ -276,7 +281,8 @@ function pressKey(event) {
   event.preventDefault();
 }
 
-function start() {
+async function start() {
+  await unpackPhases();
   find("panels").append(...panels.map((panel) => panel.root));
   for (const name of ["method", "beside", "kind"]) {
     const first = name === "kind" ? { step: 0 } : {};

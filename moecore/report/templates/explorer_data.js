@@ -11,11 +11,20 @@ const product = (numbers) => numbers.reduce((one, other) => one * other, 1);
 const patches = (model) => product(model.grid);
 const tokens = (model) => model.special + patches(model);
 
-async function unpack(place) {
-  if (arrays.has(place)) return;
-  const bytes = Uint8Array.from(atob(DATA.pool[place]), (letter) => letter.charCodeAt(0));
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  arrays.set(place, new Uint8Array(await new Response(stream).arrayBuffer()));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function unpack(place) {
+  if (!arrays.has(place)) arrays.set(place, await inflate(DATA.pool[place]));
+}
+
+// Those of a trace, which may have thousands of experts, are packed.
+async function unpackPhases() {
+  if (Array.isArray(DATA.phases)) return;
+  DATA.phases = JSON.parse(new TextDecoder().decode(await inflate(DATA.phases)));
 }
 
 // All arrays of a model are there once this is done.
@@ -58,6 +67,10 @@ function bestExpert({ model, shown, layer, image }, token) {
 function kindOf({ model, image }, token) {
   return model.kinds === null ? 0 : arrays.get(model.kinds)[image * tokens(model) + token];
 }
+
+// Kinds are kept from 1; labels of a trace begin with 0.
+const kindNumber = ({ kinds }, kind) => kind - 1 + kinds.first;
+const kindName = (phase, kind) => `${phase.kinds.name} ${kindNumber(phase, kind)}`;
 
 // What stands at a token of a text; "" of an image.
 const wordOf = ({ model, image }, token) => model.words?.[image][token] ?? "";
@@ -229,15 +242,17 @@ function patchWords(view, token) {
   const { now, was, changed } = change(view, token);
   const place = [placeName(view.model, token), wordOf(view, token)].filter(Boolean).join(", ");
   const words = `${place}: expert ${now ?? "none"}`;
-  const known = kindOf(view, token) ? `${words}; true kind ${kindOf(view, token)}` : words;
+  const kind = kindOf(view, token);
+  const known = kind ? `${words}; ${kindName(view.phase, kind)}` : words;
   return changed ? `${known}; ${where(view.shown).toLowerCase()} ${was ?? "none"}` : known;
 }
 
 function labelWords(phase, model, image) {
   const labels = model.labels[image];
-  if (model.words) return `Text ${image + 1}`;
-  if (phase.classes) return labels.map((place) => phase.answers[place]).join(", ");
-  return `${phase.answers[0]} ${labels[0].toFixed(1)} ${phase.unit}`;
+  const text = model.words ? [`Text ${image + 1}`] : [];
+  if (phase.classes) return [...text, ...labels.map((place) => phase.answers[place])].join(", ");
+  const numbers = labels.map((label) => `${phase.answers[0]} ${label.toFixed(1)} ${phase.unit}`);
+  return [...text, ...numbers].join(", ");
 }
 
 function answerWords({ model, shown, image, phase }) {
@@ -260,8 +275,8 @@ function answerWords({ model, shown, image, phase }) {
 function countWords(view) {
   const { model, shown, kind, missing } = view;
   if (missing) return [`no ${kind} was looked at in this model`];
-  const small = model.kinds === null ? [] : ["; k: the true kind"];
-  if (model.words) return small.map((words) => words.slice(2));
+  const small = model.kinds === null ? [] : [`; k: the ${view.phase.kinds.name}`];
+  if (!kind) return small.map((words) => words.slice(2));
   if (shown === model.shown[0]) return ["clean image", ...small];
   const all = Array.from({ length: patches(model) }, (_, patch) =>
     change(view, model.special + patch));
@@ -308,7 +323,8 @@ function bestWords({ model, shown, layer, image, known }, token) {
 
 function favouriteWords({ model, layer, expert }) {
   const { load, favourites } = model.layers[layer].experts[expert];
-  if (model.words) return "";
-  if (favourites.length) return "test patches that it likes most";
-  return load ? "favourite patches are kept of the first seed" : "no patch chose it";
+  const what = model.grid.length === 1 ? "words" : "patches";
+  if (favourites.length) return `${what} for which the router is surest of it`;
+  if (!load) return "nothing chose it";
+  return model.words ? "" : "favourite patches are kept of the first seed";
 }

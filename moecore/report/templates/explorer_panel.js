@@ -28,12 +28,12 @@ function track(share) {
 // Beside an expert's number the true kind of the patch; nothing where nobody knows it.
 function kindMark(view, token) {
   const kind = kindOf(view, token);
-  return kind ? [make("small", { class: "kind" }, `k${kind}`)] : [];
+  return kind ? [make("small", { class: "kind" }, `k${kindNumber(view.phase, kind)}`)] : [];
 }
 
 function tokenWords(view, token) {
   const kind = kindOf(view, token);
-  return [wordOf(view, token), kind ? `true kind ${kind}` : ""].filter(Boolean)
+  return [wordOf(view, token), kind ? kindName(view.phase, kind) : ""].filter(Boolean)
     .map((words) => `, ${words}`);
 }
 
@@ -125,7 +125,9 @@ class Panel {
       figure.hidden = !plane;
       if (!plane) return;
       const level = (place[plane.fixed] + 0.5) / model.grid[plane.fixed];
-      if (picture) paint(figure.querySelector("canvas"), picture, image, plane, level);
+      const canvas = figure.querySelector("canvas");
+      [canvas.width, canvas.height] = [model.grid[plane.column], model.grid[plane.row] ?? 1];
+      if (picture) paint(canvas, picture, image, plane, level);
       this.drawCells(figure.querySelector(".cells"), view, plane, place);
       figure.querySelector("figcaption").textContent = plane.name;
     });
@@ -154,6 +156,8 @@ class Panel {
       }, wordOf(view, token), make("span", {}, words, ...kindMark(view, token)));
     };
     cells.replaceChildren(...rows.map((row) => make("div", { role: "row" }, ...row.map(cell))));
+    const selected = cells.querySelector("[aria-selected='true']");
+    if (selected) scrollTo(cells, selected); // a long text scrolls
   }
 
   drawDetails(view, token) {
@@ -200,7 +204,7 @@ class Panel {
 
   drawExpert(view) {
     const { model, layer, expert, phase, partners, beside } = view;
-    const { load, classes, kinds, words, favourites } = model.layers[layer].experts[expert];
+    const { load, classes, kinds, words } = model.layers[layer].experts[expert];
     const named = (rows, name) => rows.map(([place, share]) =>
       [make("span", { class: "name", title: name(place) }, name(place)), share]);
     const { together = [], earlier = [], later = [], without = [] } = view.known.layers[layer];
@@ -210,9 +214,11 @@ class Panel {
     const match = partners ? [`its match in ${beside}: expert ${partners[expert]}`] : [];
     const others = (together[expert] ?? []).map(([other, share]) => [badge(view, other), share]);
     const lists = [
-      this.bars("classes whose images chose it", named(classes, (place) => phase.answers[place])),
+      this.bars(`classes whose ${model.words ? "texts" : "images"} chose it`,
+        named(classes, (place) => phase.answers[place])),
       this.bars("words that go to it, and which share of them", named(words, (word) => word)),
-      this.bars("true kinds of its tokens", named(kinds, (kind) => `kind ${kind}`)),
+      this.bars(`${phase.kinds.name}s of its tokens`,
+        named(kinds, (kind) => kindName(phase, kind))),
       this.bars("chosen with it, share of its tokens", others),
       this.bars("it most often follows, in the layer before", ofLayer(earlier)),
       this.bars("it is most often followed by, in the next layer", ofLayer(later)),
@@ -221,9 +227,33 @@ class Panel {
       make("h3", {}, "Expert ", badge(view, expert), ` · load ${percent(load)}`),
       ...paragraphs([...match, without[expert]]),
       make("div", { class: "lists" }, ...this.map(view), ...lists.flat()),
-      ...paragraphs([favouriteWords(view)]),
-      make("ul", { class: "crops" }, ...this.crops(view, favourites)),
+      ...this.examples(view),
     );
+  }
+
+  // Tokens that chose it: those that it is surest of and, of a trace, as many drawn ones.
+  examples(view) {
+    const { favourites } = view.model.layers[view.layer].experts[view.expert];
+    const { surest, contexts } = view.known.layers[view.layer];
+    const rows = contexts
+      ? this.contexts(contexts[view.expert], favourites) : this.crops(view, favourites);
+    const list = (items) => make("ul", { class: contexts ? "contexts" : "crops" }, ...items);
+    const first = surest?.[view.expert] ?? rows.length;
+    const drawn = rows.length > first ? ["drawn at random from all that chose it"] : [];
+    return [
+      ...paragraphs([favouriteWords(view)]), list(rows.slice(0, first)),
+      ...paragraphs(drawn), list(rows.slice(first)),
+    ];
+  }
+
+  // Words before a token, itself, words after it.
+  contexts(words, favourites) {
+    return words.map(([before, word, after], place) => {
+      const { image, patch, probability } = favourites[place];
+      const title = `item ${image}, token ${patch + 1}`;
+      return make("li", { title }, number(probability),
+        make("span", {}, `${before} `, make("b", {}, word), ` ${after}`));
+    });
   }
 
   // Where its patches lie: white where most of them chose it; nothing where none did.
@@ -254,7 +284,7 @@ class Panel {
     const before = experts.slice(0, expert).reduce((sum, one) => sum + one.favourites.length, 0);
     return favourites.map(({ image, patch, probability }, place) => {
       const name = placeName(model, patch + model.special).toLowerCase();
-      const words = `test image ${image}, ${name}, probability ${percent(probability)}`;
+      const words = `image ${image}, ${name}, probability ${percent(probability)}`;
       const canvas = make("canvas", { role: "img", "aria-label": words });
       paint(canvas, crops, before + place, { row: 0, column: 1 }, 0);
       return make("li", { title: words }, canvas);

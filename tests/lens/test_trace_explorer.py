@@ -1,0 +1,141 @@
+"""The explorer of a trace: as of our own models, by hand, in any files, small, in a browser."""
+
+import pytest
+import torch
+
+from moecore.lens import trace_explorer, trace_writer
+from moecore.lens.analyses import analyse_trace
+from moecore.lens.page import write_lens_page
+from moecore.lens.recording import record_trained_model
+from moecore.lens.trace_explorer import TraceExplorer
+from moecore.lens.trace_reader import Trace
+from moecore.lens.trace_writer import write_trace
+from moecore.measure.base import MeasuredModel
+from moecore.measure.explorer import Explorer
+from moecore.nn.backbones.vit import Vit
+from moecore.report.page.explorer_page import HEAD
+from moecore.training.artifacts import save_model, save_words
+from tests.browser import LOOKS, clipped, opened
+from tests.lens.test_trace_pictures import BYTES, first_choices_record
+from tests.measure.subjects import built, compute_without_cache, digits
+from tests.measure.test_words import MOE, subject
+from tests.report.explorer_page import address, settled
+
+__all__ = ["subject"]
+WORDS = ("the", "lens", "reads", "traces")
+TOKENS = torch.tensor([[0, 1, 2, 3], [1, 1, 0, 2], [3, 2, 1, 0]])
+CHOICES = [[1, 0, 1, 1], [0, 0, 1, 1], [2, 1, 1, 0]]  # the first item is the surest
+
+
+def explored(model: MeasuredModel, folder) -> TraceExplorer:
+    """The trace of a model of ours."""
+    (folder / "model").mkdir()
+    save_model(folder / "model", model.model)
+    if model.model.image.task.long:
+        save_words(folder / "model", model.data)
+    record_trained_model(folder / "model", model.data.folder, folder / "trace")
+    return TraceExplorer(Trace(folder / "trace"))
+
+
+def test_of_our_language_model_it_is_the_measurement(subject, tmp_path):
+    own = Explorer(images=1).measure(subject, compute_without_cache)
+    ours = explored(subject, tmp_path).result(items=1)
+    assert (ours.grid, ours.images, ours.words) == (own.grid, own.images, own.words)
+    assert ours.shown[0].trace.layers == own.shown[0].trace.layers
+    for layer, other in zip(ours.layers, own.layers, strict=True):
+        experts = [one.model_copy(update={"favourites": ()}) for one in layer.experts]
+        assert experts == list(other.experts) and experts[0].words
+
+
+def test_of_our_images_it_is_the_measurement_but_for_what_needs_the_model(tmp_path):
+    data = digits(tmp_path / "digits")
+    model = MeasuredModel(built(Vit(patch=4, width=8, depth=2, heads=1), MOE, data, 1.5), data)
+    settings = Explorer(images=1, epsilons=(), augmentations=())
+    own = settings.measure(model, compute_without_cache)
+    ours = explored(model, tmp_path).result(items=1)
+    assert ours.shown[0].picture == own.shown[0].picture and ours.labels == own.labels
+    for layer, other in zip(ours.layers, own.layers, strict=True):
+        assert layer.places == other.places
+        for one, expert in zip(layer.experts, other.experts, strict=True):
+            assert one.favourites[:8] == expert.favourites[:8] and len(one.favourites) == 16
+            same = {"favourites": ()}
+            assert one.model_copy(update=same) == expert.model_copy(update=same)
+
+
+def write_words(folder, **beside):
+    """Three texts of four words, whose experts are known."""
+    with write_trace(folder, "foreign", WORDS) as trace:
+        for row in range(3):
+            record = first_choices_record(*CHOICES)
+            batch = record.map_tensors(lambda field, row=row: field[row : row + 1])
+            trace.add([batch], tokens=TOKENS[row : row + 1], **beside)
+    return Trace(folder)
+
+
+def test_examples_by_hand(tmp_path, monkeypatch):
+    """One an item, the surest item first; drawn are all items that chose the expert."""
+    explorer = write_words(tmp_path / "one"), write_words(tmp_path / "kinds", labels=TOKENS[:1])
+    explorer, of_kinds = (TraceExplorer(one) for one in explorer)
+    surest, drawn = explorer.layers[0].examples[0]
+    assert [one.token.image for one in surest] == [0, 1, 2]
+    sure = [0.9 + 0.1 / 3, 0.75 + 0.25 / 3, 0.6 + 0.4 / 3]
+    assert [one.token.probability for one in surest] == pytest.approx(sure, abs=1e-4)
+    assert surest[0].words == ("the", "lens", "reads traces")
+    assert surest[2].words == ("traces reads lens", "the", "")
+    assert sorted(one.token.image for one in drawn) == [0, 1, 2]
+    assert {one.token.patch for one in drawn if one.token.image == 1} <= {0, 1}
+    profiles = explorer.layers[0].profiles
+    assert [one.load for one in profiles] == pytest.approx([4 / 12, 7 / 12, 1 / 12], abs=1e-5)
+    # labels 0 to 3 stand at places 0 to 3: expert 2 has place 0 of the last item alone
+    assert of_kinds.layers[0].profiles[2].kinds == ((1, 1.0),) and of_kinds.result().kinds
+    monkeypatch.setattr(trace_writer, "PROBABILITIES", 1)  # a file an item
+    assert len((many := write_words(tmp_path / "many")).card.chunks) == 3
+    assert TraceExplorer(many).result() == explorer.result()
+    assert [one.load for one in TraceExplorer(many, items=1).layers[0].profiles] == [0.25, 0.75, 0]
+
+
+def test_the_page_shows_less_where_it_grew_too_large(tmp_path, monkeypatch):
+    trace = write_words(tmp_path / "trace")
+    numbers, explorer = analyse_trace(trace), TraceExplorer(trace)
+    whole = explorer.render(numbers, HEAD)
+    monkeypatch.setattr(trace_explorer, "MOST_BYTES", len(whole.encode()) - 1)
+    assert len(explorer.render(numbers, HEAD)) < len(whole)
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_a_reader_sees_what_an_expert_gets(browser, tmp_path, width, scheme):
+    write_words(tmp_path / "texts")
+    with write_trace(tmp_path / "images", "<foreign>", layouts=[(0, (2, 2))]) as trace:
+        trace.add([first_choices_record(*CHOICES)], pictures=BYTES[:3], labels=TOKENS[:, 0])
+    for name in ("texts", "images"):
+        write_lens_page(tmp_path / name, tmp_path / f"{name}.html")
+    with opened(browser, tmp_path / "texts.html", width, scheme) as page:
+        page.locator("nav").get_by_text("Explorer").click()
+        settled(page).locator("[data-expert='0']").click()
+        rows = settled(page).locator(".contexts")
+        assert rows.nth(0).locator("b").all_inner_texts() == ["lens", "lens", "the"]
+        assert rows.nth(1).locator("li").count() == 3
+        assert "reads traces" in rows.nth(0).locator("li").first.inner_text()
+        assert page.locator("#truth").inner_text() == "Text 1, number 0 of the trace"
+        text = page.locator("main").inner_text()
+        assert "followed by" not in text and "Without it" not in text and "best:" not in text
+        assert clipped(page) == [] and page.locator("#method").is_hidden()
+    pictures = address(tmp_path / "images_explorer.html", "#expert=1&image=1")
+    with opened(browser, pictures, width, scheme) as page:
+        lists = settled(page).locator(".crops")
+        assert [lists.nth(place).locator("canvas").count() for place in (0, 1)] == [3, 3]
+        assert "image 0, patch in row" in lists.nth(0).locator("li").first.get_attribute("title")
+        assert page.locator(".panel h2").first.inner_text() == "<foreign>"
+        assert page.locator(".expert .name").all_inner_texts()[0] == "label 0"
+        page.keyboard.press("Shift+ArrowUp")
+        assert settled(page).evaluate("state.experts[0]") == 0 and clipped(page) == []
+
+
+def test_layers_of_other_tokens_have_no_explorer(tmp_path, capsys):
+    with write_trace(tmp_path / "trace", "two streams") as trace:
+        trace.add([first_choices_record([0, 1]), first_choices_record([0, 1, 2])])
+    write_lens_page(tmp_path / "trace", tmp_path / "lens.html")
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "explorer" in one]
+    assert line.startswith("explorer: found layers of other tokens; allowed: ")
+    assert not (tmp_path / "lens_explorer.html").exists()
+    assert line in (tmp_path / "lens.html").read_text(encoding="utf-8")
