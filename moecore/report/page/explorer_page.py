@@ -56,7 +56,8 @@ HEAD = PageHead(
 def explorer(results: Results) -> str:
     """The whole page, of MOST_BYTES at most; the same results give the same text.
 
-    Of too much images and favourite patches are left out evenly, then models, the last first.
+    Where that is too little, images and favourite patches are left out evenly, then models, the
+    last first.
     """
     phases = [
         phase
