@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +30,24 @@ def serve_ui(port: int = 5000) -> int:
         if probe.connect_ex((HOST, port)) == 0:
             raise UserError(f"port {port}: another program answers there; choose another by --port")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    interrupted = threading.Event()  # as a destructor swallows what is raised in it
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def is_serving() -> bool:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        return server is None or server.poll() is None
+
+    signal.signal(signal.SIGINT, interrupt)
+    server = None
     importer = Importer()
     try:
         print(describe_import(importer.import_all()), flush=True)
         if mlflow_connection.store_address().startswith(("http://", "https://")):
-            import_while(lambda: True, importer)
+            import_while(is_serving, importer)
         experiment = mlflow_connection.connect_store().get_experiment_by_name(
             mlflow_connection.experiment_name(Path())
         )
@@ -41,7 +55,7 @@ def serve_ui(port: int = 5000) -> int:
         try:
             address = f"http://{HOST}:{port}"
             print(view_address(address, experiment) if experiment else address, flush=True)
-            import_while(lambda: server.poll() is None, importer)
+            import_while(is_serving, importer)
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)  # with its workers; what sqlite has is whole

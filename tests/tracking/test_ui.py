@@ -2,7 +2,9 @@
 
 import signal
 import socket
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from playwright.sync_api import expect
 from moecore.core.files import UserError
 from moecore.run.run_record import record_run
 from moecore.tracking import ui
+from moecore.tracking.sync import Importer
 from tests.browser import opened
 from tests.tracking.conftest import calibrate
 
@@ -39,13 +42,17 @@ def answers(port: int) -> bool:
         return probe.connect_ex((ui.HOST, port)) == 0
 
 
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind((ui.HOST, 0))
+        return free.getsockname()[1]
+
+
 def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
     Path("params.yaml").write_text("run: {methods: [dense, vmoe]}\n")
     study.write()
     calibrate()
-    with socket.socket() as free:
-        free.bind((ui.HOST, 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     process = study.start("-c", OFTEN, "ui", "--port", str(port))
     try:
         assert "2 runs added" in process.stdout.readline()
@@ -76,3 +83,28 @@ def test_a_port_that_is_taken_is_one_clear_line(study):
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"^port {port}: .*--port"):
             ui.serve_ui(port)
+
+
+def test_an_interrupt_that_a_destructor_swallows_ends_it(study, monkeypatch):
+    class Importing(Importer):
+        imports = 0
+
+        def import_all(self):
+            self.imports += 1
+            if self.imports == 2:
+                with suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            assert self.imports < 3
+            return super().import_all()
+
+    monkeypatch.setattr(ui, "SECONDS", 0)
+    monkeypatch.setattr(ui, "Importer", Importing)
+    monkeypatch.setattr(
+        ui, "start_server", lambda port: subprocess.Popen(["sleep", "60"], start_new_session=True)
+    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert ui.serve_ui(unused_port()) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
