@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,24 +29,11 @@ def serve_ui(port: int = 5000) -> int:
         if probe.connect_ex((HOST, port)) == 0:
             raise UserError(f"port {port}: another program answers there; choose another by --port")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    interrupted = threading.Event()  # as a destructor swallows what is raised in it
-
-    def interrupt(*_: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    def is_serving() -> bool:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        return server is None or server.poll() is None
-
-    signal.signal(signal.SIGINT, interrupt)
-    server = None
     importer = Importer()
     try:
         print(describe_import(importer.import_all()), flush=True)
         if mlflow_connection.store_address().startswith(("http://", "https://")):
-            import_while(is_serving, importer)
+            import_while(lambda: True, importer)
         experiment = mlflow_connection.connect_store().get_experiment_by_name(
             mlflow_connection.experiment_name(Path())
         )
@@ -55,7 +41,7 @@ def serve_ui(port: int = 5000) -> int:
         try:
             address = f"http://{HOST}:{port}"
             print(view_address(address, experiment) if experiment else address, flush=True)
-            import_while(is_serving, importer)
+            import_while(lambda: server.poll() is None, importer)
         finally:
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)  # with its workers; what sqlite has is whole
@@ -83,11 +69,35 @@ def start_server(port: int) -> subprocess.Popen:
     )
 
 
+class HeldInterrupts:
+    """Ctrl-C as KeyboardInterrupt in ``sleep`` alone, or when it comes again: where it interrupts
+    a destructor, as of SQLAlchemy during an import, Python prints the exception and goes on.
+    """
+
+    def __init__(self) -> None:
+        self.is_sleeping = self.has_come = False
+        signal.signal(signal.SIGINT, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        is_second, self.has_come = self.has_come, True
+        if self.is_sleeping or is_second:
+            raise KeyboardInterrupt
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep. Raises KeyboardInterrupt for what comes meanwhile or came before."""
+        self.is_sleeping = True  # before the look at what came: nothing falls between
+        if self.has_come:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+        self.is_sleeping = False
+
+
 def import_while(is_serving: Callable[[], bool], importer: Importer) -> None:
     """Import every few seconds. What hinders an import is said once, and it is tried again."""
     last = ""
+    interrupts = HeldInterrupts()
     while is_serving():
-        time.sleep(SECONDS)
+        interrupts.sleep(SECONDS)
         try:
             counts = importer.import_all()
             said = describe_import(counts) if counts["runs added"] else ""

@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,26 +84,33 @@ def test_a_port_that_is_taken_is_one_clear_line(study):
             ui.serve_ui(port)
 
 
-def test_an_interrupt_that_a_destructor_swallows_ends_it(study, monkeypatch):
-    class Importing(Importer):
-        imports = 0
+@pytest.fixture
+def kept_handlers():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupt_ends_it_after_the_import_and_a_second_one_at_once(
+    study, monkeypatch, kept_handlers, presses
+):
+    done = []
+
+    class Importing(Importer):
         def import_all(self):
-            self.imports += 1
-            if self.imports == 2:
-                with suppress(KeyboardInterrupt):
-                    signal.raise_signal(signal.SIGINT)
-            assert self.imports < 3
-            return super().import_all()
+            for _ in range(presses if done else 0):
+                signal.raise_signal(signal.SIGINT)
+            counts = super().import_all()
+            done.append(counts)
+            return counts
+
+    def start(port):
+        return subprocess.Popen(["sleep", "60"], start_new_session=True)
 
     monkeypatch.setattr(ui, "SECONDS", 0)
     monkeypatch.setattr(ui, "Importer", Importing)
-    monkeypatch.setattr(
-        ui, "start_server", lambda port: subprocess.Popen(["sleep", "60"], start_new_session=True)
-    )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        assert ui.serve_ui(unused_port()) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    monkeypatch.setattr(ui, "start_server", start)
+    assert ui.serve_ui(unused_port()) == 0
+    assert len(done) == 3 - presses
