@@ -14,7 +14,7 @@ from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
-from moecore.data.volumes.grids import BRAIN
+from moecore.data.volumes.grids import BRAIN, resample_masked_volume, resample_volume
 from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithTissueShares, pack_stored_volume
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
@@ -38,6 +38,13 @@ class SimulatedScan(NamedTuple):
     volume: np.ndarray
     regions: np.ndarray
     mask: np.ndarray
+
+    def resample(self, voxel_mm: float) -> "SimulatedScan":
+        """Return the scan on voxels of this side; it shows no more than on those of VOXEL_MM."""
+        zooms = (VOXEL_MM,) * 3
+        volume, mask = resample_masked_volume(self.volume, self.mask, zooms, voxel_mm)
+        regions = np.stack([resample_volume(one, zooms, voxel_mm) for one in self.regions])
+        return SimulatedScan(volume, regions, mask)
 
 
 class Visit(NamedTuple):
@@ -75,6 +82,9 @@ class Phantom(CohortSettings, Source):
     preset: Preset = Field(
         "demo", description="How much people of one age differ: demo little, realistic"
     )
+    voxel_mm: Literal[3, 2] = Field(
+        3, description="Side of a voxel, mm; 2: the scans of 3 mm, resampled to 96³ voxels"
+    )
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; the same settings give the same bytes."""
@@ -85,15 +95,18 @@ class Phantom(CohortSettings, Source):
             volumes = map_in_threads(self._draw_visit, own)
             parts[split] = VolumeSplitToWrite([visit.subject for visit in own], volumes)
         facts = VolumeDatasetInfo(
-            self._name(), (SIDE,) * 3, (VOXEL_MM,) * 3, LICENCE, SOURCE, self, simulated=True
+            self._name(), self._size, (self.voxel_mm,) * 3, LICENCE, SOURCE, self, simulated=True
         )
         return write_volumes(folder, facts, parts)
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; nothing is simulated."""
-        return planned_age_cohort_data(self._name(), (SIDE,) * 3, REGIONS).complete_with(
-            self._known
-        )
+        return planned_age_cohort_data(self._name(), self._size, REGIONS).complete_with(self._known)
+
+    @property
+    def _size(self) -> tuple[int, int, int]:
+        side = round(SIDE * VOXEL_MM / self.voxel_mm)
+        return (side, side, side)
 
     def _name(self) -> str:
         return f"Simulated ageing cohort (phantom, {self.preset})"
@@ -106,7 +119,8 @@ class Phantom(CohortSettings, Source):
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0
     ) -> VolumeWithTissueShares:
         """A scan exactly as ``prepare`` stores it; seed: the person's, see ``person_seed``."""
-        return pack_stored_volume(*simulate_scan(age, sex, seed, scan, site, self.preset))
+        drawn = simulate_scan(age, sex, seed, scan, site, self.preset)
+        return pack_stored_volume(*drawn.resample(self.voxel_mm))
 
     def _draw_visit(self, visit: Visit) -> VolumeWithTissueShares:
         return self.draw(visit.subject.age, visit.subject.sex, visit.seed, site=visit.site)

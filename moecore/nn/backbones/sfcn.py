@@ -96,6 +96,8 @@ class ConvolutionalNetwork(BackboneModel):
         self.features = nn.Sequential(
             *(_halving_block(here, there) for here, there in zip(inputs, halving, strict=True))
         )
+        # channels last: in fp32 two thirds of the time of a step on the CPU
+        self.features.to(memory_format=torch.channels_last_3d)
         self.width = halving[-1]
         self.norm = nn.Identity()
         self.moe_layer = None

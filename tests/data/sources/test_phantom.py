@@ -162,6 +162,22 @@ def test_background_mask_and_range():
     )
 
 
+def test_voxels_of_2_mm_hold_the_same_head(tmp_path):
+    coarse, fine = (Phantom(voxel_mm=side).draw(70, "M", 4) for side in (3, 2))
+    assert fine.image.shape == (1, 96, 96, 96) and fine.regions.shape == (3, 96, 96, 96)
+    volumes = [
+        made.regions.sum(axis=(1, 2, 3)) * side**3 for made, side in ((coarse, 3), (fine, 2))
+    ]
+    np.testing.assert_allclose(volumes[1], volumes[0], rtol=0.01)
+    middles = [
+        np.argwhere(made.image[0] > 0).mean(axis=0) * side
+        for made, side in ((coarse, 3), (fine, 2))
+    ]
+    np.testing.assert_allclose(middles[1] + 1, middles[0] + 1.5, atol=0.2)  # mm from the first edge
+    card = Phantom(**SMALL, voxel_mm=2).prepare(tmp_path)
+    assert card["size"] == [96] * 3 and card["voxel_mm"] == [2.0] * 3
+
+
 def test_left_and_front_and_top():
     # RAS: the cerebellum (z < −20 mm, y < −40 mm) is at the back and at the bottom: low indices of
     # axes 1 and 2
