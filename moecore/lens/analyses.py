@@ -53,7 +53,8 @@ ROLES = ExpertRoles()  # windows of neighbours, and items of a batch, as in our 
 class LayerNumbers(NamedTuple):
     """One layer's quantities by name, what chance gives for some of them, and shares of the load.
 
-    coverage: of the choices, the share that the m most used experts have, m = 1 … E.
+    coverage: of the choices, the share that the m most used experts have, m = 1 … E.  partners: of
+    each expert that of the other trace, (E,); nothing where there is none.
     """
 
     quantities: dict[str, Interval]
@@ -61,6 +62,7 @@ class LayerNumbers(NamedTuple):
     load: tuple[float, ...]
     coverage: tuple[float, ...]
     roles: RolesLayer
+    partners: tuple[int, ...] = ()
 
 
 class TraceNumbers(NamedTuple):
@@ -176,14 +178,15 @@ def analyse_layer(
     if "label" in roles.labels:
         purity = compare_with_labels(first_choices(record), labels["label"], len(counts))
         by_item["purity"], chances["purity"] = purity
+    partners: tuple[int, ...] = ()
     if theirs is not None:
-        matched, by_chance = compare_matched(routing, theirs)
+        partners, matched, by_chance = compare_matched(routing, theirs)
         by_item |= matched
         chances |= by_chance
     quantities = {name: item_mean(one) for name, one in by_item.items()}
     quantities |= {"dead": dead, **quantities_without_interval(roles)}
     load = tuple((counts / counts.sum()).tolist())
-    return LayerNumbers(quantities, chances, load, roles.coverage, roles), by_item
+    return LayerNumbers(quantities, chances, load, roles.coverage, roles, partners), by_item
 
 
 def average_quantities(
@@ -258,8 +261,8 @@ def compare_with_labels(first: Tensor, labels: Tensor, experts: int) -> tuple[np
 
 def compare_matched(
     ours: LayerRouting, theirs: LayerRouting
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return how far matched experts agree, one value an item of a drawn half, and by chance."""
+) -> tuple[tuple[int, ...], dict[str, np.ndarray], dict[str, float]]:
+    """Return partners, how far they agree, one value an item of a drawn half, and by chance."""
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
@@ -268,6 +271,7 @@ def compare_matched(
     names = {"correlation": "matched_correlation", "overlap": "matched_overlap"}
     chance = chance_agreement(*pair, is_fit)._asdict()
     return (
+        tuple(partners.tolist()),
         {names[name]: values for name, values in by_item.items()},
         {names[name]: value for name, value in chance.items()},
     )

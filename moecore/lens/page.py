@@ -9,7 +9,13 @@ from matplotlib.figure import Figure
 from moecore.core.files import write_whole
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
 from moecore.lens.pictures import draw_trace_pictures
-from moecore.lens.trace_explorer import UNLIKE, TraceExplorer, can_explore
+from moecore.lens.trace_explorer import (
+    UNLIKE,
+    ExploredTrace,
+    TraceExplorer,
+    can_explore,
+    render_traces,
+)
 from moecore.lens.trace_reader import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
@@ -17,7 +23,7 @@ from moecore.report.column import Column
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.measures.expert_roles import COLUMNS as ROLES_COLUMNS
-from moecore.report.measures.expert_roles import LABELS, TELLS, local_consistency_columns
+from moecore.report.measures.expert_roles import LABELS, SPECIAL, TELLS, local_consistency_columns
 from moecore.report.measures.routing import COLUMNS, routing_column
 from moecore.report.page.explorer_page import PageHead
 from moecore.report.page.glossary import WORDS
@@ -39,6 +45,7 @@ NO_INTERVAL = "no interval"
 LENS_COLUMNS = (
     routing_column("dropped", "Dropped", "", "share", "choices that no expert had room for"),
     routing_column("information_label", "Experts tell the label", "", "share", TELLS),
+    routing_column("specialisation_label", "Specialisation by label", "", "share", SPECIAL),
     routing_column("purity", "Purity", "", "share", "of the commonest label of their first expert"),
     routing_column(
         "matched_correlation",
@@ -74,16 +81,21 @@ def write_lens_page(
 ) -> None:
     """Print what the routing of a trace is like, and write the page, and the explorer beside it.
 
-    See ``analyse_trace``.  The explorer counts all items, where ``items`` is None.
+    See ``analyse_trace``.  The explorer counts all items, where ``items`` is None, and shows both
+    traces; one that an earlier trace left there is removed where this one has none.
     """
     trace = Trace(folder)
-    numbers = analyse_trace(trace, items, None if against is None else Trace(against))
-    explorer = ""
+    other = None if against is None else Trace(against)
+    numbers = analyse_trace(trace, items, other)
+    explorer = f"{page.stem}_explorer.html"
     if can_explore(trace.card.layers):
-        explorer = f"{page.stem}_explorer.html"
         head = PageHead(*HEAD, address=page.name, more="All numbers")
-        write_whole(page.with_name(explorer), TraceExplorer(trace, items).render(numbers, head))
+        ours = ExploredTrace(TraceExplorer(trace, items), numbers)
+        theirs = other and ExploredTrace(TraceExplorer(other, items), analyse_trace(other, items))
+        write_whole(page.with_name(explorer), render_traces(ours, head, theirs))
     else:
+        page.with_name(explorer).unlink(missing_ok=True)
+        explorer = ""
         numbers.remarks.append(UNLIKE)
     print_numbers(numbers)
     write_whole(page, render_lens(trace, numbers, explorer))

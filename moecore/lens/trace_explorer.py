@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class SeenLayer(NamedTuple):
 
 
 class TraceExplorer:
-    """What is shown of a trace, whose layers ``can_explore``; ``render`` writes the page."""
+    """What is shown of a trace, whose layers ``can_explore``."""
 
     def __init__(self, trace: Trace, items: int | None = None) -> None:
         """``items``: so many are counted at most, evenly spread; None: all."""
@@ -80,39 +80,21 @@ class TraceExplorer:
         self.numbers = {name: count_numbers(trace, name, self.parts) for name in NUMBERED}
         self.layers = [self._see_layer(number) for number in range(len(shapes))]
 
-    def render(self, numbers: TraceNumbers, head: PageHead) -> str:
-        """Return the page. The more experts and layers, the less of each is shown."""
-        page = ""
-        for share in SHARES:
-            page = self._render_part(numbers, head, ITEMS // share, EXAMPLES // share)
-            if len(page.encode()) <= MOST_BYTES:
-                break
-        return page
+    def page_data(
+        self, numbers: TraceNumbers, name: str, pool: dict[str, int], items: int, most: int
+    ) -> dict[str, Any]:
+        """Return what the page knows of the trace; packed texts are places in ``pool``.
 
-    def _render_part(self, numbers: TraceNumbers, head: PageHead, items: int, most: int) -> str:
+        Of so many items at most, and of an expert of so many examples.
+        """
         known = roles_answers([layer.roles for layer in numbers.layers], min(most, PARTNERS))
         for of_layer, seen in zip(known, self.layers, strict=True):
             of_layer["surest"] = [len(surest[:most]) for surest, _ in seen.examples]
             if not self.has_pictures:
                 cut = [surest[:most] + drawn[:most] for surest, drawn in seen.examples]
                 of_layer["contexts"] = [[one.words for one in examples] for examples in cut]
-        pool: dict[str, int] = {}
         model = intern_texts(self.result(items, most).model_dump(mode="json"), pool)
-        name = self.trace.card.model
-        phase = {
-            "name": "trace",
-            "title": name,
-            "answers": [f"label {label}" for label in range(len(self.numbers["labels"]))],
-            "unit": "",
-            "classes": True,
-            "cells": 1,
-            "source": "trace",
-            "kinds": {"name": "label", "first": 0},
-            "methods": [{"name": name, "model": model, "known": {"layers": known, "open": []}}],
-            "matches": [],
-        }
-        text = json.dumps([phase], ensure_ascii=False).encode()
-        return render_explorer(encode_arrays(np.frombuffer(text, np.uint8)), pool, head)
+        return {"name": name, "model": model, "known": {"layers": known, "open": []}}
 
     def result(self, items: int = ITEMS, most: int = EXAMPLES) -> Result:
         """Return what is shown: so many items, and of an expert so many examples and words."""
@@ -206,6 +188,57 @@ class TraceExplorer:
                 )
             )
         return profiles
+
+
+class ExploredTrace(NamedTuple):
+    """A trace on the page: what is shown of it, and what was found."""
+
+    explorer: TraceExplorer
+    numbers: TraceNumbers
+
+
+def render_traces(ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None = None) -> str:
+    """Return the page of a trace, beside another of the same items that it was compared with.
+
+    The more experts and layers, the less of each is shown.
+    """
+    page = ""
+    for share in SHARES:
+        page = _render_part(ours, head, theirs, ITEMS // share, EXAMPLES // share)
+        if len(page.encode()) <= MOST_BYTES:
+            break
+    return page
+
+
+def _render_part(
+    ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None, items: int, most: int
+) -> str:
+    pool: dict[str, int] = {}
+    trace = ours.explorer.trace
+    names, sides, matches = [trace.card.model], [ours], []
+    if theirs is not None:
+        other = theirs.explorer.trace
+        is_same = other.card.model == names[0]
+        names.append(f"{other.card.model}, {other.folder}" if is_same else other.card.model)
+        sides.append(theirs)
+        matches.append((*names, [layer.partners for layer in ours.numbers.layers]))
+    phase = {
+        "name": "trace",
+        "title": names[0],
+        "answers": [f"label {label}" for label in range(len(ours.explorer.numbers["labels"]))],
+        "unit": "",
+        "classes": True,
+        "cells": 1,
+        "source": "trace",
+        "kinds": {"name": "label", "first": 0},
+        "methods": [
+            side.explorer.page_data(side.numbers, name, pool, items, most)
+            for name, side in zip(names, sides, strict=True)
+        ],
+        "matches": matches,
+    }
+    text = json.dumps([phase], ensure_ascii=False).encode()
+    return render_explorer(encode_arrays(np.frombuffer(text, np.uint8)), pool, head)
 
 
 def can_explore(layers: Sequence[LayerShape]) -> bool:

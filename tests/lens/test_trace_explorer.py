@@ -7,7 +7,7 @@ from moecore.lens import trace_explorer, trace_writer
 from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import write_lens_page
 from moecore.lens.recording import record_trained_model
-from moecore.lens.trace_explorer import TraceExplorer
+from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
 from moecore.lens.trace_reader import Trace
 from moecore.lens.trace_writer import write_trace
 from moecore.measure.base import MeasuredModel
@@ -96,10 +96,10 @@ def test_examples_by_hand(tmp_path, monkeypatch):
 
 def test_the_page_shows_less_where_it_grew_too_large(tmp_path, monkeypatch):
     trace = write_words(tmp_path / "trace")
-    numbers, explorer = analyse_trace(trace), TraceExplorer(trace)
-    whole = explorer.render(numbers, HEAD)
+    explored = ExploredTrace(TraceExplorer(trace), analyse_trace(trace))
+    whole = render_traces(explored, HEAD)
     monkeypatch.setattr(trace_explorer, "MOST_BYTES", len(whole.encode()) - 1)
-    assert len(explorer.render(numbers, HEAD)) < len(whole)
+    assert len(render_traces(explored, HEAD)) < len(whole)
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
@@ -131,7 +131,25 @@ def test_a_reader_sees_what_an_expert_gets(browser, tmp_path, width, scheme):
         assert settled(page).evaluate("state.experts[0]") == 0 and clipped(page) == []
 
 
+def test_another_trace_stands_beside_with_its_experts_matched(browser, tmp_path):
+    """The same choices by experts of other numbers, in two models of one name."""
+    experts = [row % 3 for row in (1, 2, 0, 0, 1, 1, 2, 0, 2, 1, 0, 2)]
+    for name, renumbered in (("one", experts), ("two", [(one + 1) % 3 for one in experts])):
+        record = first_choices_record(*torch.tensor(renumbered).repeat(2).view(6, 4).tolist())
+        with write_trace(tmp_path / name, "foreign", WORDS) as trace:
+            trace.add([record], tokens=TOKENS.repeat(2, 1))
+    write_lens_page(tmp_path / "one", tmp_path / "lens.html", against=tmp_path / "two")
+    with opened(browser, tmp_path / "lens_explorer.html", 1400, "light") as page:
+        one, two = settled(page).locator(".panel h2").all_inner_texts()
+        assert (one, two) == ("foreign", f"foreign, {tmp_path / 'two'}")
+        page.locator(".panel").first.locator("[data-expert='1']").click()
+        texts = settled(page).locator("main").inner_text()
+        assert page.evaluate("state.experts") == [1, 2] and f"its match in {two}: expert 2" in texts
+        assert f"0 of 4 words go to another expert than in {one}" in texts
+
+
 def test_layers_of_other_tokens_have_no_explorer(tmp_path, capsys):
+    (tmp_path / "lens_explorer.html").write_text("of an earlier trace", encoding="utf-8")
     with write_trace(tmp_path / "trace", "two streams") as trace:
         trace.add([first_choices_record([0, 1]), first_choices_record([0, 1, 2])])
     write_lens_page(tmp_path / "trace", tmp_path / "lens.html")
