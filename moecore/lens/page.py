@@ -91,7 +91,9 @@ def write_lens_page(
     if can_explore(trace.card.layers):
         head = PageHead(*HEAD, address=page.name, more="All numbers")
         ours = ExploredTrace(TraceExplorer(trace, items), numbers)
-        theirs = other and ExploredTrace(TraceExplorer(other, items), analyse_trace(other, items))
+        theirs = None
+        if other is not None:
+            theirs = ExploredTrace(TraceExplorer(other, items), analyse_trace(other, items))
         write_whole(page.with_name(explorer), render_traces(ours, head, theirs))
     else:
         page.with_name(explorer).unlink(missing_ok=True)
