@@ -18,6 +18,7 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choic
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Number, PartStore
 from moecore.measure.item_mean_result import ItemMeans
+from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.measure.routing_metrics.coactivation import (
     conditional_coactivation,
     count_coactivation,
@@ -57,7 +58,8 @@ from moecore.measure.routing_metrics.token_labels import (
     token_labels_by_kind,
 )
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import predict_in_batches
+from moecore.nn.predict import model_device, predict_in_batches
+from moecore.nn.routers.noisy_top_k import NoisyTopKRouter
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import indices_by_person
@@ -103,6 +105,7 @@ class ExpertRoles(Measurement):
         people = test.people_at(where)
         alike = [expert_similarity(kept.outputs(len(images)), people) for kept in tokens.values()]
         predicted = [one.chosen(len(images)) for one in early.values()]
+        scores = selection_scores(subject.model, list(early), records)
         classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
 
         @cache
@@ -113,7 +116,7 @@ class ExpertRoles(Measurement):
         by_image = []
         for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
             labels = dict(known_labels(layout))
-            beside = BesideRecord(people, alike[index], predicted[index])
+            beside = BesideRecord(people, alike[index], predicted[index], scores=scores[index])
             if index:
                 before = records[index - 1], subject.model.layouts[index - 1]
                 there = record_on_finer_grid(*before, layout)
@@ -182,11 +185,11 @@ class Result(ItemMeans):
 
     information_{label}: as ``normalised``.  specialisation_{label}: less its chance.  pair_lift:
     mean of P(b | a) / P(b) over pairs of experts that tokens chose; its chance is at an even load.
-    margin: lowest probability of a chosen expert − highest of another.  consistency_{m}: F1 of the
-    best sets for windows of m tokens; its chance with each image's tokens exchanged.  expert_cka,
-    expert_cosine: of what two make of the same tokens, mean over pairs; their chance of tokens of
-    two images.  early_choice, early_load: see ``choice_predictability``, as early_load_rank and
-    early_hottest of layers alone.
+    margin: lowest score of a chosen expert − highest of another, see ``selection_scores``.
+    consistency_{m}: F1 of the best sets for windows of m tokens; its chance with the tokens of
+    each image exchanged.  expert_cka, expert_cosine: of what two make of the same tokens, mean over
+    pairs; their chance of tokens of two images.  early_choice, early_load: see
+    ``choice_predictability``, as early_load_rank and early_hottest of layers alone.
     Of layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of
     batches, beside that of even random choices.
     """
@@ -207,6 +210,7 @@ class BesideRecord(NamedTuple):
     # (N, T, E) bool, what its router would have chosen a layer earlier
     predicted: Tensor | None = None
     before: Tensor | None = None  # (N, T, E') bool, what its tokens chose in the layer before
+    scores: Tensor | None = None  # (N, T, E), what the choice is by; None: the probabilities
 
 
 NOTHING_BESIDE = BesideRecord()
@@ -236,7 +240,8 @@ def layer_roles(
         by_image["pair_lift"] = pair_lift_by_image(chosen).numpy()
         k = float(counts.sum() / tokens)
         chances["pair_lift"] = (k - 1) * experts / ((experts - 1) * k)
-    margins, smallest = margin_values(record)
+    scores = record.probs if beside.scores is None else beside.scores
+    margins, smallest = margin_values(scores, record.chosen)
     by_image |= margins
     extra |= smallest
     if beside.predicted is not None:
@@ -277,9 +282,24 @@ def people_numbers(people: np.ndarray | None, few: np.ndarray) -> list[int] | No
     return np.unique(people, return_inverse=True)[1][few].tolist()
 
 
-def margin_values(record: RoutingRecord) -> tuple[Values, dict[str, float]]:
+def selection_scores(
+    model: Model, layers: Sequence[str], records: Sequence[RoutingRecord]
+) -> list[Tensor]:
+    """Return what each of these layers' router chose by, (N, T, E) on the CPU."""
+    scores = []
+    for name, record in zip(layers, records, strict=True):
+        router = find_own_model(model).get_submodule(name).router
+        if isinstance(router, NoisyTopKRouter):
+            there = record.map_tensors(lambda field: field.to(model_device(model)))
+            scores.append(router.selection_scores(there).cpu())
+        else:
+            scores.append(record.probs)
+    return scores
+
+
+def margin_values(scores: Tensor, chosen: Tensor) -> tuple[Values, dict[str, float]]:
     """Return the margin by image, and the smallest; nothing where no token has one."""
-    margins = choice_margin(record.probs, record.chosen)
+    margins = choice_margin(scores, chosen)
     is_known = margins.isfinite()
     if not is_known.any():
         return {}, {}

@@ -12,6 +12,7 @@ from moecore.core.routing_records import TokenLayout
 from moecore.measure.base import MeasuredModel
 from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
+from moecore.measure.routing_metrics.barred_experts import list_routers
 from moecore.measure.routing_metrics.coactivation import (
     coactivation_lift,
     conditional_coactivation,
@@ -41,6 +42,7 @@ from moecore.measure.routing_metrics.predictability import (
     choose_one_layer_early,
 )
 from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
+from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.depth import Depth
@@ -238,6 +240,24 @@ def test_experts_by_position_tell_the_position():
     assert result.values["information_position"].value >= 0.49
     assert result.values["information_truth"].value == pytest.approx(0, abs=0.01)
     assert result.layers[0].kept.shape == (40, 5, 3)
+
+
+def test_margins_are_of_what_the_choice_is_by():
+    """A large bias lets all choose the experts 1 and 2, and a group hides a better expert."""
+    measured = subject(NoisyTopK(k=2, score="sigmoid", balance=LossFree()))
+    routers = list_routers(measured.model)
+    for router in routers:
+        router.balance.bias.copy_(torch.tensor([0.0, 2.0, 4.0]))
+    _, records = predict_in_batches(measured.model, measured.data.test.images, prediction=False)
+    result = ExpertRoles().measure(measured, lambda name, compute: compute())
+    for layer, record in zip(result.layers, records, strict=True):
+        scores = record.logits.sigmoid()
+        margin = (scores[..., 1] + 2 - scores[..., 0]).mean().item()
+        assert margin > 1 and layer.values["margin"] == pytest.approx(margin, rel=1e-6)
+    router = NoisyTopK(k=2, groups={"number": 2, "kept": 1}).build(4, experts=6).eval()
+    _, decided = router.decide(torch.tensor([[[2.5, 0, 0, 2, 2, 1]]]))
+    scores = router.selection_scores(decided)
+    assert choice_margin(decided.probs, decided.chosen) < 0 < choice_margin(scores, decided.chosen)
 
 
 def test_where_it_does_not_apply():

@@ -38,8 +38,8 @@ def cumulative_load_shares(counts: Tensor) -> Tensor:
 def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return each token's lowest chosen score − its highest other one, (B, T) fp64.
 
-    scores: (B, T, E).  Below 0 where a balance's bias, or groups, chose against the scores; NaN
-    where a token chose none or all.
+    scores: (B, T, E), −∞ of what could not be chosen.  Below 0 where the choice was by others, as
+    a balance's; NaN where a token chose none, or all that it could.
     """
     scores = scores.double()
     lowest = scores.where(chosen, torch.inf).amin(dim=-1)

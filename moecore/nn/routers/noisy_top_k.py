@@ -272,6 +272,16 @@ class NoisyTopKRouter(nn.Module):
             kept=self._kept(chosen, scores),
         )
 
+    def selection_scores(self, record: RoutingRecord) -> Tensor:
+        """Return what the experts of its record were chosen by, without noise, (B, T, E).
+
+        Probabilities; with a balance what it prefers; −∞ outside a token's groups of experts.
+        """
+        if self.balance is None and self.config.groups is None:
+            return record.probs
+        scores = expert_scores(record.logits, self.config.score)
+        return self._preferences(record.logits, scores)
+
     def valid_slots(self, scores: Tensor) -> Tensor | None:
         """Return which of the k best are chosen, (B, T, k) bool, by their scores; None: all."""
         return None
