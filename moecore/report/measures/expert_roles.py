@@ -139,7 +139,8 @@ COLUMNS = (
     item_mean_column(
         "margin",
         "Margin",
-        note="lowest probability of a chosen expert − highest of another; mean over layers",
+        note="lowest score of a chosen expert − highest of another, by what the router chooses "
+        "by (of a trace: probabilities); mean over layers",
     ),
     layer_mean_column(
         "smallest_margin", "Margin, smallest", "number", "its 1 % quantile over tokens"
