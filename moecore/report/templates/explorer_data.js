@@ -299,13 +299,13 @@ function unlikeWords({ model, unlike, beside }) {
     + "matched experts have one colour"];
 }
 
-// How sure the router was of a token.
+// How sure the router was of a token; a layer's margin is of what it chose by, a balance's bias too.
 function marginWords(view, token) {
   const margin = marginOf(view, token);
   if (margin === null) return "";
   const { margin: mean } = view.known.layers[view.layer];
-  const usual = mean === undefined ? "" : `; layer mean ${percent(mean)}`;
-  return `margin to the next expert: ${percent(margin)}${usual}`;
+  const usual = mean === undefined ? "" : `; margin of the choice, layer mean ${percent(mean)}`;
+  return `${percent(margin)} more probable than the next expert${usual}`;
 }
 
 // Which experts would have been best for a token of the clean image, where others were tried.
