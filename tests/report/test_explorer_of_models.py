@@ -65,7 +65,8 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         tried = settled(page).locator(".panel >> nth=0 >> .best").inner_text()
         assert tried.startswith("other experts were tried of: ")
         margin = roles.layers[1].values["margin"]
-        assert f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %" in texts
+        mean = f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %"
+        assert f"% more probable than the next expert; margin of the choice, {mean}" in texts
         seed = page.locator(".panel >> nth=1")
         assert "favourite patches are kept of the first seed" in seed.inner_text()
         assert seed.locator(".map canvas").count() == 1
