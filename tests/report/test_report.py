@@ -4,9 +4,11 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
@@ -17,13 +19,14 @@ from moecore.report.page.rows import format_column
 from moecore.report.report_files import robustness_csv, training_csv
 from moecore.report.results import USUAL, read_results
 from moecore.report.tables import terminal_summary
-from moecore.report.tables.cells import Cell
+from moecore.report.tables.cells import Cell, cell_over_seeds
 from moecore.report.tables.metrics_by_method import (
     best_by_disjoint_intervals,
     build_table,
     compare_methods,
 )
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
+from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.study.reading.run_section import Selection
 from moecore.training.outcome import Outcome
@@ -104,6 +107,28 @@ def test_intervals_of_the_table(one_seed, tmp_path):
         and many["load_cv2"]["interval"] == "t"
     )
     json.dumps(many, allow_nan=False)
+
+
+def test_several_seeds_have_an_interval_over_items_and_seeds():
+    """By hand: seeds have 1 and 3, items 1 and 3, so A = B = 1 and half² = 2·t(1)²; t(1) = 12.706.
+    A mean that no item moves, or that keeps none, has Student's.
+    """
+
+    def cell(read, *seeds):
+        column = Column("a", "a", lambda result: float(np.mean(result.items)), items=read)
+        return cell_over_seeds(ResultColumn(column, Kept), [Measured({Kept: one}) for one in seeds])
+
+    two = Kept(items=(0, 2)), Kept(items=(2, 4))
+    both = cell(lambda result: np.array(result.items), *two)
+    assert both.kind == "items × seeds" and both.seeds == 2
+    assert both.interval == pytest.approx((2, 2 - 2**0.5 * 12.7062, 2 + 2**0.5 * 12.7062), abs=1e-3)
+    alone = cell(lambda result: None, *two)
+    assert alone.kind == "t" and alone.interval.high == pytest.approx(2 + 12.7062, abs=1e-3)
+    assert cell(lambda result: np.array(result.items), *[Kept(items=(1, 1))] * 2).kind == "t"
+
+
+class Kept(Config):
+    items: tuple[float, ...]
 
 
 def test_columns_without_any_value_are_left_out(one_seed):

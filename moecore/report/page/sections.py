@@ -16,6 +16,7 @@ from moecore.report.tables.methods_by_paper import paper_tables_block
 from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
+from moecore.statistics.crossed import BOTH
 
 TITLES = {
     "pretrain": "Pretrained",
@@ -25,6 +26,7 @@ TITLES = {
     "merge": "Merged",
 }
 KINDS = {
+    BOTH: "over test items and seeds at once where items are kept (docs/intervals.md)",
     "t": "Student's t over seeds",
     "jackknife": "the jackknife over seeds for means over pairs of them",
     "wilson": "Wilson for shares",

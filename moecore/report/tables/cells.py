@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moecore.report.column import ResultColumn
-from moecore.report.typed_results import Measured, Models
+from moecore.report.typed_results import Measured, Models, list_without_none
+from moecore.statistics.crossed import BOTH, crossed_difference
 from moecore.statistics.intervals import Interval, mean_over_seed_pairs, mean_over_seeds
 
 
@@ -12,7 +15,7 @@ class Cell(NamedTuple):
     """One entry of the table."""
 
     interval: Interval
-    kind: str  # of its limits: t, jackknife, wilson, bootstrap, quartiles or "" for none
+    kind: str  # of its limits: BOTH, t, jackknife, wilson, bootstrap, quartiles or "" for none
     seeds: int
     # Better than every other method of its column but controls, and not by chance.
     leads: bool = False
@@ -24,8 +27,9 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over seeds with Student's interval, without one where a value is a bound; of
-    one seed the metric's own, if any. Of a metric of pairs of seeds the mean over pairs.
+    """Return the mean over seeds with its interval over items and seeds, Student's over seeds where
+    no items are kept, none where a value is a bound; of one seed the metric's own, if any. Of a
+    metric of pairs of seeds the mean over pairs.
     """
     if metric.column.of_pairs:
         return cell_over_seed_pairs(metric, models)
@@ -34,13 +38,16 @@ def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | 
         return None
     if len(intervals) == 1:
         return Cell(intervals[0], metric.column.limits if intervals[0].limits else "", 1)
-    mean = mean_over_seeds([interval.value for interval in intervals])
+    mean, kind = mean_over_seeds([interval.value for interval in intervals]), "t"
     if metric.has_bound(models):
         return Cell(Interval(mean.value), "", len(intervals))
+    items = list_without_none(metric.items(model) for model in models)
+    if len(items) == len(models) and (half := crossed_difference(np.stack(items)).half()):
+        mean, kind = Interval(mean.value, mean.value - half, mean.value + half), BOTH
     if metric.column.form == "share" and mean.limits:
         low, high = mean.limits
         mean = Interval(mean.value, max(0.0, low), min(1.0, high))
-    return Cell(mean, "t", len(intervals))
+    return Cell(mean, kind, len(intervals))
 
 
 def cell_over_seed_pairs(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
