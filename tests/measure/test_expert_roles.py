@@ -233,6 +233,17 @@ def test_experts_that_are_told_the_truth_tell_it(made):
     assert ("word" in result.layers[0].labels) == (made is text_subject)
 
 
+def test_all_of_it_is_of_one_pass():
+    """Every layer sees each image once, whatever the roles are told from."""
+    measured = subject(NoisyTopK(k=2))
+    seen = []
+    for layer in [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]:
+        layer.register_forward_hook(lambda layer, given, out: seen.append(len(given[0])))
+    result = ExpertRoles(windows=(2,)).measure(measured, lambda name, compute: compute())
+    assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= {*result.values}
+    assert sum(seen) == 2 * result.images == 2 * len(measured.data.test.images)
+
+
 def test_experts_by_position_tell_the_position():
     """Four patches' experts of three are 2, 1, 1 or 2, 2, 0: H = 1.04 or ln 2, over ln 4."""
     measured = subject(Hash(by="position"))

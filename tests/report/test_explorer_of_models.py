@@ -67,6 +67,8 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         margin = roles.layers[1].values["margin"]
         mean = f"layer mean {100 * margin:.{int(margin < 0.0995)}f} %"
         assert f"% more probable than the next expert; margin of the choice, {mean}" in texts
+        biased = page.evaluate("marginOf = () => -0.03, marginWords(views[0], 1)")
+        assert biased.startswith("3.0 % less probable than the next expert; ")
         seed = page.locator(".panel >> nth=1")
         assert "favourite patches are kept of the first seed" in seed.inner_text()
         assert seed.locator(".map canvas").count() == 1

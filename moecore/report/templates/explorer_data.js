@@ -305,7 +305,8 @@ function marginWords(view, token) {
   if (margin === null) return "";
   const { margin: mean } = view.known.layers[view.layer];
   const usual = mean === undefined ? "" : `; margin of the choice, layer mean ${percent(mean)}`;
-  return `${percent(margin)} more probable than the next expert${usual}`;
+  const than = `${margin < 0 ? "less" : "more"} probable than the next expert`;
+  return `${percent(Math.abs(margin))} ${than}${usual}`;
 }
 
 // Which experts would have been best for a token of the clean image, where others were tried.
