@@ -111,7 +111,7 @@ def test_intervals_of_the_table(one_seed, tmp_path):
 
 def test_several_seeds_have_an_interval_over_items_and_seeds():
     """By hand: seeds have 1 and 3, items 1 and 3, so A = B = 1 and half² = 2·t(1)²; t(1) = 12.706.
-    A mean that no item moves, or that keeps none, has Student's.
+    A mean that no item moves, of one item, or of unlike numbers of them, has Student's.
     """
 
     def cell(read, *seeds):
@@ -124,7 +124,9 @@ def test_several_seeds_have_an_interval_over_items_and_seeds():
     assert both.interval == pytest.approx((2, 2 - 2**0.5 * 12.7062, 2 + 2**0.5 * 12.7062), abs=1e-3)
     alone = cell(lambda result: None, *two)
     assert alone.kind == "t" and alone.interval.high == pytest.approx(2 + 12.7062, abs=1e-3)
-    assert cell(lambda result: np.array(result.items), *[Kept(items=(1, 1))] * 2).kind == "t"
+    for others in ([(1, 1), (1, 1)], [(1,), (2,)], [(1, 2), (1, 2, 3)]):
+        few = [Kept(items=items) for items in others]
+        assert cell(lambda result: np.array(result.items), *few).kind == "t"
 
 
 class Kept(Config):

@@ -27,9 +27,9 @@ Cells = Mapping[str, Mapping[str, Cell | None]]  # method → metric → cell
 
 
 def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | None:
-    """Return the mean over seeds with its interval over items and seeds, Student's over seeds where
-    no items are kept, none where a value is a bound; of one seed the metric's own, if any. Of a
-    metric of pairs of seeds the mean over pairs.
+    """Return the mean over seeds with its interval over items and seeds; Student's over seeds where
+    they do not keep two items and as many each, none where a value is a bound. Of one seed the
+    metric's own, if any; of a metric of pairs of seeds the mean over pairs.
     """
     if metric.column.of_pairs:
         return cell_over_seed_pairs(metric, models)
@@ -42,7 +42,9 @@ def cell_over_seeds(metric: ResultColumn, models: Sequence[Measured]) -> Cell | 
     if metric.has_bound(models):
         return Cell(Interval(mean.value), "", len(intervals))
     items = list_without_none(metric.items(model) for model in models)
-    if len(items) == len(models) and (half := crossed_difference(np.stack(items)).half()):
+    counts = {len(values) for values in items}
+    has_items = len(items) == len(models) and len(counts) == 1 and counts != {1}
+    if has_items and (half := crossed_difference(np.stack(items)).half()):
         mean, kind = Interval(mean.value, mean.value - half, mean.value + half), BOTH
     if metric.column.form == "share" and mean.limits:
         low, high = mean.limits
