@@ -17,7 +17,8 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.token_labels import TokenLabels
 from moecore.lens.trace_reader import LayerRouting, Trace
 from moecore.measure.base import SEED
-from moecore.measure.expert_roles import (
+from moecore.measure.routing_metrics.expert_information import check_exchangeable
+from moecore.measure.routing_metrics.expert_roles import (
     NOTHING_BESIDE,
     BesideRecord,
     ExpertRoles,
@@ -25,7 +26,6 @@ from moecore.measure.expert_roles import (
     Values,
     layer_roles,
 )
-from moecore.measure.routing_metrics.expert_information import check_exchangeable
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
 from moecore.measure.routing_metrics.load_concentration import chance_violation

@@ -14,13 +14,28 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
+from moecore.measure.base import (
+    SEED,
+    MeasuredModel,
+    Measurement,
+    PartStore,
+    Skipped,
+    load_or_compute,
+)
 from moecore.measure.exploring.expert_overlay_data import (
     MatchedCrops,
     Overlays,
     evenly_spaced_overlays,
     overlapping_crops,
 )
+from moecore.measure.routing_metrics.expert_information import FEWEST
+from moecore.measure.routing_metrics.expert_roles import (
+    ExpertRoles,
+    roles_refusal,
+    tell_roles,
+    watch_experts,
+)
+from moecore.measure.routing_metrics.expert_roles import Result as ExpertRolesResult
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     average_layers,
@@ -89,6 +104,17 @@ class Routing(Measurement):
         description="The trained weights under other k and thresholds (ERMoE, S3, S5).",
     )
 
+    roles: ExpertRoles | None = Field(
+        None, description="What experts are for, by the same pass; null: it is not asked."
+    )
+
+    @model_validator(mode="after")
+    def _images_can_be_exchanged(self) -> Self:
+        if self.roles and self.images < FEWEST:
+            few = f"images: found {self.images}, and roles exchange images"
+            raise ValueError(f"{few}; allowed: {FEWEST} and more")
+        return self
+
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         names = [look_up_augmentation(asked).name for asked in self.augmentations]
@@ -111,7 +137,7 @@ class Routing(Measurement):
         where = evenly_spaced_indices(len(test.images), self.images)
         images = test.images[where]
         labels = test.labels[where]
-        _, records = predict_in_batches(model, images, self.batch, prediction=False)
+        records, roles = self.look_once(subject, where)
         people = test.people_at(where)
         layers, by_image = routing_metrics_by_layer(subject, records, images, self)
         kept = [encode_means_over_layers([one], people) for one in by_image]
@@ -135,7 +161,21 @@ class Routing(Measurement):
             corresponding=overlapping_crops(images[:CROPPED], finest_layout(model.layouts), SEED),
             augmentations=augmented_rows(model, images, self, parts, people),
             sweeps=load_or_compute(parts, "sweeps", RoutingSweeps, tried),
+            roles=roles,
         )
+
+    def look_once(
+        self, subject: MeasuredModel, where: np.ndarray
+    ) -> tuple[tuple[RoutingRecord, ...], ExpertRolesResult | Skipped | None]:
+        """Return the records of one pass over the test images at these places, and the roles."""
+        model, images = subject.model, subject.data.test.images[where]
+        reason = roles_refusal(model)
+        if self.roles is None or reason:
+            _, records = predict_in_batches(model, images, self.batch, prediction=False)
+            return records, Skipped(skipped=reason) if self.roles and reason else None
+        with watch_experts(model, len(images)) as watched:
+            _, records = predict_in_batches(model, images, self.batch, prediction=False)
+        return records, tell_roles(subject, where, records, watched, self.roles)
 
 
 class RoutingLayer(LayerUse, TwoViewMatchShares):
@@ -162,6 +202,7 @@ class Result(Use, TwoViewMatchShares):
     corresponding: MatchedCrops | None = None  # of volumes and single patches none
     augmentations: tuple[AugmentedRow, ...]
     sweeps: RoutingSweeps
+    roles: ExpertRolesResult | Skipped | None = None  # None: they were not asked
 
 
 MEANS = (*Use.model_fields, *TwoViewMatchShares.model_fields, "teacher_agreement")

@@ -27,6 +27,8 @@ class PlannedMetric(NamedTuple):
     curve: str = ""
     of_pairs: bool = False
     stage: str = ""  # that writes the result, as ``Shown.stage``
+    # why a model has none, in words; None: as the measurement has it
+    refusal: Callable[[Any], str | None] | None = None
 
 
 class Column(NamedTuple):

@@ -100,9 +100,9 @@ def read_model(
         stage = shown.stage or phase
         if stage in measurements:
             stage = "measure"
-        result = read_result(path, shown.result, stage)
+        result = shown.read(path, stage)
         if isinstance(result, Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")
-        else:
+        elif result is not None:
             results[shown.result] = result
     return Measured(results, tuple(skipped))

@@ -16,6 +16,8 @@ from moecore.data.sources.captioned_mosaic import CaptionedMosaic
 from moecore.data.sources.digits import Digits
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
+from moecore.measure.routing import Routing
+from moecore.measure.routing_metrics.expert_roles import Result
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
@@ -31,6 +33,17 @@ from tests.volumes import write_cohort
 def compute_without_cache(name: str, compute: Callable[[], Any]) -> Any:
     """A ``PartStore`` that keeps nothing."""
     return compute()
+
+
+def routing_with_roles(images: int = 60, **roles: Any) -> Routing:
+    """What experts are for, and as little else of the routing as there can be."""
+    no_sweeps = {"k": [], "threshold": []}
+    return Routing(images=images, overlays=0, augmentations=[], sweeps=no_sweeps, roles=roles)
+
+
+def expert_roles(subject: MeasuredModel, **settings: Any) -> Result:
+    """Return what its experts are for."""
+    return routing_with_roles(**settings).measure(subject, compute_without_cache).roles
 
 
 def digits(folder: Path) -> Prepared:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.measure.base import MeasuredModel
-from moecore.measure.expert_roles import ExpertRoles
+from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
 from moecore.measure.routing_metrics.barred_experts import list_routers
 from moecore.measure.routing_metrics.coactivation import (
@@ -24,6 +25,7 @@ from moecore.measure.routing_metrics.expert_information import (
     expert_information,
     permute_images,
 )
+from moecore.measure.routing_metrics.expert_roles import roles_refusal
 from moecore.measure.routing_metrics.expert_similarity import expert_similarity, keep_layer_tokens
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.measure.routing_metrics.load_concentration import (
@@ -51,6 +53,7 @@ from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.testing import check_measurement
+from tests.measure.subjects import expert_roles, routing_with_roles
 from tests.measure.test_truth import subject, text_subject
 
 
@@ -219,7 +222,7 @@ def test_local_consistency():
 
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_experts_that_are_told_the_truth_tell_it(made):
-    result = check_measurement(ExpertRoles(windows=(2, 9)), made(Told()))
+    result = check_measurement(routing_with_roles(windows=(2, 9)), made(Told())).roles
     assert result.values["information_truth"].value == pytest.approx(1, abs=0.05)
     assert result.values["information_layer_before"].value == pytest.approx(1, abs=0.05)
     for layer in result.layers:
@@ -239,7 +242,9 @@ def test_all_of_it_is_of_one_pass():
     seen = []
     for layer in [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]:
         layer.register_forward_hook(lambda layer, given, out: seen.append(len(given[0])))
-    result = ExpertRoles(windows=(2,)).measure(measured, lambda name, compute: compute())
+    settings = routing_with_roles(windows=(2,))
+    records, result = settings.look_once(measured, np.arange(len(measured.data.test.images)))
+    assert len(records) == 2 and settings.images > result.images
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= {*result.values}
     assert sum(seen) == 2 * result.images == 2 * len(measured.data.test.images)
 
@@ -247,7 +252,7 @@ def test_all_of_it_is_of_one_pass():
 def test_experts_by_position_tell_the_position():
     """Four patches' experts of three are 2, 1, 1 or 2, 2, 0: H = 1.04 or ln 2, over ln 4."""
     measured = subject(Hash(by="position"))
-    result = ExpertRoles().measure(measured, lambda name, compute: compute())
+    result = expert_roles(measured)
     assert result.values["information_position"].value >= 0.49
     assert result.values["information_truth"].value == pytest.approx(0, abs=0.01)
     assert result.layers[0].kept.shape == (40, 5, 3)
@@ -260,7 +265,7 @@ def test_margins_are_of_what_the_choice_is_by():
     for router in routers:
         router.balance.bias.copy_(torch.tensor([0.0, 2.0, 4.0]))
     _, records = predict_in_batches(measured.model, measured.data.test.images, prediction=False)
-    result = ExpertRoles().measure(measured, lambda name, compute: compute())
+    result = expert_roles(measured)
     for layer, record in zip(result.layers, records, strict=True):
         scores = record.logits.sigmoid()
         margin = (scores[..., 1] + 2 - scores[..., 0]).mean().item()
@@ -272,8 +277,12 @@ def test_margins_are_of_what_the_choice_is_by():
 
 
 def test_where_it_does_not_apply():
-    assert ExpertRoles.applies(subject(NoisyTopK())) is None
-    assert "expert_choice" in ExpertRoles.applies(subject(ExpertChoice()))
+    assert roles_refusal(subject(NoisyTopK()).model) is None
+    slots = subject(ExpertChoice())
+    assert expert_roles(slots).skipped == roles_refusal(slots.model) != ""
+    assert Routing(images=3).roles is None
+    with pytest.raises(ValidationError, match="found 3, and roles exchange images; allowed: 4"):
+        Routing(images=3, roles={})
 
 
 def slow_similarity(outputs: torch.Tensor) -> float:
@@ -358,5 +367,5 @@ def test_labels_of_words_and_cubes(tmp_path):
 
 def test_labels_of_tokens_without_experts_tell_nothing():
     """Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's."""
-    result = ExpertRoles(images=20).measure(subject(Depth()), lambda name, compute: compute())
+    result = expert_roles(subject(Depth()), images=20)
     assert "class" in result.layers[0].labels and "class" not in result.layers[1].labels

@@ -109,7 +109,7 @@ def test_a_dense_model_is_skipped_where_routing_is_measured(flat):
     dense = MeasuredModel(built(SingleLayer(), None, flat, 1), flat)
     skipped = {what for what, found in builtin_measurements().items() if found.applies(dense)}
     routed = {"routing", "invariance", "explorer"}
-    routed |= {"expert_roles", "expert_worth", "fewer_experts", "router_regret"}
+    routed |= {"expert_worth", "fewer_experts", "router_regret"}
     assert skipped == routed | ELSEWHERE
 
 

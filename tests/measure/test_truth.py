@@ -79,7 +79,8 @@ def text_subject(router) -> MeasuredModel:
     random = np.random.default_rng(0)
     words, kinds = random.integers(WORDS, size=(40, 2, 4)), random.integers(1, 4, (40, 2, 4))
     split = Split(np.concatenate([words, kinds], axis=1).astype(np.int32), words[:, 1])
-    return MeasuredModel(model, Prepared({}, split, split, split))
+    card = {"name": "words", "task": spec.task.model_dump()}
+    return MeasuredModel(model, Prepared(card, split, split, split))
 
 
 def test_by_hand():

@@ -23,7 +23,6 @@ from moecore.measure import few_shot, retrieval, routing, word_confidence, word_
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_classes
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
-from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.word_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
@@ -48,6 +47,7 @@ from tests.measure.subjects import (
     built,
     captioned,
     compute_without_cache,
+    expert_roles,
     trained,
     write_digits,
 )
@@ -88,7 +88,7 @@ def test_stop_words_and_punctuation_are_spared(subject):
 
 def test_experts_tell_stop_words(subject):
     """An untrained router sees which of the ten words a token is; three are stop words."""
-    result = ExpertRoles(windows=(2,)).measure(subject, compute_without_cache)
+    result = expert_roles(subject, windows=(2,))
     told = result.layers[1].labels["stop_word"]
     assert told.specialisation.labels == 2 and told.specialisation.share > 0.5
     assert result.values["information_stop_word"].value > 0.01 and told.p < 0.01

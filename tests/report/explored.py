@@ -6,7 +6,6 @@ import numpy as np
 
 from moecore.measure import explorer
 from moecore.measure.base import MeasuredModel
-from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
@@ -15,7 +14,7 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome, WatchedEpoch
-from tests.measure.subjects import FEW, compute_without_cache, images, moe, subject
+from tests.measure.subjects import FEW, compute_without_cache, expert_roles, images, moe, subject
 from tests.report.generated import trained
 
 DENSE = "a dense model has no experts, so there is nothing to see"
@@ -74,8 +73,9 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
 
 def analysed(model: MeasuredModel) -> Measured:
     """A model of which the page can say all that it knows of experts."""
-    settings = ExpertRoles(windows=(2,)), ExpertWorth(draws=1), RouterRegret(images=4, tokens=1)
+    settings = ExpertWorth(draws=1), RouterRegret(images=4, tokens=1)
     found = [one.measure(model, compute_without_cache) for one in settings]
+    found.append(expert_roles(model, windows=(2,)))
     known = measured(model)
     return known._replace(results=known.results | {type(result): result for result in found})
 

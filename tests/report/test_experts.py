@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, write_json
+from moecore.core.plain_values import to_jsonable
 from moecore.measure.base import Estimate
-from moecore.measure.expert_roles import ExpertRoles
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.seed_matching import (
@@ -15,18 +15,26 @@ from moecore.measure.routing_metrics.seed_matching import (
     matched_agreement_by_image,
     seed_agreement,
 )
+from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.measures import expert_worth, router_regret
 from moecore.report.measures.expert_roles import Result, figures, phase_blocks
 from moecore.report.measures.seed_stability import compare_seeds, decode_choices
-from moecore.report.page.expert_answers import list_partners, open_questions, worth_words
+from moecore.report.page.expert_answers import (
+    display_of,
+    list_partners,
+    open_questions,
+    worth_words,
+)
 from moecore.report.page.explorer_page import match_choices
+from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.intervals import mean_over_seed_pairs, mean_over_seeds, seed_pseudo_values
 from moecore.study.reading.claims_section import Question
+from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import IMAGE, subject
 
 FIRST = np.eye(3, dtype=bool)[[0, 0, 1, 1, 2, 2, 0, 1]]
@@ -86,7 +94,7 @@ def test_mean_over_pairs():
 def test_seeds_that_are_told_the_same_agree():
     """One model thrice: its choices are kept whole. What the page and compare.json say of it."""
     measured = subject(Told())
-    result = ExpertRoles(windows=(2,)).measure(measured, lambda name, compute: compute())
+    result = expert_roles(measured, windows=(2,))
     chosen = decode_choices(result.layers[0].kept)
     assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
     models = {"told": dict.fromkeys(range(3), Measured({Result: result}))}
@@ -155,7 +163,29 @@ def test_what_the_explorer_knows_of_experts():
     measured = Measured({}, ("router regret: experts have a capacity",))
     capacity, rest = open_questions(measured)
     assert capacity.endswith("does not apply: experts have a capacity.")
-    assert "expert_roles for" in rest and "expert_worth for" in rest and "regret" not in rest
+    assert rest.startswith("To see more, set routing.roles for which experts go together")
+    assert "; name in run.measurements: expert_worth for" in rest and "regret" not in rest
+
+
+def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
+    """Not asked they are nothing, and refused a reason; the figures of the run have them, too."""
+    display, item = display_of(Result), "routing/pretrain/vmoe/0"
+    path = tmp_path / f"artifacts/measured/{item}.json"
+    asked = routing_with_roles(windows=(2,))
+    read, drawn = [], []
+    for settings, router in (
+        (asked, NoisyTopK(k=1)),
+        (asked.model_copy(update={"roles": None}), NoisyTopK(k=1)),
+        (asked, ExpertChoice()),
+    ):
+        result = settings.measure(subject(router), compute_without_cache)
+        write_json(path, to_jsonable(result))
+        read.append(display.read(path, "routing"))
+        assert read[-1] == result.roles
+        drawn.append({name for name, _ in draw_run_figures(tmp_path, "routing", item)})
+    assert isinstance(read[0], Result) and read[1] is None
+    assert "tokens choose no experts" in read[2].skipped
+    assert drawn[1] == drawn[2] < drawn[0] and "expert_information" in drawn[0] - drawn[1]
 
 
 def test_seeds_are_halved_by_people():
@@ -164,10 +194,7 @@ def test_seeds_are_halved_by_people():
     split = measured.data.test._replace(people=np.arange(40) // 2)
     several = measured._replace(data=measured.data._replace(test=split))
     other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
-    results = [
-        ExpertRoles(windows=(2,)).measure(one, lambda name, compute: compute())
-        for one in (several, other)
-    ]
+    results = [expert_roles(one, windows=(2,)) for one in (several, other)]
     assert results[0].layers[0].kept.people == tuple(np.arange(40) // 2)
     models = {"vmoe": dict(enumerate(Measured({Result: one}) for one in results))}
     phase = Phase("pretrain", {}, measured.model.image.task, models)

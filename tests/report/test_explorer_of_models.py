@@ -5,9 +5,9 @@ import re
 from playwright.sync_api import Browser
 
 from moecore.measure.base import MeasuredModel
-from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
 from moecore.measure.router_regret import Result as RouterRegret
+from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.report.measures.seed_stability import decode_choices
 from moecore.report.page.explorer_page import match_choices
@@ -19,7 +19,7 @@ from tests.report.explorer_page import PICKED, address, numbers, settled, state,
 
 
 def test_two_seeds_side_by_side(browser: Browser, tmp_path):
-    """Their experts are matched on the choices of expert_roles; unlike patches are marked."""
+    """Their experts are matched on the choices of routing.roles; unlike patches are marked."""
     found = two_seeds()
     path = written(tmp_path / "seeds.html", found)
     roles, others = found.phases["pretrain"].of(ExpertRoles)["vmoe"]
@@ -79,7 +79,7 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         page.select_option("#beside", "prc")
         settled(page)
         assert page.locator(".unlike").count() == 0
-        assert "name in run.measurements: expert_roles" in seed.inner_text()
+        assert "set routing.roles for" in seed.inner_text()
 
 
 def test_keys_that_no_control_takes(browser: Browser, tmp_path):

@@ -218,6 +218,12 @@ stability: {}
 corruptions: {names: [gaussian_noise]}
 methods: {vmoe: {}, prc: {}}
 """
+ROLES = (
+    "consistency_3",
+    "consistency_4",
+    "load_cv2",
+)  # of windows of 3 alone; any router has a load
+ROLES = "{roles: {windows: [3]}, images: 32, aug"
 STAGES = ("pretrain", "robustness", "routing", "measure", "compare")
 ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
@@ -255,6 +261,7 @@ def test_a_metric_is_foreseen(metric):
         ("test_mae", ""),
         ("imed", ""),
         ("ece_after", ""),
+        ("early_choice", ""),
     ],
 )
 def test_a_metric_that_the_study_will_not_have_is_refused(metric, near):
@@ -271,10 +278,8 @@ def test_a_metric_that_the_settings_decide_is_refused(metric):
 
 @pytest.mark.parametrize(("seeds", "refused"), [("[0]", ["metric"]), ("[0, 1]", [])])
 def test_a_metric_between_seeds_needs_two(seeds, refused):
-    text = SETTINGS.replace("[stability]", "[expert_roles]").replace("[0]", seeds, 1)
-    text += (
-        f"expert_roles: {{}}\nquestions: [{{{ASKED}, metric: seed_stability, phase: pretrain}}]\n"
-    )
+    text = SETTINGS.replace("[0]", seeds, 1).replace("routing: {", "routing: {roles: {}, ")
+    text += f"questions: [{{{ASKED}, metric: seed_stability, phase: pretrain}}]\n"
     study = extract_declared_settings(Study, parse_yaml_document(text))
     problems = list(unfit_metric_problems(study, STAGES, previews={}))
     assert [keys[2] for keys, _ in problems] == refused
@@ -312,6 +317,23 @@ def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
     assert keys == ("questions", 0, "against")
     assert problem.startswith("found dense, which will have no router_regret: a dense model has no")
     assert problem.endswith("; allowed: methods that router_regret measures")
+
+
+def test_a_method_whose_tokens_choose_no_experts_has_no_roles():
+    """consistency_4 no method has, as no window is of 4 tokens; a load every router has."""
+    text = PARAMS.replace("[finetune]\n", "[pretrain]\n").replace("{images: 32, aug", ROLES)
+    router = "tgr:\n    router: {kind: "
+    text = text.replace(f"{router}noisy_top_k", f"{router}expert_choice")
+    asked = "asks: so, method: vmoe, against: tgr, phase: pretrain, better: higher"
+    names = ("consistency_3", "consistency_4", "load_cv2")
+    entries = [f"{{{asked}, metric: {name}}}" for name in names]
+    settings = parse_yaml_document(text.replace("ions: []", f"ions: [{', '.join(entries)}]"))
+    study = extract_declared_settings(Study, settings)
+    problems = dict(unfit_metric_problems(study, STAGES, load_previews(study)))
+    assert list(problems) == [("questions", 0, "against"), ("questions", 1, "metric")]
+    refused, unknown = problems.values()
+    assert "with the router expert_choice tokens choose no experts" in refused
+    assert unknown.startswith("found 'consistency_4'")
 
 
 def test_a_phase_that_is_not_there_is_not_judged_twice():

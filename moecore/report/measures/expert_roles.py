@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.expert_roles import ExpertRoles, Result, RolesLayer
+from moecore.measure.routing import Result as Routing
+from moecore.measure.routing_metrics.expert_roles import Result, RolesLayer, roles_refusal
 from moecore.report.column import Column, ContextDependentColumns, PlannedPhase, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.measures.result_display import (
     Figures,
+    PartOf,
     Shown,
     first_seed_pictures,
     item_mean_column,
@@ -95,8 +97,8 @@ def measured_windows(results: Sequence[Result]) -> list[int]:
 
 def planned_consistency_names(ahead: PlannedPhase) -> list[str]:
     """Return the names of their columns."""
-    settings = ahead.study.expert_roles or ExpertRoles()
-    return [column.name for column in local_consistency_columns(settings.windows)]
+    windows = ahead.study.routing.roles.windows
+    return [column.name for column in local_consistency_columns(windows)]
 
 
 COLUMNS = (
@@ -273,5 +275,12 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
 
 
 SHOWN = Shown(
-    "expert_roles", "what experts are for", Result, COLUMNS, figures, phase_blocks, place=7
+    "routing",
+    "what experts are for",
+    Result,
+    COLUMNS,
+    figures,
+    phase_blocks,
+    place=7,
+    within=PartOf(Routing, "roles", roles_refusal),
 )

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.part_families import collect_constants_named
+from moecore.measure.base import Skipped, read_result
 from moecore.report.column import Column, Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
@@ -28,6 +30,14 @@ Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
 
 
+class PartOf(NamedTuple):
+    """What of a stage's result a setting of this name asks for; None where it did not."""
+
+    whole: type[Config]  # the stage's result
+    name: str
+    refusal: Callable[[Any], str | None]  # why a model has no such part, in words
+
+
 class Shown(NamedTuple):
     """One kind of result; a file in report/measures/, or a module from outside, has its own."""
 
@@ -39,6 +49,23 @@ class Shown(NamedTuple):
     part: Callable[[Phase], Iterable[Block]] | None = None  # None: the figures, folded
     applies: Callable[[Task], bool] = lambda task: True
     place: int = 100  # in the order of the page; of one place, by the names of their files
+    within: PartOf | None = None  # where the result is a part of what the stage writes
+
+    def read(self, path: Path, stage: str) -> Config | Skipped | None:
+        """Return the result in the file that ``stage`` wrote, or why there is none.
+
+        None for a part that was not asked. Raises UserError as ``read_result`` does.
+        """
+        if self.within is None:
+            return read_result(path, self.result, stage)
+        whole = read_result(path, self.within.whole, stage)
+        return whole if isinstance(whole, Skipped) else getattr(whole, self.within.name)
+
+    def is_asked(self, settings: Any) -> bool:
+        """Return whether these settings of a study ask for it where its stage is."""
+        if self.within is None:
+            return True
+        return getattr(getattr(settings, self.stage), self.within.name) is not None
 
     def blocks(self, phase: Phase) -> list[Block]:
         """What the page says of it."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.measure.base import Estimate
-from moecore.measure.expert_roles import Result as ExpertRoles
-from moecore.measure.expert_roles import RolesLayer
 from moecore.measure.expert_worth import Result as ExpertWorth
 from moecore.measure.router_regret import Result as RouterRegret
+from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
+from moecore.measure.routing_metrics.expert_roles import RolesLayer
 from moecore.report.measures.expert_roles import LABELS
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.tables.number_format import NumberFormat
@@ -81,16 +81,20 @@ def roles_answers(layers: Sequence[RolesLayer], most: int = PARTNERS) -> list[di
 
 
 def open_questions(measured: Measured) -> list[str]:
-    """Return sentences: which measurements did not apply, and which to name for an answer."""
-    sentences, unnamed = [], []
+    """Return sentences: what did not apply, and what to ask for in params.yaml for an answer."""
+    sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
-        name, reason = display_of(kind).stage, skip_reason(measured, kind)
+        display, reason = display_of(kind), skip_reason(measured, kind)
+        name = f"{display.stage}.{display.within.name}" if display.within else display.stage
         if reason:
             sentences.append(f"{name} (for {question}) does not apply: {reason}.")
         elif measured.of(kind) is None:
-            unnamed.append(f"{name} for {question}")
+            (unset if display.within else unnamed).append(f"{name} for {question}")
+    ways = [f"set {one}" for one in unset]
     if unnamed:
-        sentences.append(f"To see more, name in run.measurements: {', '.join(unnamed)}.")
+        ways.append(f"name in run.measurements: {', '.join(unnamed)}")
+    if ways:
+        sentences.append(f"To see more, {'; '.join(ways)}.")
     return sentences
 
 

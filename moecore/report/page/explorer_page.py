@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.measure.expert_roles import Result as ExpertRoles
 from moecore.measure.explorer import Result as Explorer
+from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
 from moecore.measure.routing_metrics.seed_matching import indicator_correlation, match_experts
 from moecore.report.measures.seed_stability import decode_choices
 from moecore.report.page.expert_answers import expert_answers, skip_reason
@@ -196,7 +196,7 @@ def clean_images_alone(result: Explorer) -> Explorer:
 
 def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[list[int]]]]:
     """Return of each two models that can be matched their names and the second's partners of the
-    first's experts, layer by layer: one to one, from the choices that ``expert_roles`` kept.
+    first's experts, layer by layer: one to one, from the choices that ``routing.roles`` kept.
     """
     choices = {
         model.name: [decode_choices(layer.kept) for layer in roles.layers]

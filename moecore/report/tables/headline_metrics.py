@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped, read_result
+from moecore.measure.base import Skipped
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import ResultColumn
 from moecore.report.figures.dataset_samples import draw_dataset_samples
@@ -131,18 +131,21 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
     wanted = "" if stage in TRAININGS else stage
-    kinds = [(one.result, one.figures) for one in list_displays() if one.stage == wanted]
+    displays = [one for one in list_displays() if one.stage == wanted]
+    kinds = [one for one in displays if one.within is None]
+    parts = [one for one in displays if one.within is not None]
     if stage in ALONE:
-        kinds = [(ALONE[stage].Result, ALONE[stage].figures)]
+        kinds = [Shown(stage, "", ALONE[stage].Result, figures=ALONE[stage].figures)]
     path = study / "artifacts/measured" / f"{item}.json"
-    for number, (kind, figures) in enumerate(kinds, 1):
+    for number, shown in enumerate(kinds, 1):
         try:
-            result = read_result(path, kind, stage)
+            found = [(one, one.read(path, stage)) for one in (shown, *parts)]
         except UserError:
             # `calibrate` writes one of two types, by the task; the last one's error is told.
             if number < len(kinds):
                 continue
             raise
-        if not isinstance(result, Skipped):
-            yield from figures(result)
+        for one, result in found:
+            if result is not None and not isinstance(result, Skipped):
+                yield from one.figures(result)
         return

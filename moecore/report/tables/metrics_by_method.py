@@ -234,7 +234,8 @@ def _lacking_methods(
         planned = metrics.get(name)
         if planned and planned.stage in (*study.run.measurements, "routing"):
             model = build_phase_model(study, method, asked.phase, image_spec(preview))
-            reason = model and find_measurement(planned.stage).model_refusal(model)
+            refusal = planned.refusal or find_measurement(planned.stage).model_refusal
+            reason = model and refusal(model)
             if reason:
                 text = f"found {method}, which will have no {name}: {reason}"
                 yield key, f"{text}; allowed: methods that {planned.stage} measures"
@@ -287,8 +288,12 @@ def expected_metrics(
     metrics: dict[str, PlannedMetric] = {}
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
-        if shown.applies(task) and (covered or not shown.stage):
+        if shown.applies(task) and (covered or not shown.stage) and shown.is_asked(study):
+            refusal = shown.within.refusal if shown.within else None
             for entry in shown.columns:
                 planned = entry.foreseen(ahead)
-                metrics |= {name: one._replace(stage=shown.stage) for name, one in planned.items()}
+                metrics |= {
+                    name: one._replace(stage=shown.stage, refusal=refusal)
+                    for name, one in planned.items()
+                }
     return metrics

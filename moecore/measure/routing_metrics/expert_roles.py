@@ -1,9 +1,10 @@
 """What experts are for: who goes with whom, who is like whom, what they specialise in, how sure.
 
-All from one pass over test images. N images, T tokens per image, E experts, k chosen per token.
+All from the pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, NamedTuple
 
@@ -16,7 +17,7 @@ from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, Number, PartStore
+from moecore.measure.base import SEED, MeasuredModel, Number
 from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.measure.routing_metrics.coactivation import (
@@ -26,12 +27,12 @@ from moecore.measure.routing_metrics.coactivation import (
     pair_lift_by_image,
 )
 from moecore.measure.routing_metrics.expert_information import (
-    FEWEST,
     expert_information,
     permute_images,
     permute_positions,
 )
 from moecore.measure.routing_metrics.expert_similarity import (
+    KeptTokens,
     Similarity,
     expert_similarity,
     keep_layer_tokens,
@@ -49,6 +50,7 @@ from moecore.measure.routing_metrics.local_consistency import (
     window_use_histogram,
 )
 from moecore.measure.routing_metrics.predictability import (
+    EarlyChoices,
     choice_predictability,
     choose_one_layer_early,
 )
@@ -58,7 +60,7 @@ from moecore.measure.routing_metrics.token_labels import (
     token_labels_by_kind,
 )
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.predict import model_device, predict_in_batches
+from moecore.nn.predict import model_device
 from moecore.nn.routers.noisy_top_k import NoisyTopKRouter
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.crossed import linearize_ratio
@@ -69,71 +71,86 @@ SMALLEST = 0.01  # quantile of the margins
 KEPT = 2**13  # tokens of a layer whose experts are kept, for a comparison of seeds
 
 
-class ExpertRoles(Measurement):
-    """Which test images, and the sizes that some numbers depend on."""
+class ExpertRoles(Config):
+    """The sizes that some numbers depend on."""
 
-    images: int | None = Field(
-        1000,
-        ge=FEWEST,
-        description="Test images, evenly spread, the same for every method; null: all.",
-    )
     batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
         (2, 4, 8), description="Neighbouring tokens that share a set of experts; fewer than all."
     )
 
-    @classmethod
-    def model_refusal(cls, model: Model) -> str | None:
-        """Return why not, in words: tokens must choose among experts."""
-        moe = model.moe
-        if moe is None:
-            return "a dense model has no experts"
-        if not moe.router.chooses_per_token:
-            return f"with the router {moe.router.kind} tokens choose no experts"
-        return "there is one expert" if moe.experts.number < 2 else None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Return each layer's roles, and means over the layers with intervals over images."""
-        test = subject.data.test
-        where = evenly_spaced_indices(len(test.images), self.images)
-        images = np.array(test.images[where])
-        with (
-            keep_layer_tokens(subject.model, len(images)) as tokens,
-            choose_one_layer_early(subject.model) as early,
-        ):
-            _, records = predict_in_batches(subject.model, images, prediction=False)
-        people = test.people_at(where)
-        alike = [expert_similarity(kept.outputs(len(images)), people) for kept in tokens.values()]
-        predicted = [one.chosen(len(images)) for one in early.values()]
-        scores = selection_scores(subject.model, list(early), records)
-        classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
+def roles_refusal(model: Model) -> str | None:
+    """Return why a model's experts have no roles, in words: tokens must choose among experts."""
+    moe = model.moe
+    if moe is None:
+        return "a dense model has no experts"
+    if not moe.router.chooses_per_token:
+        return f"with the router {moe.router.kind} tokens choose no experts"
+    return "there is one expert" if moe.experts.number < 2 else None
 
-        @cache
-        def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
-            return classes | token_labels_by_kind(subject, where, images, layout)
 
-        layers = []
-        by_image = []
-        for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
-            labels = dict(known_labels(layout))
-            beside = BesideRecord(people, alike[index], predicted[index], scores=scores[index])
-            if index:
-                before = records[index - 1], subject.model.layouts[index - 1]
-                there = record_on_finer_grid(*before, layout)
-                labels["layer_before"] = first_choices(there)
-                beside = beside._replace(before=there.chosen)
-            layer, values = layer_roles(record, layout, labels, self, beside)
-            layers.append(layer)
-            by_image.append(values)
-        # the first layer has none before it
-        shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
-        return Result.of(
-            {name: mean_over_layers_with_name(by_image, name) for name in shared},
-            people,
-            images=len(images),
-            batch=self.batch,
-            layers=layers,
-        )
+class WatchedPass(NamedTuple):
+    """What a pass tells beside its records, by the names of the layers."""
+
+    tokens: dict[str, KeptTokens]
+    early: dict[str, EarlyChoices]
+
+
+@contextmanager
+def watch_experts(model: Model, images: int) -> Iterator[WatchedPass]:
+    """Keep, of the pass over so many images inside, what ``tell_roles`` needs of it."""
+    with keep_layer_tokens(model, images) as tokens, choose_one_layer_early(model) as early:
+        yield WatchedPass(tokens, early)
+
+
+def tell_roles(
+    subject: MeasuredModel,
+    where: np.ndarray,
+    records: Sequence[RoutingRecord],
+    watched: WatchedPass,
+    settings: ExpertRoles,
+) -> "Result":
+    """Return each layer's roles, and means over the layers with intervals over images.
+
+    records: of a pass over the test images at these places, (N,), which was watched.
+    """
+    test = subject.data.test
+    images = np.array(test.images[where])
+    people = test.people_at(where)
+    alike = [
+        expert_similarity(kept.outputs(len(images)), people) for kept in watched.tokens.values()
+    ]
+    predicted = [one.chosen(len(images)) for one in watched.early.values()]
+    scores = selection_scores(subject.model, list(watched.early), records)
+    classes = image_labels_by_kind(subject, torch.from_numpy(np.array(test.labels[where])))
+
+    @cache
+    def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
+        return classes | token_labels_by_kind(subject, where, images, layout)
+
+    layers = []
+    by_image = []
+    for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
+        labels = dict(known_labels(layout))
+        beside = BesideRecord(people, alike[index], predicted[index], scores=scores[index])
+        if index:
+            before = records[index - 1], subject.model.layouts[index - 1]
+            there = record_on_finer_grid(*before, layout)
+            labels["layer_before"] = first_choices(there)
+            beside = beside._replace(before=there.chosen)
+        layer, values = layer_roles(record, layout, labels, settings, beside)
+        layers.append(layer)
+        by_image.append(values)
+    # the first layer has none before it
+    shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
+    return Result.of(
+        {name: mean_over_layers_with_name(by_image, name) for name in shared},
+        people,
+        images=len(images),
+        batch=settings.batch,
+        layers=layers,
+    )
 
 
 class LabelSpecialisation(Config):
