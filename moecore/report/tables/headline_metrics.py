@@ -139,13 +139,13 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     path = study / "artifacts/measured" / f"{item}.json"
     for number, shown in enumerate(kinds, 1):
         try:
-            found = [(one, one.read(path, stage)) for one in (shown, *parts)]
+            results = [(one, one.read(path, stage)) for one in (shown, *parts)]
         except UserError:
             # `calibrate` writes one of two types, by the task; the last one's error is told.
             if number < len(kinds):
                 continue
             raise
-        for one, result in found:
+        for one, result in results:
             if result is not None and not isinstance(result, Skipped):
                 yield from one.figures(result)
         return
