@@ -61,7 +61,6 @@ from moecore.measure.routing_metrics.token_labels import (
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device
-from moecore.nn.routers.noisy_top_k import NoisyTopKRouter
 from moecore.nn.routing_traces import record_on_finer_grid
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import indices_by_person
@@ -306,11 +305,12 @@ def selection_scores(
     scores = []
     for name, record in zip(layers, records, strict=True):
         router = find_own_model(model).get_submodule(name).router
-        if isinstance(router, NoisyTopKRouter):
-            there = record.map_tensors(lambda field: field.to(model_device(model)))
-            scores.append(router.selection_scores(there).cpu())
-        else:
+        choice = getattr(router, "selection_scores", None)
+        if choice is None:
             scores.append(record.probs)
+        else:
+            there = record.map_tensors(lambda field: field.to(model_device(model)))
+            scores.append(choice(there).cpu())
     return scores
 
 

@@ -33,7 +33,8 @@ class Router(Part, ABC):
         and ``combine(rows) -> tokens``.  basis: the experts' (E, d, r), where they lend theirs.
         What is no gradient a module may learn by ``after_step(records, place, progress)``, which
         the loop calls after each step of the optimizer with the records of all layers and which of
-        them is its own; such state is a buffer.
+        them is its own; such state is a buffer. What it chooses by, where that is not the
+        probabilities, it may say by ``selection_scores(record)``, (B, T, E).
         """
 
     @property
