@@ -247,6 +247,10 @@ def test_all_of_it_is_of_one_pass():
     assert len(records) == 2 and settings.images > result.images
     assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= {*result.values}
     assert sum(seen) == 2 * result.images == 2 * len(measured.data.test.images)
+    first, second = (record.chosen for record in records)
+    after, before = follow_up_shares(first, second), follow_up_shares(second, first)
+    assert np.array(result.layers[1].after) == pytest.approx(after.numpy())
+    assert np.array(result.layers[1].before) == pytest.approx(before.numpy())
 
 
 def test_experts_by_position_tell_the_position():

@@ -218,12 +218,6 @@ stability: {}
 corruptions: {names: [gaussian_noise]}
 methods: {vmoe: {}, prc: {}}
 """
-ROLES = (
-    "consistency_3",
-    "consistency_4",
-    "load_cv2",
-)  # of windows of 3 alone; any router has a load
-ROLES = "{roles: {windows: [3]}, images: 32, aug"
 STAGES = ("pretrain", "robustness", "routing", "measure", "compare")
 ASKED = "asks: so, method: prc, against: vmoe, better: higher"
 
@@ -321,7 +315,8 @@ def test_a_method_that_a_measurement_refuses_is_named_before_anything_runs():
 
 def test_a_method_whose_tokens_choose_no_experts_has_no_roles():
     """consistency_4 no method has, as no window is of 4 tokens; a load every router has."""
-    text = PARAMS.replace("[finetune]\n", "[pretrain]\n").replace("{images: 32, aug", ROLES)
+    text = PARAMS.replace("[finetune]\n", "[pretrain]\n")
+    text = text.replace("{images: 32, aug", "{roles: {windows: [3]}, images: 32, aug")
     router = "tgr:\n    router: {kind: "
     text = text.replace(f"{router}noisy_top_k", f"{router}expert_choice")
     asked = "asks: so, method: vmoe, against: tgr, phase: pretrain, better: higher"
