@@ -601,15 +601,17 @@ def test_a_cell_without_a_form_has_that_of_the_studys_columns(tmp_path):
 
 def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
+    asked = [claim(), question()]
     methods = {"vmoe": {}, "prc": {"k": 2}, "tgr": {}}
     then = {"pretrain": {"epochs": 3}, "methods": methods}
     compared = json.loads(
         json.dumps(
-            compare_methods(shown) | compare_json_claims(evaluate_claims([claim()], shown), then)
+            compare_methods(shown) | compare_json_claims(evaluate_claims(asked, shown), then)
         )
     )
-    (entry,) = compared["claims"].values()
-    assert len(entry["settings"]) == 16
+    for section in ("claims", "questions"):
+        (entry,) = compared[section].values()
+        assert len(entry["settings"]) == 16
     other = {"vmoe": {}, "prc": {"k": 1}, "tgr": {}}
     for number, (now, marked) in enumerate(
         [
@@ -622,7 +624,7 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
     ):
         text = small_project(tmp_path / str(number), compared, **now)
         assert ("‡" in row_of(text, "table 4")) == marked
-        words = "Since 2 of them (marked ‡) settings of the study were changed."
+        words = "since 2 of them and 1 of the questions at the end were answered (marked ‡)."
         assert (words in text) == marked
     watched = then | {"monitor": {"every": 5}}
     with_monitor = answer_settings_digest(watched, claim(), left_out=())  # as once stored

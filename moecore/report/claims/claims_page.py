@@ -154,10 +154,11 @@ def render_claims_page(root: Path = Path()) -> str:
             if isinstance(answer.claim, Claim)
         ]
         tables["Claims of other sources"] = markdown_table(("paper", "where", *HEAD[3:]), cells)
-    asked = [_answer_cells(answer) for answer in answers if isinstance(answer.claim, Question)]
+    asked = [answer for answer in answers if isinstance(answer.claim, Question)]
     if asked:
         head = ("question", "difference", "answer", "study")
-        tables["What no paper claims, asked of these runs"] = markdown_table(head, asked)
+        cells = [_answer_cells(answer) for answer in asked]
+        tables["What no paper claims, asked of these runs"] = markdown_table(head, cells)
     facts = count_facts_once(claims)
     verdicts = Counter(answer.verdict_holm for answer in facts)
     template = template_environment().overlay(autoescape=False).get_template("claims.md.jinja")
@@ -167,6 +168,7 @@ def render_claims_page(root: Path = Path()) -> str:
         "told": told,
         "excluding": sum(bool(build_claim_row(one.entry).excludes) for one in facts if one.entry),
         "changed": sum(answer.changed for answer in facts),
+        "changed_questions": sum(answer.changed for answer in asked),
         "states": states,
     }
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
