@@ -8,6 +8,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure import calibration
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calibrator_fits_task
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
@@ -38,7 +39,8 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         out_of_fold=Path("artifacts/out_of_fold") / item / "predictions.csv",
         out=Path("artifacts/calibrate") / item,
     )
-    inputs = [data.folder, files.model]
+    artifacts = [data.folder, files.model]
+    inputs = read_stage_inputs("calibrate", params, __file__, artifacts, phase, method)
     with record_run(
         "calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs
     ) as run:

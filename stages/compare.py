@@ -14,7 +14,8 @@ from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.run import partial_comparison
-from moecore.run.inputs import params_path, refuse_changed_document
+from moecore.run.inputs import params_path, refuse_changed_document, stage_hash_files
+from moecore.run.source_hashes import StageCode
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.document import load_yaml_document
@@ -33,6 +34,8 @@ class Params(Config):
 
 def compare() -> None:
     params = read_params(Params)
+    code = StageCode(stage_hash_files(__file__, Params, "compare"))
+    code.refuse_edits()
     path = Path(params_path())
     document = load_yaml_document(str(path))
     stages = list_folder_stages(path.parent)
@@ -44,6 +47,7 @@ def compare() -> None:
         print(partial_comparison.describe_waiting_claims(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
     compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
+    code.refuse_edits()
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in render_report_files(results, evaluated).items():

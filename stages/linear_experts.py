@@ -2,6 +2,7 @@
 
 from moecore.core.config import Config
 from moecore.measure.linear_experts import LinearExperts, measure
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.stage_params import read_params
@@ -13,7 +14,8 @@ class Params(Config):
 
 def linear_experts() -> None:
     params = read_params(Params)
-    with record_run("linear_experts", params) as run:
+    inputs = read_stage_inputs("linear_experts", params, __file__, [])
+    with record_run("linear_experts", params, inputs=inputs) as run:
         run.result(measure(params.linear_experts))
 
 

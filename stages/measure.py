@@ -6,7 +6,7 @@ from typing import Annotated
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Skipped, find_measurement
-from moecore.run.resume import record_resumable
+from moecore.run.resume import record_measurement
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
 from moecore.study.reading.stage_params import (
@@ -28,7 +28,7 @@ class MethodParams(Config):
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:
     measurement = find_measurement(what)
     params = read_section_as_params(what, measurement)
-    with record_resumable(what, params, __file__, phase, method, seed) as (run, parts):
+    with record_measurement(what, params, __file__, phase, method, seed) as (run, parts):
         subject = open_subject(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
             named = read_params(MethodParams, method=method).method.regions

@@ -11,8 +11,7 @@ from moecore.measure.base import Skipped
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.progress import report_progress
-from moecore.run.resume import hold_work_folder
-from moecore.run.run_record import record_run
+from moecore.run.resume import record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
 from moecore.training.method import Method
@@ -33,10 +32,7 @@ def out_of_fold(method: str, seed: int) -> None:
     named = {"phase": "pretrain", "method": method, "seed": seed}
     inputs = [Path("artifacts/data/pretrain")]
     item = f"out_of_fold/pretrain/{method}/{seed}"
-    with (
-        hold_work_folder(item, params, inputs, __file__) as work,
-        record_run("out_of_fold", params, **named, work=work, inputs=inputs) as run,
-    ):
+    with record_resumable("out_of_fold", params, __file__, inputs, **named) as (run, work):
         if params.calibrator.split != "out_of_fold":
             with whole_folder(Path("artifacts", item)) as folder:
                 write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})
@@ -53,7 +49,10 @@ def out_of_fold(method: str, seed: int) -> None:
         recipe = FoldRecipe(params.model, params.pretrain, params.method, folds, seed)
         runtime = tune_runtime(work=work)
         out = Path("artifacts", item)
-        run.result(train_and_predict_folds(recipe, data, runtime, work, out, follow, run.log))
+        result = train_and_predict_folds(
+            recipe, data, runtime, work, out, follow, run.log, run.inputs
+        )
+        run.result(result)
 
 
 if __name__ == "__main__":

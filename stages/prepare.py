@@ -10,6 +10,7 @@ from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources.base import Source
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
@@ -23,7 +24,8 @@ def prepare(name: str) -> None:
     """Prepare the data set under ``data.<name>``."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
-    with record_run("prepare", params, phase=name) as run:
+    inputs = read_stage_inputs("prepare", params, __file__, [], phase=name)
+    with record_run("prepare", params, phase=name, inputs=inputs) as run:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])
         with whole_folder(target) as folder:

@@ -9,7 +9,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.robustness import Robustness, check_attack_settings, measure
 from moecore.measure.under_attack.curves import AuditLine
 from moecore.run.progress import report_progress
-from moecore.run.resume import record_resumable
+from moecore.run.resume import record_measurement
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
 from moecore.study.reading.stage_params import read_params
@@ -26,7 +26,7 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
     settings = params.robustness
     data = Prepared.open(Path("artifacts/data") / phase)
     check_attack_settings(settings, data.task)
-    with record_resumable("robustness", params, __file__, phase, method, seed) as (run, kept):
+    with record_measurement("robustness", params, __file__, phase, method, seed) as (run, kept):
         device = tune_runtime(work=kept.folder).device
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
         with report_progress(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:

@@ -2,6 +2,7 @@
 
 from moecore.core.config import Config
 from moecore.measure.sizes import Sizes, measure
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.stage_params import read_params
@@ -13,7 +14,8 @@ class Params(Config):
 
 def sizes() -> None:
     params = read_params(Params)
-    with record_run("sizes", params) as run:
+    inputs = read_stage_inputs("sizes", params, __file__, [])
+    with record_run("sizes", params, inputs=inputs) as run:
         run.result(measure(params.sizes))
 
 

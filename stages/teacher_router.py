@@ -9,6 +9,7 @@ from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
 from moecore.nn.backbones.base_model import Backbone
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import log_points_with_progress
@@ -33,20 +34,23 @@ def teacher_router(method: str, seed: int) -> None:
     params = read_params(Params, method=method)
     chosen = params.method
     target = Path("artifacts/teacher_router", method, str(seed))
-    inputs = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
-    needed = inputs if chosen.guided or chosen.upcycle else []
-    with record_run("teacher_router", params, method=method, seed=seed, inputs=needed) as run:
+    artifacts = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
+    needed = artifacts if chosen.guided or chosen.upcycle else []
+    inputs = read_stage_inputs("teacher_router", params, __file__, needed, method=method)
+    with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         if not needed:
             with whole_folder(target) as folder:
                 save_no_guide(folder)
             run.result(Skipped(skipped="the method needs no teacher"))
             return
         device = tune_runtime().device
-        guide = build_unfitted_guide(chosen, params.model, load_unguided(inputs[1]), seed, device)
+        guide = build_unfitted_guide(
+            chosen, params.model, load_unguided(artifacts[1]), seed, device
+        )
         result: Skipped | FinalRouterLosses
         result = Skipped(skipped="no router to fit before the method learns")
         if len(guide.routers) and not guide.learns:
-            data = load_split_for_device(Prepared.open(inputs[0]).train, device)
+            data = load_split_for_device(Prepared.open(artifacts[0]).train, device)
             settings, name = params.teacher_router, f"routers {method} {seed}"
             points = iterate_router_fit(guide, data, chosen.teacher_router, settings, seed)
             losses = log_points_with_progress(points, settings.steps, name, run)

@@ -8,8 +8,7 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.measure.transfer import Transfer, measure
 from moecore.run.progress import report_progress
-from moecore.run.resume import KeptParts, hold_work_folder
-from moecore.run.run_record import record_run
+from moecore.run.resume import KeptParts, record_resumable
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.run_section import Phase
 from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
@@ -27,11 +26,13 @@ def transfer(phase: Phase, seed: int) -> None:
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
-        hold_work_folder(f"transfer/{phase}/{seed}", params, inputs, __file__) as work,
-        record_run("transfer", params, phase=phase, seed=seed, inputs=inputs) as run,
+        record_resumable("transfer", params, __file__, inputs, phase=phase, seed=seed) as (
+            run,
+            work,
+        ),
         report_progress(f"transfer {phase} seed {seed}", len(folders) ** 2) as bar,
     ):
-        kept = KeptParts(work)
+        kept = KeptParts(work, run.inputs)
         data = Prepared.open(inputs[0])
         device = tune_runtime(work=work).device
         models = {name: load_model(folder).to(device) for name, folder in folders.items()}

@@ -21,6 +21,7 @@ from moecore.pipeline.plan import (
 )
 from moecore.pipeline.stage_client import SOCKET
 from moecore.run.history_file import read_dvc_locks
+from moecore.run.source_hashes import wheel_record
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.overlay import list_folder_stages
@@ -104,7 +105,7 @@ def forget_files() -> None:
         closures._sha256,
         closures._module_file,
         closures._data_files,
-        closures._record_of_wheel,
+        wheel_record,
     ):
         cached.cache_clear()
 

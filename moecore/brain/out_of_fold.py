@@ -18,7 +18,7 @@ from moecore.data.prepared import Prepared
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
-from moecore.training.checkpoint import Checkpoint
+from moecore.training.checkpoint import Checkpoint, Inputs
 from moecore.training.job import TrainingJob, build_training_job
 from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.method import Method
@@ -65,12 +65,13 @@ def train_and_predict_folds(
     out: Path,
     follow: Follow,
     log: Log,
+    inputs: Inputs | None = None,
 ) -> OutOfFoldResult:
     """Train a model for each fold on the volumes of all others, and predict the fold's with it.
 
     work: where the checkpoints of a killed process lie; out: the folder that gets predictions.csv
     of all training volumes, each by a model that never saw its participant; log: is told the error
-    of each fold.
+    of each fold; inputs: compared at every checkpoint.
     Raises UserError for a method whose teacher saw the held-out volumes.
     """
     if recipe.method.guided or recipe.method.upcycle:
@@ -87,7 +88,8 @@ def train_and_predict_folds(
         job = build_fold_job(recipe, data, np.flatnonzero(fold != number), runtime)
         home = work / f"fold_{number}"
         home.mkdir(exist_ok=True)
-        learning = iterate_training(job, recipe.training, recipe.seed, runtime, Checkpoint(home))
+        checkpoint = Checkpoint(home, inputs)
+        learning = iterate_training(job, recipe.training, recipe.seed, runtime, checkpoint)
         follow(number, total_steps(job, recipe.training), learning)
         held = np.flatnonzero(fold == number)
         answers, _ = predict_in_batches(job.model, data.train.images[held], BATCH, routing=False)

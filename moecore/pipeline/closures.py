@@ -10,14 +10,19 @@ Imports are followed in moecore and in the packages that may be imported from by
 import ast
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
-from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, file_checksum
-from moecore.core.outside_packages import OUR_PACKAGE, allowed_packages, package_folder
+from moecore.core.outside_packages import OUR_PACKAGE, allowed_packages
 from moecore.core.source_layout import FAMILIES, ROOT
-from moecore.pipeline.syntax_hash import hash_syntax
+from moecore.run.source_hashes import (
+    hash_source_file,
+    hash_syntax,
+    locate_source,
+    parse_source,
+    read_source_text,
+    wheel_record,
+)
 
 DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
     "core",
@@ -106,14 +111,8 @@ def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
 
 @cache
 def _sha256(file: Path, root: Path) -> str:
-    if file.suffix == ".py":
-        return _read_source(file, root).syntax
-    if recorded := _record_of_wheel(file.parts[0]).get(file):
-        return recorded
-    try:
-        return file_checksum(_source_path(file, root))
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file") from None
+    is_python = file.suffix == ".py"
+    return _read_source(file, root).syntax if is_python else hash_source_file(file, root)
 
 
 def _room(file: Path) -> str:
@@ -123,34 +122,11 @@ def _room(file: Path) -> str:
     return others[0]
 
 
-def _source_path(file: Path, root: Path) -> Path:
-    """Return where a file lies that is called by its package: ``my_lab/cosine.py``."""
-    top, *others = file.parts
-    return root / file if top == OUR_PACKAGE else package_folder(top).joinpath(*others)
-
-
-@cache
-def _record_of_wheel(package: str) -> dict[Path, str]:
-    """Return the files of an installed wheel that are no Python, with the hashes of its RECORD.
-
-    None of ours and of a source tree. What such a package writes into its folder while it
-    runs is not in there.
-    """
-    if package == OUR_PACKAGE:
-        return {}
-    return {
-        Path(file): file.hash.value
-        for name in packages_distributions().get(package, ())
-        for file in distribution(name).files or ()
-        if file.hash and file.parts[0] == package and file.suffix != ".py"
-    }
-
-
 @cache
 def _data_files(folder: Path, root: Path) -> frozenset[Path]:
     """Return a package's files that are no Python, also in subfolders that hold no module."""
     data_files: set[Path] = set()
-    home = _source_path(folder, root)
+    home = locate_source(folder, root)
     for path in home.iterdir():
         if path.name == "__pycache__" or path.name.startswith("."):
             continue
@@ -162,7 +138,7 @@ def _data_files(folder: Path, root: Path) -> frozenset[Path]:
                 for file in path.rglob("*")
                 if file.is_file() and "__pycache__" not in file.parts
             }
-    recorded = _record_of_wheel(folder.parts[0])
+    recorded = wheel_record(folder.parts[0])
     return frozenset(data_files & set(recorded) if recorded else data_files)
 
 
@@ -221,29 +197,15 @@ class _Source(NamedTuple):
 
 @cache
 def _read_source(file: Path, root: Path) -> _Source:
-    return _analyse_source(_read_text(file, root), file)
+    return _analyse_source(read_source_text(file, root), file)
 
 
 @cache
 def _analyse_source(text: str, file: Path) -> _Source:
     """Return what is needed of a file; its tree itself would slow the garbage collector."""
-    tree = _parse_source(text, file)
+    tree = parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
     return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree), has_code)
-
-
-def _read_text(file: Path, root: Path) -> str:
-    try:
-        return _source_path(file, root).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file under {root}") from None
-
-
-def _parse_source(text: str, file: Path) -> ast.Module:
-    try:
-        return ast.parse(text, str(file))
-    except SyntaxError as error:
-        raise UserError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
 
 
 def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
@@ -268,6 +230,6 @@ def _module_file(name: str, root: Path) -> Path | None:
     Of a file and a package of one name Python imports the package.
     """
     module, package = Path(f"{name}.py"), Path(name, "__init__.py")
-    if not _source_path(package, root).is_file():
-        return module if _source_path(module, root).is_file() else None
+    if not locate_source(package, root).is_file():
+        return module if locate_source(module, root).is_file() else None
     return package if _read_source(package, root).has_code else None

@@ -1,4 +1,4 @@
-"""The folder artifacts/code/: hashes of source files, which stages depend on in their place.
+"""The folder artifacts/code/: hashes of source files and of settings, which stages depend on.
 
 One file for every script, measurement, method and section of params.yaml::
 
@@ -7,8 +7,15 @@ One file for every script, measurement, method and section of params.yaml::
                                 (measure/my_lab.brightness.json of one from outside)
     methods/vmoe.json           the parts of methods.vmoe and of model: what such a model is made of
     sections/teacher.json       the parts that a section names; data has one file for each entry
+    settings/data.pretrain.json the values of a key that stages name under ``params``
+
+The settings have hashes because DVC's run cache leaves every setting called ``size`` or ``nfiles``
+out of its key, at any depth (``exclude`` in dvc/stage/cache.py): after an edit of only
+``data.pretrain.size`` it would bring back the data of the size before.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +33,7 @@ from moecore.pipeline.closures import (
 from moecore.study.reading.document import Document, load_yaml_document
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
+NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
 
 
 def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
@@ -39,10 +47,38 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
     """Write the whole folder, in the place of what was there."""
-    hashed = hash_code_files(load_yaml_document(str(params)), root)
+    document = load_yaml_document(str(params))
+    hashed = hash_code_files(document, root)
     with whole_folder(folder) as temporary:
         for name, hashes in hashed.items():
             write_json(temporary / name, hashes)
+        for key, digest in hash_settings(document).items():
+            write_json(temporary / f"settings/{key}.json", {"sha256": digest})
+
+
+def hash_settings(document: Document) -> dict[str, str]:
+    """Return key → sha256 of its values, for every key that a stage can name under ``params``."""
+    params = document.data
+    keys = [(key,) for key in params if key not in NOT_READ_WHOLE]
+    keys += [(key, name) for key in ("data", *allowed_packages()) for name in params.get(key) or ()]
+    keys += [("run", "methods"), *(("methods", name) for name in document.get(("run", "methods")))]
+    if "calibrator" in (params.get("calibrate") or ()):
+        keys += [("calibrate", "calibrator")]
+    return {".".join(key): _hash_values(document.get(key)) for key in keys}
+
+
+def _hash_values(value: Any) -> str:
+    """Return a hash that is equal for equal values: 1 and 1.0 are."""
+    text = json.dumps(_with_whole_numbers(value), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_whole_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Path]]]:
@@ -59,7 +95,7 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
         model = part_files(params.get("model"), root, "model")
         yield f"methods/{method}.json", parts | model
     for key, section in params.items():
-        if key in ("packages", "run", "methods", "model", "claims", "questions"):
+        if key in (*NOT_READ_WHOLE, "model") and key != "data":
             continue
         if key == "data":
             for phase, source in section.items():

@@ -29,6 +29,7 @@ from threadpoolctl import threadpool_limits
 from moecore.core.operating_system import available_cores
 from moecore.core.source_layout import STAGE_MODULES
 from moecore.pipeline.stage_client import SOCKET
+from moecore.run.source_hashes import remember_imported_sources
 from moecore.run.stage_entry import end_with_parent, run_stage
 
 CLIENT = Path(__file__).with_name("stage_client.py")
@@ -91,6 +92,7 @@ def serve_stages(path: str, stages: Stages) -> None:
         listening.bind(f"{path}.new")
         listening.listen(16)
         os.rename(f"{path}.new", path)
+        remember_imported_sources()  # takes a second, in which DVC starts
         while True:
             line, _ = listening.accept()
             if os.fork() == 0:

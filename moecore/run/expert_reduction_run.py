@@ -6,6 +6,7 @@ from pathlib import Path
 from moecore.core.config import Config
 from moecore.core.files import whole_folder
 from moecore.data.prepared import Prepared
+from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.training.artifacts import load_model, save_model, save_words
 from moecore.training.outcome import evaluate_model_outcome
@@ -14,7 +15,7 @@ from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
 def record_expert_reduction(
-    params: Config, reduction: ExpertReduction, method: str, seed: int
+    params: Config, script: str, reduction: ExpertReduction, method: str, seed: int
 ) -> None:
     """Reduce artifacts/pretrain/``method``/``seed`` by training images, and evaluate it.
 
@@ -24,7 +25,7 @@ def record_expert_reduction(
     start = Path("artifacts/pretrain", method, str(seed))
     target = Path("artifacts", stage, method, str(seed))
     data = Prepared.open(Path("artifacts/data", stage))
-    inputs = [data.folder, start]
+    inputs = read_stage_inputs(stage, params, script, [data.folder, start], method=method)
     with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
         whole = load_model(start).to(tune_runtime().device)

@@ -1,6 +1,11 @@
-"""What a stage has read, compared at its end: DVC hashes settings and files after the command."""
+"""What a stage has read, compared again at its checkpoints and at its end.
+
+DVC hashes settings and files after the command has ended, so a result could be filed under
+settings, code or artifacts that it was not made with.
+"""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +15,9 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.core.plain_values import to_jsonable
+from moecore.core.source_layout import CODE
 from moecore.run.history_file import flatten_keys
+from moecore.run.source_hashes import StageCode
 from moecore.study.reading.document import Document, load_yaml_document
 from moecore.study.reading.stage_params import params_keys_by_field, read_params
 
@@ -29,18 +36,103 @@ def allow_params_packages() -> None:
         allow_packages(document.packages, document.folders)
 
 
-def refuse_changed_params(params: Config, **item: object) -> None:
-    """Raise UserError, naming the key, where params.yaml holds other settings than ``params``.
+class StageInputs:
+    """The settings, the code and the artifacts that a stage reads."""
 
-    Where the file is gone, DVC itself files nothing. item: fills the keys' templates.
+    def __init__(
+        self,
+        params: Config | None,
+        artifacts: Iterable[str | Path],
+        hash_files: Sequence[Path] = (),
+        **item: object,
+    ) -> None:
+        """Take the hashes of all. Raises UserError where the code is not what was hashed.
+
+        hash_files: of ``stage_hash_files``. item: fills the templates of the settings' keys.
+        """
+        self._code = StageCode(hash_files)
+        self._code.refuse_edits()
+        self._artifacts = [*artifacts, *hash_files]
+        self._hashes = hash_inputs(self._artifacts)
+        self._params = params
+        self._item = item
+        self._text: bytes | None = None  # of params.yaml, when its values were last equal
+
+    def key(self) -> str:
+        """Return a hash of all: what was begun with other inputs is not continued."""
+        assert self._params is not None, "a stage that is resumed has settings"
+        text = json.dumps([self._params.model_dump(mode="json"), self._hashes], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def refuse_edited_code(self) -> None:
+        """Raise UserError, naming the file, where it is not the code that was hashed."""
+        self._code.refuse_edits()
+
+    def refuse_edited_settings(self) -> None:
+        """Raise UserError, naming the key, where params.yaml now has other values.
+
+        Where params.yaml is gone, nothing is raised: DVC then files no result.
+        """
+        path = Path(params_path())
+        if self._params is None or not path.is_file():
+            return
+        if (text := path.read_bytes()) == self._text:
+            return
+        now = read_params(type(self._params), None, **self._item)
+        for field, template in params_keys_by_field(type(self._params)).items():
+            key = template.format(**self._item)
+            before = flatten_keys(to_jsonable(getattr(self._params, field)), key)
+            _refuse_changed_values(before, flatten_keys(to_jsonable(getattr(now, field)), key))
+        self._text = text
+
+    def refuse_all_edits(self) -> None:
+        """Raise UserError, naming what changed: code, artifacts or settings."""
+        self.refuse_edited_code()
+        refuse_changed_inputs(self._hashes, self._artifacts)
+        self.refuse_edited_settings()
+
+
+def read_stage_inputs(
+    stage: str,
+    params: Config,
+    script: str | Path,
+    artifacts: Sequence[str | Path],
+    phase: str | None = None,
+    method: str | None = None,
+) -> StageInputs:
+    """Return what the stage of this script and item reads. Raises UserError for edited code."""
+    files = stage_hash_files(script, type(params), stage, phase, method)
+    return StageInputs(params, artifacts, files, method=method, data=phase)
+
+
+def stage_hash_files(
+    script: str | Path,
+    params: type[Config],
+    stage: str,
+    phase: str | None = None,
+    method: str | None = None,
+) -> list[Path]:
+    """Return the files of artifacts/code/ with the hashes of a stage's code, as in dvc.yaml.
+
+    They are those of the script, of the measurement ``stage``, of the method, or of all methods
+    where the stage reads ``run.methods``, and of the sections that ``params`` reads. Raises
+    UserError where the stage ``code`` has not written that of the script.
     """
-    if not Path(params_path()).is_file():
-        return
-    now = read_params(type(params), None, **item)
-    for field, template in params_keys_by_field(type(params)).items():
-        key = template.format(**item)
-        before = flatten_keys(to_jsonable(getattr(params, field)), key)
-        _refuse_changed_values(before, flatten_keys(to_jsonable(getattr(now, field)), key))
+    own = CODE / "stages" / f"{Path(script).stem}.json"
+    if not own.is_file():
+        raise UserError(
+            f"{own}: no such file; run `python -m moecore.stages.code`, which writes it"
+        )
+    keys = params_keys_by_field(params).values()
+    sections = {key.format(method=method, data=phase) for key in keys}
+    methods = sorted((CODE / "methods").glob("*.json")) if "run.methods" in sections else []
+    sections |= {section.partition(".")[0] for section in sections}
+    named = [
+        CODE / "measure" / f"{stage}.json",
+        CODE / "methods" / f"{method}.json",
+        *(CODE / "sections" / f"{section}.json" for section in sorted(sections)),
+    ]
+    return [own, *methods, *(file for file in named if file.is_file())]
 
 
 def refuse_changed_document(before: Document) -> None:

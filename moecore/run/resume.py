@@ -1,6 +1,5 @@
 """Where a stage keeps what survives a kill: a folder named by all that the result depends on."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -11,27 +10,20 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, sealed_object, verify_and_remove_seal, write_whole
-from moecore.core.source_layout import CODE
-from moecore.run.history_file import append_line, whole_lines
-from moecore.run.inputs import hash_inputs
+from moecore.run.history_file import append_line, execution_subpath, whole_lines
+from moecore.run.inputs import StageInputs, read_stage_inputs
 from moecore.run.locks import hold_lock
 from moecore.run.progress import ProgressBar, ProgressLines
 from moecore.run.run_record import Run, record_run
-from moecore.study.reading.stage_params import params_keys_by_field
-
-CODE_KINDS = ("measure", "methods", "sections")  # folders of artifacts/code/, beside `stages`
 
 
 @contextmanager
-def hold_work_folder(
-    item: str, params: Config, inputs: Sequence[str | Path], script: str | Path
-) -> Iterator[Path]:
+def hold_work_folder(item: str, key: str) -> Iterator[Path]:
     """A folder ``.state/<item>/<key>`` for checkpoint and history, removed after success.
 
-    key: hash of the params, the inputs (files and folders of artifacts) and the code, so nothing
-    goes on that was begun with others. Raises UserError where another process holds the folder.
+    key: a hash of all that the result depends on, so a stage goes on only with what was begun with
+    the same. Raises UserError where another process holds the folder.
     """
-    key = _work_key(params, [*inputs, *stage_hash_files(item, params, script)])
     home = Path(".state") / item
     busy = f"{home}: another process is at work on {item}; wait for it, or end it, and start again"
     with hold_lock(home / "lock", lambda: busy):
@@ -40,26 +32,6 @@ def hold_work_folder(
         yield work
         for old in [path for path in home.iterdir() if path.is_dir()]:
             _remove_folder(old)
-
-
-def stage_hash_files(item: str, params: Config, script: str | Path) -> list[Path]:
-    """Return the files of artifacts/code/ of a stage's script, and of all methods, measurements and
-    sections that item and params name. Raises UserError where the script has none.
-    """
-    hashes = CODE / "stages" / f"{Path(script).stem}.json"
-    if not hashes.is_file():
-        raise UserError(
-            f"{hashes}: no such file; run `python -m moecore.stages.code`, which writes it"
-        )
-    sections = [key.split(".")[0] for key in params_keys_by_field(type(params)).values()]
-    names = dict.fromkeys([*item.split("/"), *sections])
-    named = [CODE / kind / f"{name}.json" for name in names for kind in CODE_KINDS]
-    return [hashes, *(file for file in named if file.is_file())]
-
-
-def _work_key(params: Config, inputs: Sequence[str | Path]) -> str:
-    text = json.dumps([params.model_dump(mode="json"), hash_inputs(inputs)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _remove_folder(folder: Path) -> None:
@@ -75,8 +47,10 @@ class KeptParts:
     From the first line on that is torn or damaged they are computed again.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, inputs: StageInputs | None = None) -> None:
+        """inputs: compared before a part is kept; None: never."""
         self.folder = Path(folder)
+        self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
         self.bar: ProgressBar | ProgressLines | None = None
         try:
@@ -101,8 +75,13 @@ class KeptParts:
         Either way it has been JSON, so a resumed stage ends with the same bits.
         """
         if name not in self.parts:
-            line = json.dumps(sealed_object({"key": name, "part": compute()})) + "\n"
+            part = compute()
+            if self.inputs is not None:
+                self.inputs.refuse_edited_code()
+            line = json.dumps(sealed_object({"key": name, "part": part})) + "\n"
             append_line(self.path, line, sync=True)
+            if self.inputs is not None:
+                self.inputs.refuse_edited_settings()
             self.parts[name] = json.loads(line)["part"]
         if self.bar is not None:
             self.bar.update(len(self.parts))
@@ -111,14 +90,34 @@ class KeptParts:
 
 @contextmanager
 def record_resumable(
+    stage: str,
+    params: Config,
+    script: str | Path,
+    inputs: Sequence[str | Path],
+    *,
+    phase: str | None = None,
+    method: str | None = None,
+    seed: int | None = None,
+) -> Iterator[tuple[Run, Path]]:
+    """Record a stage that goes on where a killed process of the same inputs was.
+
+    Yields its record and its work folder, which is removed after success.
+    """
+    item = {"phase": phase, "method": method, "seed": seed}
+    read = read_stage_inputs(stage, params, script, inputs, phase, method)
+    with (
+        hold_work_folder(execution_subpath(stage, **item), read.key()) as work,
+        record_run(stage, params, work=work, inputs=read, **item) as run,
+    ):
+        yield run, work
+
+
+@contextmanager
+def record_measurement(
     stage: str, params: Config, script: str | Path, phase: str, method: str, seed: int
 ) -> Iterator[tuple[Run, KeptParts]]:
-    """Record a measuring stage; parts of a killed one of the same inputs are taken up."""
-    item = f"{stage}/{phase}/{method}/{seed}"
-    inputs = [Path("artifacts/data") / phase, Path("artifacts") / phase / method / str(seed)]
-    files = [*inputs, *stage_hash_files(item, params, script)]
-    with (
-        hold_work_folder(item, params, inputs, script) as work,
-        record_run(stage, params, phase=phase, method=method, seed=seed, inputs=files) as run,
-    ):
-        yield run, KeptParts(work)
+    """Record a measurement of a trained model; the parts of a killed one are kept."""
+    inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
+    item = {"phase": phase, "method": method, "seed": seed}
+    with record_resumable(stage, params, script, inputs, **item) as (run, work):
+        yield run, KeptParts(work, run.inputs)

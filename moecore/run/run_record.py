@@ -32,15 +32,23 @@ from moecore.run.history_file import (
     routing_points,
     spent_seconds,
 )
-from moecore.run.inputs import hash_inputs, refuse_changed_inputs, refuse_changed_params
+from moecore.run.inputs import StageInputs
 from moecore.training.monitor import RoutingPoint
 
 
 class Run:
     """The record of ``record_run`` that a stage reports to; ``folder``: its growing history."""
 
-    def __init__(self, folder: Path, path: str, header: dict, earlier: list[dict]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        path: str,
+        header: dict,
+        earlier: list[dict],
+        inputs: StageInputs,
+    ) -> None:
         self.folder = folder
+        self.inputs = inputs
         self.header = header
         self.measured = Path("artifacts/measured", f"{path}.json")
         self._earlier = earlier  # of a killed process; from which step on it goes is not known yet
@@ -132,15 +140,16 @@ def record_run(
     seed: int | None = None,
     phase: str | None = None,
     work: Path | None = None,
-    inputs: Sequence[str | Path] = (),
+    inputs: StageInputs | None = None,
 ) -> Iterator[Run]:
     """Record one execution of a stage; published to artifacts/history/ however the block ends.
 
     work: the folder of the stage's checkpoint; the history of a killed process there goes on under
     its own id. An error ends the run as FAILED, an interrupt as KILLED, and is raised again.
-    inputs: artifacts that the stage reads; UserError at the end where they or the settings changed.
+    inputs: what the stage reads; UserError at the end where it was edited. None: only the settings.
     """
-    hashes = hash_inputs(inputs)
+    if inputs is None:
+        inputs = StageInputs(params, (), method=method, data=phase)
     path = execution_subpath(stage, phase, method, seed)
     published = Path("artifacts/history", path)
     folder = (work or Path(".state/runs", path)) / "history"
@@ -150,12 +159,10 @@ def record_run(
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
     header = (earlier or [new_header(stage, params, method=method, seed=seed, phase=phase)])[0]
-    run = Run(folder, path, header, earlier)
+    run = Run(folder, path, header, earlier, inputs)
     try:
         yield run
-        refuse_changed_inputs(hashes, inputs)
-        if params is not None:
-            refuse_changed_params(params, method=method, data=phase)
+        inputs.refuse_all_edits()
     except BaseException as error:
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         try:

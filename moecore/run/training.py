@@ -21,8 +21,8 @@ from moecore.core.source_layout import package_source_hash
 from moecore.data.prepared import Prepared
 from moecore.run.history_file import logged_points, read_lines, routing_points, spent_seconds
 from moecore.run.progress import ProgressBar, ProgressLines, report_progress
-from moecore.run.resume import hold_work_folder, stage_hash_files
-from moecore.run.run_record import Run, record_run
+from moecore.run.resume import record_resumable
+from moecore.run.run_record import Run
 from moecore.study.reading.stage_params import read_params
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.compilation_and_tracing import trace_file
@@ -64,7 +64,8 @@ class TrainingRun:
         before a checkpoint counts it as done, and may say how much of the routing is as it was an
         epoch before. Of several ranks the first alone comes back.
         """
-        checkpoint = Checkpoint(self.work)
+        inputs = self.recorded.inputs if self.recorded else None
+        checkpoint = Checkpoint(self.work, inputs)
         training = iterate_training(
             job,
             settings,
@@ -151,17 +152,10 @@ def training_run(
     if not current_ranks().first:
         yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "), monitor)
         return
-    files = [data.folder, *inputs]
-    with (
-        hold_work_folder(name, params, files, script) as work,
-        record_run(
-            stage,
-            params,
-            work=work,
-            method=method,
-            seed=seed,
-            inputs=[*files, *stage_hash_files(name, params, script)],
-        ) as run,
+    artifacts = [data.folder, *inputs]
+    with record_resumable(stage, params, script, artifacts, method=method, seed=seed) as (
+        run,
+        work,
     ):
         run.dataset(data.card)
         broadcast_text(str(work.resolve()))

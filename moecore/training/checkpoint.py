@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,11 +38,21 @@ UNTOUCHED = "what was there before is untouched. Free some space and start again
 Tensors = dict[str, Tensor]
 
 
+class Inputs(Protocol):
+    """What a training reads; an edit while it runs is a UserError."""
+
+    def refuse_edited_code(self) -> None: ...
+
+    def refuse_edited_settings(self) -> None: ...
+
+
 class Checkpoint:
     """The checkpoint of one run, in a folder that outlives the process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, inputs: Inputs | None = None) -> None:
+        """inputs: compared at every ``save``, on the first rank; None: never."""
         self.folder = folder
+        self.inputs = inputs
         self.path = folder / "checkpoint.safetensors"
         self.pointer = folder / "sharded.json"  # names the folder of a sharded one
         self._writing: Thread | None = None
@@ -54,9 +64,24 @@ class Checkpoint:
     ) -> None:
         """Copy the state after ``step`` steps, with a small ``note``; a thread replaces the file.
 
-        Raises UserError where the checkpoint before could not be written.
+        Raises UserError where the last checkpoint could not be written, or the inputs were edited.
+        A state that edited code may have computed is not written. With edited settings it is, so
+        that the training resumes here once the edit is undone.
         """
         self.wait()
+        if self.inputs is not None:
+            self.inputs.refuse_edited_code()
+        self._begin_saving(step, model, optimizer, note)
+        if self.inputs is not None:
+            try:
+                self.inputs.refuse_edited_settings()
+            except UserError:
+                self.wait()
+                raise
+
+    def _begin_saving(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
+    ) -> None:
         tensors = collect_rank_state(model, optimizer)
         if any(is_sharded_tensor(value) for value in tensors.values()):
             self._start_writing(self._shard_writer(step, tensors, note))

@@ -105,7 +105,8 @@ def iterate_training(
                 attach_required_guide(whole.model, job.guide), job.validation
             )
         yield Metrics(after, steps, after / per_epoch, values, routing)
-        if checkpoint and after - saved >= settings.checkpoint_every and after < steps:
+        # The last step is always kept: what follows the training may still refuse or be killed.
+        if checkpoint and (after - saved >= settings.checkpoint_every or after == steps):
             checkpoint.save(after, job.learners, optimizer, {"dtype": precision})
             saved = after
         meter.start()

@@ -3,12 +3,14 @@ What would run, why and how long.
 """
 
 import ast
+import copy
 import importlib
 import inspect
 import json
 import re
 import shlex
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import CODE, FAMILIES, ROOT, list_project_dvc_files
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
-from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline.code_hashes import hash_code_files, hash_settings
 from moecore.pipeline.dvc_file import (
     CONFIG,
     LARGE_STUDY,
@@ -40,7 +42,11 @@ from moecore.pipeline.plan import (
     query_pipeline_status,
     stages_changed_by_code,
 )
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
+from moecore.study.reading.document import (
+    Document,
+    load_yaml_document,
+    parse_yaml_document,
+)
 from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.stage_params import params_keys_by_field
 from moecore.study.reading.study import read_study
@@ -118,9 +124,13 @@ def params_of(stage: dict) -> type | None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_parts(name):
-    assert set(STAGES[name].get("params", [])) == set(keys_of(STAGES[name]).values())
+    keys = set(STAGES[name].get("params", []))
+    assert keys == set(keys_of(STAGES[name]).values())
     script, _ = script_and_words(STAGES[name])
     deps = STAGES[name]["deps"]
+    settings = {path for path in deps if path.startswith("artifacts/code/settings/")}
+    if "params.yaml" not in deps:
+        assert settings == {f"artifacts/code/settings/{key}.json" for key in keys}
     assert f"artifacts/code/stages/{script}.json" in deps
     assert not [path for path in deps if path.startswith(("moecore", "artifacts/hist"))]
     if "${item.method}" in STAGES[name]["cmd"]:
@@ -141,6 +151,43 @@ def test_a_stage_depends_on_the_params_that_it_reads_on_its_script_and_on_their_
         exact = {"data": f"sections/{key}", "methods": key.replace(".", "/", 1)}
         files = {"model": "methods/${item.method}"} | exact
         assert f"artifacts/code/{files.get(top, f'sections/{top}')}.json" in deps
+
+
+def paths_dvc_leaves_out(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """Yield the paths of settings that are not in the key of DVC's run cache."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if key in ("size", "nfiles"):
+            yield (*path, key)
+        elif isinstance(inner, (dict, list)):
+            yield from paths_dvc_leaves_out(inner, (*path, key))
+
+
+@pytest.mark.parametrize("study", ["tests", "pipelines/ablations", "pipelines/sizes"])
+def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_on(study):
+    document = load_yaml_document(ROOT / study / "params.yaml")
+    before = hash_settings(document)
+    paths = list(paths_dvc_leaves_out(document.data))
+    assert paths
+    for path in paths:
+        key = path[0] if path[0] not in ("data", "methods") else f"{path[0]}.{path[1]}"
+        if key not in before:
+            assert path[1] not in document.data["run"]["methods"], "a method that no stage trains"
+            continue
+        edited = Document(document.path, copy.deepcopy(document.data))
+        holder = edited.data
+        for word in path[:-1]:
+            holder = holder[word]
+        holder[path[-1]] = "another"
+        after = hash_settings(edited)
+        assert {name for name in before if before[name] != after[name]} == {key}, path
+
+
+def test_equal_settings_have_equal_hashes():
+    run = {"methods": []}
+    one = Document("params.yaml", {"run": run, "model": {"width": 8, "rate": 1e-3}})
+    other = Document("params.yaml", {"run": run, "model": {"rate": 0.001, "width": 8.0}})
+    assert hash_settings(one) == hash_settings(other)
 
 
 def parts_in(annotation: object, seen: frozenset = frozenset()) -> set[str]:

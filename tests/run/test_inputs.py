@@ -1,17 +1,36 @@
-"""Settings and files that change while a stage runs: its result is filed under neither."""
+"""Settings, code and files that change while a stage runs: its result is filed under neither.
+
+And settings that DVC's run cache does not tell apart.
+"""
 
 import contextlib
+import json
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
+from moecore.core.files import UserError, read_json, write_json
+from moecore.core.source_layout import ROOT
+from moecore.pipeline.code_hashes import write_code
+from moecore.run import history_file, source_hashes
 from moecore.run.history_file import read_dvc_locks, read_lines
-from moecore.run.inputs import refuse_changed_document
+from moecore.run.inputs import StageInputs, refuse_changed_document, stage_hash_files
 from moecore.run.run_record import record_run
+from moecore.run.source_hashes import StageCode, hash_source_file
+from moecore.stages import (
+    calibrate,
+    finetune,
+    prepare,
+    pretrain,
+    robustness,
+    teacher,
+    transfer,
+)
 from moecore.study.reading.document import load_yaml_document
 from tests.project import PARAMS, Project
 
@@ -30,10 +49,10 @@ def checkpoints(project: Project) -> list[Path]:
     return list((project.folder / ".state/pretrain").rglob("checkpoint.safetensors"))
 
 
-def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(project):
-    words = ["dvc", "repro", STAGE]
+def repro_with_edit(project: Project, edit: Callable[[], None]) -> str:
+    """Let ``dvc repro`` train, edit at the first checkpoint; return what the failed run printed."""
     started = subprocess.Popen(
-        words,
+        ["dvc", "repro", STAGE],
         cwd=project.folder,
         env=project.environment,
         stdout=subprocess.PIPE,
@@ -43,22 +62,127 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     while not checkpoints(project):
         assert started.poll() is None, "it ended before its first checkpoint"
         time.sleep(0.02)
-    project.edit(RATE, OTHER)
+    edit()
     said, _ = started.communicate()
-    assert started.returncode != 0 and "Traceback" not in said
+    assert started.returncode != 0 and "Traceback" not in said, said
+    assert STAGE not in read_dvc_locks(project.folder)
+    return said
+
+
+def logged_steps(project: Project) -> list[int]:
+    history = read_lines(project.folder / "artifacts/history/pretrain/dense/0")
+    return [step for step, _, _ in history_file.logged_points(history)]
+
+
+def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(project):
+    said = repro_with_edit(project, lambda: project.edit(RATE, OTHER))
     (line,) = [line for line in said.splitlines() if "learning_rate" in line]
     assert "params.yaml:35:" in line and ": pretrain.learning_rate: was 0.001" in line
     assert "is 0.002" in line
-    assert STAGE not in read_dvc_locks(project.folder)
+    refused_at = logged_steps(project)[-1]
     assert checkpoints(project)
 
     project.edit(OTHER, f"{RATE}  # as before\n")
     assert project.repro(STAGE) == ["code", STAGE]
     history = read_lines(project.folder / "artifacts/history/pretrain/dense/0")
     assert any("resumed" in line for line in history)
+    assert refused_at < logged_steps(project)[-1], "noticed at a checkpoint, not at the end"
     ran_with = read_dvc_locks(project.folder)[STAGE]["params"]["params.yaml"]
     assert ran_with["pretrain"]["learning_rate"] == 0.001
     assert not checkpoints(project)
+
+
+CODE = "moecore/training/optimizer.py"
+EDIT = "\nEDITED = True\n"
+
+
+def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(tmp_path):
+    """After its imports, at its checkpoints, and where another edit came before it began."""
+    project = Project(tmp_path, LONG).with_dvc()
+    project.repro("teacher_router@dense-0")
+    project.forked = False  # from now on it runs the code of its own folder, which is edited
+    file = project.folder / CODE
+    text = file.read_text(encoding="utf-8")
+
+    said = repro_with_edit(project, lambda: file.write_text(text + EDIT))
+    (line,) = [line for line in said.splitlines() if CODE in line]
+    assert f"{file}: was edited after the stage `code` hashed it" in line
+    assert checkpoints(project)
+    refused = project.attempt([sys.executable, "-m", "moecore.stages.pretrain", "dense", "0"])
+    assert refused.returncode == 1 and f"{file}: was edited" in refused.stderr, "at its start"
+
+    file.write_text(f"# as before\n{text}")
+    assert project.repro(STAGE) == ["code", STAGE]
+    history = read_lines(project.folder / "artifacts/history/pretrain/dense/0")
+    assert any("resumed" in line for line in history)
+
+
+def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_path):
+    monkeypatch.setattr(source_hashes, "_imported_by_server", {})
+    source_hashes.remember_imported_sources()
+    file, other = Path(CODE), Path("moecore/training/loop.py")
+    hashes = {path.as_posix(): hash_source_file(path) for path in (file, other)}
+    write_json(tmp_path / "hashes.json", hashes)
+    StageCode([tmp_path / "hashes.json"]).refuse_edits()
+    write_json(tmp_path / "hashes.json", hashes | {file.as_posix(): "of a later edit"})
+    with pytest.raises(UserError, match=f"{CODE}: was edited"):
+        StageCode([tmp_path / "hashes.json"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "script", "item"),
+    [
+        ("prepare", prepare, {"stage": "prepare", "phase": "pretrain"}),
+        ("teacher", teacher, {"stage": "teacher"}),
+        ("pretrain", pretrain, {"stage": "pretrain", "method": "vmoe"}),
+        ("finetune", finetune, {"stage": "finetune", "method": "vmoe"}),
+        ("calibrate", calibrate, {"stage": "calibrate", "phase": "finetune", "method": "vmoe"}),
+        ("robustness", robustness, {"stage": "robustness", "phase": "finetune", "method": "vmoe"}),
+        ("transfer", transfer, {"stage": "transfer", "phase": "finetune"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_stage_compares_the_code_that_dvc_files_its_result_under(
+    stage, script, item, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(PARAMS, encoding="utf-8")
+    write_code("params.yaml")
+    defined = load_yaml_document(ROOT / "dvc.yaml").data["stages"][stage]
+    deps = [
+        path.replace("${item.method}", "vmoe").replace("${key}", "pretrain")
+        for path in defined.get("do", defined)["deps"]
+        if path.startswith("artifacts/code/") and "/settings/" not in path
+    ]
+    files = stage_hash_files(script.__file__, script.Params, **item)
+    named = [
+        file for path in map(Path, deps) for file in (path.glob("*") if path.is_dir() else [path])
+    ]
+    sources, expected = (
+        {source for file in side for source in read_json(file)} for side in (files, named)
+    )
+    assert sources == expected
+
+
+def test_dvc_tells_settings_apart_that_are_called_size(tmp_path):
+    """Its run cache does not: dvc/stage/cache.py leaves this name out of its key."""
+    sparse = "{kind: group_sparsity, weight: 0.5, size: 2}"
+    params = PARAMS.replace("{kind: load, weight: 0.005}", sparse)
+    project = Project(tmp_path, params).with_dvc()
+    runs = {}
+    for size in (1, 2):
+        project.write(params.replace("weight: 0.5, size: 2", f"weight: 0.5, size: {size}"))
+        runs[size] = project.repro("pretrain@vmoe-0")
+        weights = project.folder / "artifacts/pretrain/vmoe/0/model.safetensors"
+        runs[f"weights {size}"] = weights.read_bytes()
+    assert "pretrain@vmoe-0" in runs[2] and runs["weights 1"] != runs["weights 2"]
+
+    card = project.folder / "artifacts/data/finetune/card.json"
+    for size in (24, 32):
+        finetune = "finetune: {kind: digits, size: "
+        project.write(params.replace(f"{finetune}24", f"{finetune}{size}"))
+        assert project.repro("prepare@finetune") == ["code", "prepare@finetune"]
+        assert json.loads(card.read_text())["size"] == size
 
 
 class Params(Config):
@@ -101,7 +225,8 @@ def test_an_artifact_that_is_another_at_the_end_is_named(file):
         data.write_text("1")
         said = f"{data}: was changed"
         with contextlib.nullcontext() if allowed else pytest.raises(UserError, match=said):
-            with record_run("calibrate", None, inputs=[data.parent]):
+            inputs = StageInputs(None, [data.parent])
+            with record_run("calibrate", None, inputs=inputs):
                 data.write_text(now)
 
 
