@@ -14,8 +14,7 @@ from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.run import partial_comparison
-from moecore.run.inputs import params_path, refuse_changed_document, stage_hash_files
-from moecore.run.source_hashes import StageCode
+from moecore.run.inputs import params_path, read_stage_inputs, refuse_changed_document
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.document import load_yaml_document
@@ -26,20 +25,17 @@ from moecore.study.reading.stage_params import read_params
 
 class Params(Config):
     run: Selection
-    claims: tuple[Claim, ...] = Field(
-        (), description="What the papers say of two methods; evaluated by these runs."
-    )
+    claims: tuple[Claim, ...] = Field((), description="What the papers say of two methods.")
     questions: tuple[Question, ...] = Field((), description="Asked of these runs, by no paper.")
 
 
 def compare() -> None:
     params = read_params(Params)
-    code = StageCode(stage_hash_files(__file__, Params, "compare"))
-    code.refuse_edits()
+    inputs = read_stage_inputs("compare", params, __file__, [])
     path = Path(params_path())
-    document = load_yaml_document(str(path))
-    stages = list_folder_stages(path.parent)
-    results = read_results(params.run, path.read_text(encoding="utf-8"), stages=stages)
+    document = load_yaml_document(path)
+    text = path.read_text(encoding="utf-8")
+    results = read_results(params.run, text, stages=list_folder_stages(path.parent))
     asked, waiting = partial_comparison.split_answerable_comparisons(
         [*params.claims, *params.questions], params.run
     )
@@ -47,7 +43,7 @@ def compare() -> None:
         print(partial_comparison.describe_waiting_claims(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
     compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
-    code.refuse_edits()
+    inputs.refuse_all_edits()
     refuse_changed_document(document)
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in render_report_files(results, evaluated).items():

@@ -32,31 +32,25 @@ class Params(Config):
 def teacher_router(method: str, seed: int) -> None:
     """Fit one router per MoE layer of ``method``; those that learn with it are left as drawn."""
     params = read_params(Params, method=method)
-    chosen = params.method
     target = Path("artifacts/teacher_router", method, str(seed))
-    artifacts = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
-    needed = artifacts if chosen.guided or chosen.upcycle else []
+    paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
+    needed = paths if params.method.guided or params.method.upcycle else []
     inputs = read_stage_inputs("teacher_router", params, __file__, needed, method=method)
     with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
-        if not needed:
-            with whole_folder(target) as folder:
-                save_no_guide(folder)
-            run.result(Skipped(skipped="the method needs no teacher"))
-            return
-        device = tune_runtime().device
-        guide = build_unfitted_guide(
-            chosen, params.model, load_unguided(artifacts[1]), seed, device
-        )
-        result: Skipped | FinalRouterLosses
-        result = Skipped(skipped="no router to fit before the method learns")
-        if len(guide.routers) and not guide.learns:
-            data = load_split_for_device(Prepared.open(artifacts[0]).train, device)
-            settings, name = params.teacher_router, f"routers {method} {seed}"
-            points = iterate_router_fit(guide, data, chosen.teacher_router, settings, seed)
-            losses = log_points_with_progress(points, settings.steps, name, run)
-            result = FinalRouterLosses(**losses)
+        guide = None
+        result: Config = Skipped(skipped="the method needs no teacher")
+        if needed:
+            device = tune_runtime().device
+            teacher = load_unguided(paths[1])
+            guide = build_unfitted_guide(params.method, params.model, teacher, seed, device)
+            result = Skipped(skipped="no router to fit before the method learns")
+            if len(guide.routers) and not guide.learns:
+                data = load_split_for_device(Prepared.open(paths[0]).train, device)
+                fit, name = params.teacher_router, f"routers {method} {seed}"
+                points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
+                result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))
         with whole_folder(target) as folder:
-            save_guide(folder, guide)
+            save_no_guide(folder) if guide is None else save_guide(folder, guide)
         run.result(result)
 
 

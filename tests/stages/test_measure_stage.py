@@ -6,6 +6,7 @@ the folder, its history; a failure leaves the old.
 
 import json
 import re
+from pathlib import Path
 from typing import get_type_hints
 
 import numpy as np
@@ -244,11 +245,16 @@ def study(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_prepare_writes_data_and_history(study):
-    (study / "params.yaml").write_text(
-        "data:\n  finetune: {kind: digits, size: 14, train_limit: 100}\n"
-    )
+def prepare_from(study: Path, source: str) -> None:
+    """Write params.yaml with this source of data.finetune, and run ``code`` and ``prepare``."""
+    text = f"run: {{methods: []}}\ndata:\n  finetune: {source}\n"
+    (study / "params.yaml").write_text(text)
+    write_code("params.yaml")
     prepare("finetune")
+
+
+def test_prepare_writes_data_and_history(study):
+    prepare_from(study, "{kind: digits, size: 14, train_limit: 100}")
     opened = Prepared.open("artifacts/data/finetune", verify=True)
     assert opened.train.images.shape == (100, 1, 14, 14)
     lines = [
@@ -261,16 +267,13 @@ def test_prepare_writes_data_and_history(study):
 
 
 def test_a_failure_leaves_what_was_there(study):
-    (study / "params.yaml").write_text("data:\n  finetune: {kind: digits}\n")
-    prepare("finetune")
-    (study / "params.yaml").write_text("data:\n  finetune: {kind: image_folder, root: nowhere}\n")
+    prepare_from(study, "{kind: digits}")
     with pytest.raises(UserError, match="nowhere: no such folder"):
-        prepare("finetune")
+        prepare_from(study, "{kind: image_folder, root: nowhere}")
     assert Prepared.open("artifacts/data/finetune").card["kind"] == "digits"
 
 
 def test_contact_sheet_has_a_row_a_class(study):
-    (study / "params.yaml").write_text("data:\n  finetune: {kind: digits}\n")
-    prepare("finetune")
+    prepare_from(study, "{kind: digits}")
     axes = draw_dataset_samples(Prepared.open("artifacts/data/finetune"), shots=3).axes
     assert len(axes) == 30 and [axis.get_ylabel() for axis in axes[::3]] == list("0123456789")

@@ -188,6 +188,7 @@ def test_killed_after_an_epoch_it_goes_on_to_the_same_model(study, monkeypatch):
     assert measured("ermoe_ba").region_routing == rows
 
 
+NO_METHODS = "run: {methods: []}\n"
 CALIBRATION = "calibrate: {calibrator: {kind: linear, min_slope: 1.0e-9}, batch: 7}\n"
 
 
@@ -199,7 +200,8 @@ def results(tmp_path_factory):
         patch.chdir(folder)
         patch.delenv("MOECORE_PARAMS", raising=False)
         patch.setenv("MOECORE_THREADS", "1")
-        (folder / "params.yaml").write_text(CALIBRATION)
+        (folder / "params.yaml").write_text(NO_METHODS + CALIBRATION)
+        write_code("params.yaml")
         data = write_cohort(
             folder / "artifacts/data/pretrain", numbers={"train": 20, "validation": 12, "test": 9}
         )
@@ -241,7 +243,9 @@ def test_it_predicts_years_and_writes_everything(results):
 
 def test_another_kind_of_calibrator_is_refused(results, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "params.yaml").write_text("calibrate: {calibrator: {kind: temperature}}\n")
+    settings = "calibrate: {calibrator: {kind: temperature}}\n"
+    (tmp_path / "params.yaml").write_text(NO_METHODS + settings)
+    write_code("params.yaml")
     numbers = {"train": 4, "validation": 3, "test": 3}
     write_cohort(tmp_path / "artifacts/data/pretrain", numbers=numbers)
     said = (
