@@ -185,6 +185,19 @@ def total_over_ranks(values: Tensor) -> Tensor:
     return _AllReduce.apply(values) if has_process_group() else values
 
 
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Return the mean of ``values`` over all ranks, a scalar with gradient.
+
+    Ranks may have unequally many values, as they have words of captions: a mean of their means
+    would then depend on the number of ranks.
+    """
+    if not has_process_group():
+        return values.mean()
+    count = values.new_tensor(float(values.numel()))
+    total = total_over_ranks(torch.stack([values.sum(), count]))
+    return total[0] / total[1]
+
+
 def holds_on_all_ranks(holds: Tensor) -> bool:
     """Return whether a condition, a bool on the device, holds on every rank."""
     if has_process_group():

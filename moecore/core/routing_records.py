@@ -69,6 +69,8 @@ class RoutingContext(NamedTuple):
     outputs: Tensor | None = None
     # (B, T', E) logits of the MoE layer before, where there is one; of a Swin T' may be another T
     previous: Tensor | None = None
+    # (B, T) bool: tokens that only fill up a caption, whether wanted or not; None: there are none
+    padding: Tensor | None = None
 
     def with_attention(
         self, wants: Collection[str], weights: Tensor | None, attended: Tensor

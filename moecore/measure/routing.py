@@ -36,6 +36,7 @@ from moecore.measure.routing_metrics.expert_roles import (
     watch_experts,
 )
 from moecore.measure.routing_metrics.expert_roles import Result as ExpertRolesResult
+from moecore.measure.routing_metrics.expert_similarity import CountedImages
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     average_layers,
@@ -173,8 +174,9 @@ class Routing(Measurement):
         if self.roles is None or reason:
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
             return records, Skipped(skipped=reason) if self.roles and reason else None
-        with watch_experts(model, len(images)) as watched:
-            _, records = predict_in_batches(model, images, self.batch, prediction=False)
+        counted = CountedImages(images)
+        with watch_experts(model, counted) as watched:
+            _, records = predict_in_batches(model, counted, self.batch, prediction=False)
         return records, tell_roles(subject, where, records, watched, self.roles)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
-from moecore.core.ranks import has_process_group, total_over_ranks
+from moecore.core.ranks import has_process_group, mean_over_ranks
 from moecore.core.routing_records import Batch, ModelOutput, ObjectiveInputs, RoutingRecord
 from moecore.training.regularizers.base import Regularizer
 
@@ -42,9 +42,7 @@ class Objective(NamedTuple):
         if step.batch.learned is not None and has_process_group():
             # Ranks have unequally many images that teach the task.
             losses = loss_of(output, labels, self.label_smoothing, reduction="none")
-            summed = torch.stack([losses.sum(), losses.new_tensor(float(len(losses)))])
-            total = total_over_ranks(summed)
-            terms = {"task": total[0] / total[1]}
+            terms = {"task": mean_over_ranks(losses)}
         else:
             terms = {"task": loss_of(output, labels, self.label_smoothing)}
         if self.distillation:
@@ -54,9 +52,8 @@ class Objective(NamedTuple):
             spoken = step._replace(output=step.output._replace(routing=step.output.text_routing))
             terms |= {f"text_{regularizer.kind}": regularizer(spoken) for regularizer in self.text}
         records = (*output.routing, *output.text_routing)
-        asked = [record.penalty.mean() for record in records if record.penalty is not None]
-        if asked:
-            terms["penalty"] = torch.stack(asked).sum()
+        if any(record.penalty is not None for record in records):
+            terms["penalty"] = sum_router_penalties(records)
         return terms
 
     def score(self, step: ObjectiveInputs, terms: dict[str, Tensor]) -> Tensor:
@@ -81,10 +78,19 @@ class Objective(NamedTuple):
         )
 
 
+def sum_router_penalties(records: Sequence[RoutingRecord]) -> Tensor:
+    """Return what routers add by themselves: the mean over the tokens of all ranks, summed over the
+    layers that add something; one of them at least.
+    """
+    penalties = [record.penalty for record in records if record.penalty is not None]
+    return torch.stack([mean_over_ranks(penalty) for penalty in penalties]).sum()
+
+
 def routing_loss(
     records: Sequence[RoutingRecord], regularizers: Sequence[Regularizer], progress: float = 0.0
 ) -> Tensor:
-    """The weighted sum of regularizers of routing alone, a scalar to add to one's own loss.
+    """The weighted sum of regularizers of routing alone, and what routers add by themselves (the
+    records' ``penalty``): a scalar to add to one's own loss.
 
     records: of one forward pass, as ``trace`` collects them.  progress: share of the training that
     is done, for regularizers that look at it.  Raises UserError for one that needs more than the
@@ -95,7 +101,10 @@ def routing_loss(
     blank = torch.zeros(())
     output = ModelOutput(blank, tuple(records))
     step = ObjectiveInputs(Batch(blank, blank, blank), output, None, progress=progress)
-    return sum((one.weight * one(step) for one in regularizers), start=blank)
+    loss = sum((one.weight * one(step) for one in regularizers), start=blank)
+    if any(record.penalty is not None for record in records):
+        loss = loss + sum_router_penalties(records)
+    return loss
 
 
 def check_records_suffice(regularizer: Regularizer, records: Sequence[RoutingRecord]) -> None:

@@ -26,7 +26,11 @@ from moecore.measure.routing_metrics.expert_information import (
     permute_images,
 )
 from moecore.measure.routing_metrics.expert_roles import roles_refusal
-from moecore.measure.routing_metrics.expert_similarity import expert_similarity, keep_layer_tokens
+from moecore.measure.routing_metrics.expert_similarity import (
+    CountedImages,
+    expert_similarity,
+    keep_layer_tokens,
+)
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
 from moecore.measure.routing_metrics.load_concentration import (
     chance_violation,
@@ -54,7 +58,7 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.testing import check_measurement
 from tests.measure.subjects import expert_roles, routing_with_roles
-from tests.measure.test_truth import subject, text_subject
+from tests.measure.test_truth import kept, subject, text_subject
 
 
 def sets_of(*tokens: tuple[int, ...], experts: int) -> torch.Tensor:
@@ -253,6 +257,20 @@ def test_all_of_it_is_of_one_pass():
     assert np.array(result.layers[1].before) == pytest.approx(before.numpy())
 
 
+@pytest.mark.parametrize("made", [subject, text_subject])
+def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
+    """Of the few tokens that experts are compared on, too: 80 of 40 images of 4 or 5."""
+    monkeypatch.setattr(expert_similarity_file, "LEAST", 5)
+    measured = made(NoisyTopK(k=2))
+    settings = routing_with_roles(windows=(2,))
+    whole, parts = (
+        settings.model_copy(update={"batch": batch}).measure(measured, kept).roles
+        for batch in (40, 7)
+    )
+    for name, number in whole.values.items():
+        assert parts.values[name].value == pytest.approx(number.value, abs=1e-5), name
+
+
 def test_experts_by_position_tell_the_position():
     """Four patches' experts of three are 2, 1, 1 or 2, 2, 0: H = 1.04 or ln 2, over ln 4."""
     measured = subject(Hash(by="position"))
@@ -337,8 +355,9 @@ def test_kept_tokens_are_those_of_the_images_own_pass(made):
     (layer, *_) = [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]
     outputs = []
     layer.register_forward_hook(lambda *given: outputs.append(given[2]))
-    with keep_layer_tokens(measured.model, len(images)) as kept:
-        predict_in_batches(measured.model, images, prediction=False)
+    counted = CountedImages(images)
+    with keep_layer_tokens(measured.model, counted) as kept:
+        predict_in_batches(measured.model, counted, prediction=False)
     tokens, (record,) = outputs[-1]
     said = torch.stack(next(iter(kept.values())).outputs(len(images)), dim=2)
     rows, number = torch.arange(len(images)).unsqueeze(-1), said.shape[1]

@@ -131,6 +131,12 @@ ENTRIES = {
         "regularizers": [{"kind": "switch_balance", "weight": 0.1}],
     },
 }
+# means over words, of which ranks have unequally many, and a penalty per word
+WORDS = {
+    "router": {"kind": "depth", "share": 0.5, "sampling": "bce", "sampling_weight": 1.0},
+    "experts": {"kind": "mlp", "number": 4},
+    "regularizers": [{"kind": kind} for kind in ("z_loss", "entropy", "group_sparsity")],
+}
 METHODS = {name: Method.model_validate(entry) for name, entry in ENTRIES.items()}
 SETTINGS = Training(
     epochs=1, batch=16, learning_rate=1e-3, log_every=1, clip=None, views=ViewSettings(shift=1)
@@ -206,10 +212,9 @@ def cases():
         swin = TypeAdapter(Backbone).validate_python({"kind": kind, **shape})
         model = swin.build(IMAGE, METHODS["prc"].moe)
         yield kind, made(METHODS["prc"])._replace(model=model), SETTINGS
-    spoken = ENTRIES["vmoe"] | {"blocks": [1]}
-    entry = ENTRIES["prc"] | {"text": spoken}
-    for name in ("towers", "sigmoid"):  # the loss compares all pairs of the whole batch
-        pairs = "sigmoid" if name == "sigmoid" else "softmax"
+    for name, text in (("towers", ENTRIES["vmoe"]), ("sigmoid", WORDS)):
+        entry = ENTRIES["prc"] | {"text": text | {"blocks": [1]}}
+        pairs = "sigmoid" if name == "sigmoid" else "softmax"  # of the whole batch, either way
         backbone = test_two_towers.SMALL.model_copy(update={"pairs": pairs})
         job = test_two_towers.captioned(Method.model_validate(entry), backbone)
         job.model.logit_scale.data.fill_(4.62)  # above its limit, to which the first step clips it

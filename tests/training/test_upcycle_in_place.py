@@ -8,6 +8,7 @@ from moecore.core.files import UserError
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.standalone_moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.training.objective import routing_loss
@@ -140,6 +141,19 @@ def test_the_loss_is_the_weighted_sum_and_a_regularizer_alone_is_not_weighted():
     parts = [Importance(weight=0.5), ZLoss(weight=3.0), GroupSparsity(weight=0.0)]
     alone = [routing_loss(records, [part.model_copy(update={"weight": 1.0})]) for part in parts]
     torch.testing.assert_close(routing_loss(records, parts), 0.5 * alone[0] + 3.0 * alone[1])
+
+
+def test_what_a_router_adds_by_itself_is_part_of_the_loss():
+    layer = MoELayer(8, Depth(share=0.5, sampling="bce", sampling_weight=2.0), EXPERTS)
+    with routing_collector(layer) as records:
+        layer(torch.randn(5, 8))
+        layer(torch.randn(3, 8))
+    importance = routing_loss([one.with_penalty(None) for one in records], [Importance()])
+    penalty = records[0].penalty.mean() + records[1].penalty.mean()
+    assert penalty > 1
+    torch.testing.assert_close(routing_loss(records, [Importance()]), importance + penalty)
+    routing_loss(records, []).backward()
+    assert layer.feed_forward.router.weight.grad.any()
 
 
 def test_regularizers_that_need_more_than_records_are_refused():

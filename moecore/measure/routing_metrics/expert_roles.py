@@ -32,6 +32,7 @@ from moecore.measure.routing_metrics.expert_information import (
     permute_positions,
 )
 from moecore.measure.routing_metrics.expert_similarity import (
+    CountedImages,
     KeptTokens,
     Similarity,
     expert_similarity,
@@ -97,8 +98,8 @@ class WatchedPass(NamedTuple):
 
 
 @contextmanager
-def watch_experts(model: Model, images: int) -> Iterator[WatchedPass]:
-    """Keep, of the pass over so many images inside, what ``tell_roles`` needs of it."""
+def watch_experts(model: Model, images: CountedImages) -> Iterator[WatchedPass]:
+    """Keep, of the pass over these images inside, what ``tell_roles`` needs of it."""
     with keep_layer_tokens(model, images) as tokens, choose_one_layer_early(model) as early:
         yield WatchedPass(tokens, early)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from math import ceil, comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,33 @@ from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
+from moecore.nn.predict import BATCH, ImageSequence
 from moecore.statistics.people import permuted_orders
 from moecore.training.surgery.expert_use import compute_all_outputs, watch_layers
 
 LEAST = 10  # tokens for each number of their width: CKA is near 1 for any two experts with few
 
 NAMES = ("expert_cka", "expert_cosine")
+
+
+class CountedImages:
+    """Images (N, C, *pixels) that know where the batch that was read last begins."""
+
+    def __init__(self, images: ImageSequence) -> None:
+        self.images = images
+        self.start = 0
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Return N, C and the pixels."""
+        return self.images.shape
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, places: slice) -> Any:
+        self.start = places.start
+        return self.images[places]
 
 
 class KeptTokens(NamedTuple):
@@ -43,21 +64,22 @@ class KeptTokens(NamedTuple):
 
 
 @contextmanager
-def keep_layer_tokens(model: Model, images: int) -> Iterator[dict[str, KeptTokens]]:
-    """Inside the ``with``, where so many images pass, keep some tokens of each MoE layer.
+def keep_layer_tokens(model: Model, images: CountedImages) -> Iterator[dict[str, KeptTokens]]:
+    """Inside the ``with``, where these images pass, keep some tokens of each MoE layer.
 
     c are as many as make LEAST · d of all images, or all; they are evenly spread in an image, and
-    start one later in the next.
+    start one later in the next, whatever the batches; every BATCH images they start anew.
     """
     kept: dict[str, KeptTokens] = {}
 
     def keep(name: str, layer: MoEFeedForward, tokens: Tensor, record: RoutingRecord) -> None:
         batch, length, width = tokens.shape
-        number = min(length, ceil(LEAST * width / images))
+        number = min(length, ceil(LEAST * width / len(images)))
         rows = torch.arange(batch, device=tokens.device).unsqueeze(-1)
         spread = torch.arange(number, device=tokens.device) * (length // number)
+        first = (images.start + rows) % BATCH
         own = kept.setdefault(name, KeptTokens(layer, []))
-        own.parts.append(tokens[rows, (rows + spread) % length])
+        own.parts.append(tokens[rows, (first + spread) % length])
 
     with watch_layers(find_own_model(model), keep):
         yield kept

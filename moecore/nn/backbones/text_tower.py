@@ -102,13 +102,14 @@ class TextTransformer(nn.Module):
         hidden = self.embedding(tokens) + self.positions
         if self.last is not None:
             hidden = torch.cat([hidden, self.last.expand(len(hidden), -1, -1)], dim=1)
-        context, wants = RoutingContext(), frozenset()
+        there = self.caption_mask(tokens)
+        learned = (0, hidden.shape[1] - tokens.shape[1])  # tokens behind: no words, no padding
+        context, wants = RoutingContext(padding=pad(~there, learned)), frozenset()
         moe = self.config.moe
         if moe is not None:
             wants = moe.router.wants
         if "words" in wants:
-            words = pad(tokens, (0, hidden.shape[1] - tokens.shape[1]))
-            context = RoutingContext(words=words)
+            context = context._replace(words=pad(tokens, learned))
         records: tuple[RoutingRecord, ...] = ()
         for block in self.blocks:
             if moe is not None:
@@ -118,7 +119,6 @@ class TextTransformer(nn.Module):
         hidden = self.norm(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)
         pooled = hidden[rows, ends] if self.last is None else hidden[:, -1]
-        there = self.caption_mask(tokens)
         return self.projection(pooled), tuple(_select_tokens(record, there) for record in records)
 
     def caption_mask(self, tokens: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from moecore.nn.balances.base import Balance, BalanceModule
 
 
 class Quantile(Balance):
-    """After a step each bias is what would have brought the expert its even share of tokens, had
-    the other biases stayed (Kimi K3's report, §2.3.3).
+    """After a step each bias is the one with which the expert's score reaches the cuts of its even
+    share of tokens. A cut is the largest biased score that a token did not choose; cuts are held,
+    though any bias that changes moves them (Kimi K3's report, §2.3.3).
 
     The bias takes part in the choice in evaluation too, and never in the weights.
     """

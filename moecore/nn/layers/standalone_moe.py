@@ -19,7 +19,9 @@ class MoELayer(nn.Module):
     """
 
     def __init__(self, width: int, router: Router, experts: Experts) -> None:
-        """``width`` is d. Raises UserError for a router that reads more than tokens."""
+        """``width`` is d. Raises UserError for a router that reads more than tokens, or whose own
+        loss reads more than records.
+        """
         super().__init__()
         check_reads_tokens_alone(router, experts)
         self.width = width
@@ -39,10 +41,15 @@ class MoELayer(nn.Module):
 
 
 def check_reads_tokens_alone(router: Router, experts: Experts) -> None:
-    """Raise UserError for a router that reads what only a whole model or a training knows."""
+    """Raise UserError for a router that reads, or whose own loss reads, what only a whole model or
+    a training knows.
+    """
     lacking = sorted(router.wants - experts.provides)
     if router.phase(0.0) != router.phase(1.0):
         lacking.append("the training's progress")
     if lacking:
         problem = f"found {router.kind}, which reads {', '.join(lacking)}"
         raise UserError(f"router: {problem}; a layer by itself has none; allowed: {TOKENS_ALONE}")
+    if router.own_loss is not None:
+        problem = f"found {router.kind}, whose loss {router.own_loss} reads a whole model"
+        raise UserError(f"router: {problem}, not its records; allowed: {TOKENS_ALONE}")

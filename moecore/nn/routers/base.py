@@ -24,6 +24,8 @@ class Router(Part, ABC):
 
     chooses_per_token: ClassVar[bool] = True  # each token its experts, so that rows are pairs
     has_expert_rows: ClassVar[bool] = True  # it has parameters for each expert, which may be cut
+    # the kind of a regularizer without which it does not work, and which reads its module
+    own_loss: ClassVar[str | None] = None
 
     @abstractmethod
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> nn.Module:
@@ -63,7 +65,7 @@ class Router(Part, ABC):
         return self.model_copy(update={"k": k})
 
     def check_k(self: ChoosesK, experts: int, key: str = "router.k") -> None:
-        """Raise UserError where a token's experts depend on later tokens or other sequences."""
+        """Raise UserError, with ``key``, where k is above the number of experts."""
         if self.k > experts:
             raise UserError(
                 f"{key} is {self.k}, but there are {experts} experts (experts.number); k may be "

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import normalize, one_hot, softplus
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.balances.base import Balance
@@ -51,6 +51,13 @@ class Competition(Router):
         ge=0,
         allow_inf_nan=False,
         description="weight of half the mean cosine between outputs of the chosen; it needs k ≥ 2",
+    )
+    bal_comp: float = Field(
+        0.01,
+        ge=0,
+        allow_inf_nan=False,
+        description="weight of the balance loss on the experts' strengths, in the steps in which "
+        "they compete; 0: none",
     )
     balance: Balance | None = Field(
         None, description="what shifts the choice by the softmax to an even load; null: nothing"
@@ -121,8 +128,13 @@ class CompetitionRouter(NoisyTopKRouter):
                 chosen=chosen,
                 weights=gate_weights(best, best, "relu", renormalise=True),
             )
-            missed = (probs - strengths.softmax(dim=-1).detach()).square()
-            return plan, record.with_penalty(self._penalty(missed, outputs, chosen))
+            shares = strengths.softmax(dim=-1)
+            missed = (probs - shares.detach()).square()
+            penalty = self._penalty(missed, outputs, chosen)
+            if self.settings.bal_comp:
+                uneven = uneven_strength(shares, chosen[..., 0], context.padding)
+                penalty = penalty + self.settings.bal_comp * uneven
+            return plan, record.with_penalty(penalty)
 
     def _penalty(self, missed: Tensor, outputs: Tensor, chosen: Tensor) -> Tensor:
         """(B, T) of squared distances (B, T, E) of probs, outputs (B, T, E, d), ids (B, T, k)."""
@@ -143,3 +155,20 @@ def mean_cosine_among_chosen(outputs: Tensor, chosen: Tensor) -> Tensor:
     directions = normalize(outputs.gather(-2, places), dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
     return (cosines - torch.diag_embed(cosines.diagonal(dim1=-2, dim2=-1))).mean(dim=(-2, -1))
+
+
+def uneven_strength(shares: Tensor, strongest: Tensor, padding: Tensor | None) -> Tensor:
+    """E f_e P_te summed over experts, (B, T): over an image's tokens its mean is the balance loss
+    of Switch, of the experts' strengths; only P has a gradient, which reaches the experts.
+
+    shares: (B, T, E), P, the softmax of the strengths.  strongest: (B, T) int64, each token's
+    strongest expert, of which f is the share that each expert has.  padding: (B, T) bool, tokens
+    that are not counted; None: there are none.
+    """
+    experts = shares.shape[-1]
+    wins = one_hot(strongest, experts).to(shares.dtype)
+    if padding is not None:
+        wins = wins * ~padding.unsqueeze(-1)
+    counts = wins.sum(dim=1, keepdim=True)
+    won = counts / counts.sum(dim=-1, keepdim=True)
+    return experts * (won * shares).sum(dim=-1)

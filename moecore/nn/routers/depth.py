@@ -117,7 +117,9 @@ class DepthRouter(nn.Module):
             signs = scores
             if self.inner is not None:
                 signs = router_logits(gelu(router_logits(tokens.detach(), self.inner)), self.outer)
-            places = self._places(scores.detach().squeeze(-1), signs.detach().squeeze(-1))
+            places = self._places(
+                scores.detach().squeeze(-1), signs.detach().squeeze(-1), context.padding
+            )
             shape = (tokens.shape[0], tokens.shape[1])
             plan, record = self.router(tokens.flatten(0, 1)[places], context)
             factors = scores.flatten(0, 1)[places]
@@ -141,15 +143,27 @@ class DepthRouter(nn.Module):
         missed = binary_cross_entropy_with_logits(signs.squeeze(-1), took_part, reduction="none")
         return self.config.sampling_weight * missed
 
-    def _places(self, scores: Tensor, signs: Tensor) -> Tensor:
+    def _places(self, scores: Tensor, signs: Tensor, padding: Tensor | None) -> Tensor:
         """Return which of the B·T tokens take part, (B, C), or (1, n) where each decides alone.
 
-        scores, signs: (B, T).
+        scores, signs: (B, T).  padding: (B, T) bool, or None.
         """
         if self.config.sampling and not self.training and not scores.is_meta:
             return (signs.flatten() > 0).nonzero().T
         images, tokens = scores.shape
         number = max(1, tokens * self.share.numerator // self.share.denominator)
         ranked = scores.argsort(dim=1, descending=True, stable=True)
+        if padding is not None:
+            ranked = self._rank_padding_apart(ranked, padding)
         starts = torch.arange(images, device=scores.device).unsqueeze(1) * tokens
         return ranked[:, :number].sort(dim=1).values + starts
+
+    def _rank_padding_apart(self, ranked: Tensor, padding: Tensor) -> Tensor:
+        """Return tokens (B, T), best first, in the order in which they get places: the share of a
+        caption's own tokens, then padding, which so fills the places of its share, then the rest.
+        """
+        own = ~padding.gather(1, ranked)
+        number = own.sum(dim=1, keepdim=True) * self.share.numerator // self.share.denominator
+        takes_part = own & (own.cumsum(dim=1) <= number.clamp_min(1))
+        turn = torch.where(takes_part, 0, 1 + own.int())
+        return ranked.gather(1, turn.argsort(dim=1, stable=True))

@@ -3,7 +3,7 @@
 B images, T tokens per image, E experts, d width.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ class Dynamic(Router):
     The loss ``diversity_simplicity`` keeps its embeddings apart and short. Every slot is computed,
     so fewer experts save no time yet.
     """
+
+    own_loss: ClassVar[str | None] = "diversity_simplicity"
 
     kind: Literal["dynamic"] = "dynamic"
 

@@ -100,6 +100,8 @@ class FrozenCopyRouter(NoisyTopKRouter):
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
     ) -> tuple[SparsePlan, RoutingRecord]:
         self._frozen = self.training and context.progress >= self.until
+        if self.balance is not None:  # a plan (sinkhorn) is of a router that learns
+            self.balance.train(self.is_learning)
         return super().forward(tokens, context)
 
     def logits(self, tokens: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ B images, T tokens per image, E experts, d width.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,6 +23,8 @@ class Relu(Router):
     The loss ``adaptive_l1`` brings their mean number to ``k``. Every slot is computed, so fewer
     experts save no time yet, and the first steps are nearly dense.
     """
+
+    own_loss: ClassVar[str | None] = "adaptive_l1"
 
     kind: Literal["relu"] = "relu"
     k: int = Field(2, ge=1, description="experts per token on average, the aim of adaptive_l1")

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
-from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.routers.token_choice import FLOOR
 from moecore.training.regularizers.base import Regularizer
@@ -32,24 +31,22 @@ class DiversitySimplicity(Regularizer):
             allowed = "the router dynamic"
             raise UserError(f"diversity_simplicity: no router has embeddings; allowed: {allowed}")
         terms = [
-            embedding_loss(
-                embeddings=to_full_tensor(own),
-                used=total_over_ranks(record.chosen.sum(dim=(0, 1))) > 0,
-            )
+            embedding_loss(embeddings=to_full_tensor(own))
             # a text tower's own embeddings come last, and have no records here
-            for own, record in zip(embeddings, step.output.routing, strict=False)
+            for own, _ in zip(embeddings, step.output.routing, strict=False)
         ]
         return cast(Tensor, sum(terms))
 
 
-def embedding_loss(*, embeddings: Tensor, used: Tensor) -> Tensor:
-    """Frobenius norm of the cosines between ``used`` experts without the diagonal ("diversity"),
-    plus the mean length of all embeddings ("simplicity").
+def embedding_loss(*, embeddings: Tensor) -> Tensor:
+    """Frobenius norm of the cosines between experts without the diagonal ("diversity"), plus the
+    mean length of their embeddings ("simplicity").
 
-    embeddings: (E, d).  used: (E,) bool, by any token of the step.  Returns a scalar ≥ 0.
+    embeddings: (E, d), of all experts that exist, whether the step used them or not: DynMoE's code
+    leaves out those that it removed.  Returns a scalar ≥ 0.
     """
     directions = normalize(embeddings, dim=-1, eps=FLOOR)
     cosines = directions @ directions.mT
-    pairs = used & used.unsqueeze(-1) & ~torch.eye(len(used), dtype=torch.bool, device=used.device)
-    alike = torch.linalg.matrix_norm(torch.where(pairs, cosines, 0))
+    itself = torch.eye(len(cosines), dtype=torch.bool, device=cosines.device)
+    alike = torch.linalg.matrix_norm(cosines.masked_fill(itself, 0))
     return alike + torch.linalg.vector_norm(embeddings, dim=-1).mean()

@@ -6,6 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core.ranks import mean_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
@@ -24,9 +25,10 @@ class Entropy(Regularizer):
 
 
 def entropy(*, probs: Tensor) -> Tensor:
-    """Mean over tokens of −Σ_e p_e ln p_e, in nats.
+    """Mean over the tokens of all ranks of −Σ_e p_e ln p_e, in nats.
 
     probs: (B, T, E), clean, each token sums to 1.  Returns a scalar from 0 (sure) to ln E
     (undecided). A probability of 0 counts as the smallest normal number, for finite gradients.
     """
-    return -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(dim=-1).mean()
+    log_probs = probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    return -mean_over_ranks((probs * log_probs).sum(dim=-1))

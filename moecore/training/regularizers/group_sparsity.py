@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.ranks import total_over_ranks
+from moecore.core.ranks import mean_over_ranks, total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.base import Regularizer
@@ -87,7 +87,7 @@ def group_sparsity(
     reduction: Reduction = "mean",
     padding: Padding = "valid",
 ) -> Tensor:
-    """Σ sqrt(F ∗ Z²) over positions, mean over tokens (MoGE, algorithm 1).
+    """Σ sqrt(F ∗ Z²) over positions, mean over the tokens of all ranks (MoGE, algorithm 1).
 
     ``reduction`` "authors": the sum over the global batch's tokens of the mean over positions, over
     the neighbourhood's number of experts h² (their repository MoGE, commit c54f89c); the paper's
@@ -109,7 +109,7 @@ def group_sparsity(
         norms = (energy + EPSILON[reduction]).sqrt()
         if reduction == "authors":
             return total_over_ranks(norms.mean(dim=(1, 2)).sum()) / (tall * wide)
-        return norms.sum(dim=(1, 2)).mean()
+        return mean_over_ranks(norms.sum(dim=(1, 2)))
 
 
 def filter_weights(size: int, sigma: float) -> list[float]:

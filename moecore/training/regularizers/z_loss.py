@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, logsumexp
 
+from moecore.core.ranks import mean_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.layer_terms import sum_over_layers
@@ -21,5 +22,5 @@ class ZLoss(Regularizer):
 
 
 def z_loss(*, logits: Tensor) -> Tensor:
-    """Mean over tokens of logsumexp(logits)², (B, T, E) before noise; a scalar ≥ 0."""
-    return logsumexp(logits, dim=-1).square().mean()
+    """Mean over the tokens of all ranks of logsumexp(logits)², (B, T, E) before noise; ≥ 0."""
+    return mean_over_ranks(logsumexp(logits, dim=-1).square())

@@ -24,7 +24,7 @@ from moecore.training.surgery.expert_use import ExpertUse
 
 
 class Prune(ExpertReduction):
-    """The experts of the lowest score leave each layer, with their rows of the router."""
+    """The experts of the lowest score leave each layer, with all that its router has of them."""
 
     section: ClassVar[str] = "prune"
 

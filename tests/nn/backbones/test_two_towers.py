@@ -115,6 +115,24 @@ def test_the_text_tower_is_clips(activation):
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
+def test_what_pads_takes_no_place_in_training_either():
+    torch.manual_seed(1)
+    inner = {"kind": "noisy_top_k", "noise_std": 0}
+    router = {"kind": "depth", "share": 0.5, "sampling": "bce", "router": inner}
+    text = {"router": router, "experts": {"kind": "mlp", "number": 4}, "blocks": "all"}
+    job = captioned(Method.model_validate({"text": text}))
+    tower = job.model.text.train()
+    padding = torch.randint(3, 20, (8, 3))
+    tokens = torch.cat([torch.tensor([[1, 5, 6, 2]]).expand(8, 4), padding], dim=1)
+    sides, (first, second) = tower(tokens)
+    torch.testing.assert_close(sides, sides[:1].expand(8, -1))
+    for record in (first, second):  # of four words two; the router says so of each
+        assert record.chosen.any(dim=-1).view(8, 4).sum(dim=1).tolist() == [2] * 8
+        torch.testing.assert_close(
+            record.penalty.view(8, 4)[:1].expand(8, 4).flatten()[None], record.penalty
+        )
+
+
 def test_what_pads_changes_nothing_under_a_causal_mask():
     torch.manual_seed(1)
     model = SMALL.build(IMAGE).eval()

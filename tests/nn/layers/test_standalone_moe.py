@@ -10,10 +10,12 @@ from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.standalone_moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from tests.attacks.models import vit
 
@@ -68,6 +70,14 @@ def test_other_tokens_are_refused_in_one_line(tokens, problem):
 )
 def test_a_router_that_reads_more_than_tokens_is_refused(router, reads):
     with pytest.raises(UserError, match=f"^router: found {router.kind}, which reads {reads};"):
+        MoELayer(8, router, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("router", "loss"), [(Relu(), "adaptive_l1"), (Dynamic(), "diversity_simplicity")]
+)
+def test_a_router_whose_loss_records_do_not_suffice_for_is_refused(router, loss):
+    with pytest.raises(UserError, match=f"^router: found {router.kind}, whose loss {loss} reads"):
         MoELayer(8, router, EXPERTS)
 
 

@@ -5,6 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.core.routing_records import RoutingContext
 from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
@@ -48,6 +49,24 @@ def test_the_largest_scores_take_part_by_hand():
     assert record.chosen.any(dim=-1).int().tolist() == [[1, 0, 1, 1, 0, 1, 1, 0]]
     nobody, _ = sampled(-tokens.abs())
     assert not pass_tokens(nobody, tokens).any()
+
+
+def test_padding_takes_no_place_of_a_caption_by_hand():
+    # Of captions of 8, 5 and 2 own tokens a quarter takes part: 2, 1 and, as one always does, 1.
+    # The padding behind has the largest scores of all; the two places of eight that are left go to
+    # it, so that as many tokens as ever pass the experts.
+    scores = SCORES.repeat(3, 1)
+    padding = torch.arange(8) >= torch.tensor([[8], [5], [2]])
+    scores[padding] += 9
+    tokens = torch.stack([scores, torch.ones(3, 8)], dim=-1)
+    for training in (True, False):
+        router = router_of().train(training)
+        plan, record = router(tokens, RoutingContext(padding=padding))
+        takes_part = record.chosen.any(dim=-1) & ~padding
+        assert [row.nonzero().flatten().tolist() for row in takes_part] == [[2, 5], [2], [0]]
+        assert plan.places.shape == (3, 2)
+    _, alone = router(tokens[:1, :, :], RoutingContext(padding=padding[:1]))
+    assert torch.equal(alone.combine, router(tokens[:1])[1].combine)  # without any it is as ever
 
 
 def test_ties_go_to_the_first_and_one_token_always_takes_part():

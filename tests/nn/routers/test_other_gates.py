@@ -7,6 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from moecore.core.files import UserError
+from moecore.nn.experts.mlp import Mlp
+from moecore.nn.layers.moe import build_moe_feed_forward
 from moecore.nn.routers.cosine import Cosine
 from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.relu import Relu
@@ -165,14 +167,20 @@ def test_chosen_experts_alone_move_their_thresholds():
 
 
 def test_embeddings_apart_and_short_by_hand():
-    # Cosines 0, .707107 and .707107, each twice: Frobenius √2; mean length (1 + 2 + √2) / 3.
-    embeddings = torch.tensor(EMBEDDINGS, requires_grad=True)
-    of_all, length = math.sqrt(2), 1.471405
-    for used, apart in (([1, 1, 1], of_all), ([0, 1, 1], 1.0), ([1, 1, 0], 0.0)):
-        loss = embedding_loss(embeddings=embeddings, used=torch.tensor(used).bool())
-        assert loss.item() == pytest.approx(apart + length, abs=1e-6)
+    # Cosines 0, .707107 and .707107, each twice: Frobenius √2; mean length (1 + 2 + √2) / 3. Of
+    # the first two alone the cosines are 0, and their gradient too: mean length 3 / 2.
+    for number, by_hand in ((3, math.sqrt(2) + 1.471405), (2, 1.5)):
+        embeddings = torch.tensor(EMBEDDINGS[:number], requires_grad=True)
+        loss = embedding_loss(embeddings=embeddings)
+        assert loss.item() == pytest.approx(by_hand, abs=1e-6)
         (gradient,) = torch.autograd.grad(loss, embeddings)
         assert gradient.isfinite().all() and gradient.any()
-    _, record = dynamic_router()(torch.tensor(NEAR_AND_FAR))
+    # an expert that no token of the step used exists all the same (DynMoE's mask)
+    layer = build_moe_feed_forward(Dynamic(), Mlp(number=3), 2)
+    layer.router = dynamic_router()
+    _, record = layer.router(torch.tensor(NEAR_AND_FAR))
+    unused = record._replace(chosen=record.chosen & torch.tensor([True, True, False]))
+    term = DiversitySimplicity()(step(unused)._replace(model=layer))
+    assert term.item() == pytest.approx(math.sqrt(2) + 1.471405, abs=1e-6)
     with pytest.raises(UserError, match="^diversity_simplicity: no router has embeddings; allowed"):
         DiversitySimplicity()(step(record)._replace(model=torch.nn.Linear(1, 1)))

@@ -195,6 +195,20 @@ def test_once_frozen_it_is_the_inner_router_without_noise_and_without_gradient(s
     assert equal(*results)
 
 
+def test_once_frozen_nothing_is_planned():
+    plan = {"kind": "sinkhorn", "group_size": 2}
+    layer, _ = both(k=1, noise_std=0.0, balance=plan)
+    tokens = torch.randn(2, 30, 8) + 1  # alike, so that the logits prefer one expert
+
+    def chosen_by(mode, context):
+        return layer.train(mode)(tokens, context)[1][0].chosen
+
+    by_logits = chosen_by(False, LATE)
+    assert torch.equal(chosen_by(True, LATE), by_logits)
+    counts = chosen_by(True, EARLY).sum(dim=(0, 1))  # it learns again, from an even plan
+    assert counts.max() < 25 < by_logits.sum(dim=(0, 1)).max()
+
+
 def test_evaluation_does_not_look_at_progress():
     ours, theirs = both(k=2)
     tokens = torch.randn(2, 9, 8, requires_grad=True)

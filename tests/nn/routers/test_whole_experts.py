@@ -19,21 +19,23 @@ from moecore.nn.routers.merged import Merged
 from tests.nn.routers import reference
 from tests.training.small import COMPETITION, IMAGE
 
-WEIGHTS = ("router_weight", "chosen_weight", "diversity_weight")
+WEIGHTS = ("router_weight", "chosen_weight", "diversity_weight", "bal_comp")
 OUTPUTS = [[[1.0, -1], [0.5, 0.5], [-2, 0]], [[0, 3], [1, 1], [2, -1]]]
 LOGITS = [[1.0, 0, 0], [0, 1, 0.5]]
 
 
-def competing(*weights, **settings) -> Competition:
-    return Competition(**dict(zip(WEIGHTS, weights, strict=True)), **settings)
+def competing(*weights, bal_comp=0.0, **settings) -> Competition:
+    """The router with these weights; without what balances strengths, unless it is asked for."""
+    return Competition(**dict(zip(WEIGHTS, (*weights, bal_comp), strict=True)), **settings)
 
 
-def decide(*weights):
+def decide(*weights, padding=None, **settings):
     """What a step of competition says of the outputs, of a router whose logits are its tokens."""
-    router = competing(*weights).build(3, 3).train()
+    router = competing(*weights, **settings).build(3, 3).train()
     router.weight.data = torch.eye(3)
     outputs = torch.tensor([OUTPUTS], requires_grad=True)
-    return router, outputs, router(torch.tensor([LOGITS]), RoutingContext(outputs=outputs))[1]
+    context = RoutingContext(outputs=outputs, padding=padding)
+    return router, outputs, router(torch.tensor([LOGITS]), context)[1]
 
 
 def test_competition_by_hand():
@@ -50,6 +52,25 @@ def test_competition_by_hand():
     alike = mean_cosine_among_chosen(torch.tensor([OUTPUTS]), torch.tensor([[[1, 0], [0, 1]]]))
     torch.testing.assert_close(alike, torch.tensor([[0, 0.353553]]), atol=1e-6, rtol=0)
     assert decide(0.0, 0.0, 1.0)[2].penalty.mean().item() == pytest.approx(0.176777 / 2, abs=1e-6)
+
+
+def test_the_balance_of_strengths_by_hand():
+    # Softmax of the strengths above: (.351787, .413162, .235051) and (.477504, .273409, .249087).
+    # Expert 1 is the first token's strongest, 0 the second's: 3 (½ P_0 + ½ P_1) of each.
+    penalty = decide(0.0, 0.0, 0.0, bal_comp=1.0)[2].penalty
+    torch.testing.assert_close(penalty, torch.tensor([[1.147424, 1.126370]]), atol=1e-6, rtol=0)
+    # where the second only pads, expert 1 has won all: 3 P_1
+    pads = torch.tensor([[False, True]])
+    alone = decide(0.0, 0.0, 0.0, bal_comp=1.0, padding=pads)[2].penalty
+    assert alone[0, 0].item() == pytest.approx(1.239487, abs=1e-6)
+    # the code's default; weighted as it says; it moves the experts and not the router
+    default = Competition(router_weight=0, chosen_weight=0, diversity_weight=0)
+    assert default.bal_comp == 0.01
+    router, outputs, record = decide(0.0, 0.0, 0.0, bal_comp=0.01)
+    torch.testing.assert_close(record.penalty, 0.01 * penalty)
+    inputs = (router.weight, outputs)
+    to_router, to_experts = torch.autograd.grad(record.penalty.sum(), inputs, allow_unused=True)
+    assert not to_router.any() and to_experts.any()
 
 
 def test_who_learns_from_a_competition():
