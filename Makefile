@@ -18,11 +18,13 @@ repro: setup data check          ## train, fine-tune, calibrate, attack and comp
 	python -m moecore.report.tables.terminal_summary
 	@echo "Report: reports/index.html · runs: make ui"
 
-full: setup data                 ## the same with pipelines/full/params.yaml, which trains longer
-	moecore study run pipelines/full $(if $(JOBS),--jobs $(JOBS))
+full: setup data                 ## the same with pipelines/ours/trained_longer.yaml, which trains longer
+	moecore study run ours/trained_longer $(if $(JOBS),--jobs $(JOBS))
 	moecore sync
 
-test: setup data lint             ## check format, lint and types, then run the tests, four files at a time, as many wait for processes; JOBS=1: one
+test: setup data lint             ## check format, lint, types, studies and claims, then run the tests, four files at a time, as many wait for processes; JOBS=1: one
+	moecore study check --all
+	moecore claims check > /dev/null
 	OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=40
 
 soak: setup data                 ## a hundred and more kills at random moments, thirty edits of code, hundreds of params.yaml; SEED=1 draws others
@@ -40,6 +42,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch torchvision
 	$(VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/moecore schema
 	touch $@
 
 data: setup                      ## put Fashion-MNIST into data/raw where the machine does not have it
@@ -70,4 +73,4 @@ docs: setup                      ## the docs as a site: site/index.html, which o
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 clean:                           ## delete what can be made again and git does not track, but not DVC's cache
-	rm -rf {.,pipelines/*}/{artifacts,.state,dvc_plots} {.,pipelines/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db site
+	rm -rf {.,.runs/*}/{artifacts,.state,dvc_plots} {.,.runs/*}/reports/{index.html,explorer.html,claims.md,curves,metrics,plots} mlruns mlflow.db site

@@ -2,7 +2,7 @@
 experts in the place of V-MoE's, at as many active FLOPs.
 
 What no setting makes equal has a note; ``step_flops`` counts what is computed. Losses are those of
-pipelines/routers and pipelines/balancing.
+pipelines/ours/routers.yaml and balancing.yaml.
 """
 
 from typing import Any, NamedTuple

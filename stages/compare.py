@@ -7,9 +7,10 @@ from pathlib import Path
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import whole_file
+from moecore.core.files import whole_file, write_json
+from moecore.core.safetensors_files import write_tensors
 from moecore.report.claims.evaluation import compare_json_claims, evaluate_claims
-from moecore.report.claims.kept_items import pack_items
+from moecore.report.claims.kept_items import ITEMS, NUMBERS, pack_items
 from moecore.report.report_files import render_report_files
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import compare_methods
@@ -18,9 +19,11 @@ from moecore.run.inputs import params_path, read_stage_inputs, refuse_changed_do
 from moecore.run.stage_entry import run_stage
 from moecore.study.reading.claims_section import Claim, Question
 from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.overlay import list_folder_stages
+from moecore.study.reading.layers import list_folder_stages
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import read_params
+
+ARTIFACTS = Path("artifacts")  # the stage `numbers` copies from there to reports/
 
 
 class Params(Config):
@@ -48,11 +51,8 @@ def compare() -> None:
     with ExitStack() as written:  # of a page that finds no room, the numbers are not replaced
         for name, text in render_report_files(results, evaluated).items():
             written.enter_context(whole_file(Path("reports", name))).write_bytes(text.encode())
-        left_out = partial_comparison.list_left_out_of_overlay(path, params.run)
-        items = pack_items(evaluated, compared)
-        numbers = partial_comparison.write_comparison(compared, items, left_out)
-    if left_out:
-        print(f"{numbers}: the numbers without {', '.join(left_out)}", file=sys.stderr)
+        write_json(ARTIFACTS / NUMBERS.name, compared)
+        write_tensors(ARTIFACTS / ITEMS.name, pack_items(evaluated, compared))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
@@ -20,12 +22,15 @@ from moecore.pipeline.plan import (
     stages_changed_by_code,
 )
 from moecore.pipeline.stage_client import SOCKET
+from moecore.pipeline.study_runs import write_dvc_files
 from moecore.run.history_file import read_dvc_locks
 from moecore.run.source_hashes import wheel_record
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.overlay import list_folder_stages
+from moecore.study.reading.layers import Composed, list_folder_stages
+from moecore.study.reading.questions import QuestionFile
 from moecore.study.reading.study import Study
+from moecore.study.writing.write_params import dump_inline_yaml, write_params
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,10 +116,31 @@ def forget_files() -> None:
 
 
 def copy_shipped(folder: Path) -> Path:
-    """Make ``folder`` a root as it is shipped: its params.yaml and dvc.yaml. Returns it."""
+    """Make ``folder`` a root as it is shipped: params.yaml, dvc.yaml, questions. Returns it."""
     shutil.copy(SHIPPED, folder / "params.yaml")
     shutil.copy(ROOT / "dvc.yaml", folder)
+    if not (folder / "pipelines").exists():
+        (folder / "pipelines").symlink_to(ROOT / "pipelines")
     return folder
+
+
+def compose_shipped(name: str, presets: Sequence[str] = (), number: int = 1) -> Composed:
+    """A round of a question of ours over the params.yaml as it is shipped."""
+    with TemporaryDirectory() as root:
+        return QuestionFile(copy_shipped(Path(root)), name).round(number).compose(presets)
+
+
+def write_question(folder: Path, name: str, presets: Sequence[str] = ()) -> Path:
+    """Write params.yaml and dvc.yaml of the first round of a question of ours; returns the first.
+
+    ``folder`` is two levels below what stands for the repository.
+    """
+    composed = compose_shipped(name, presets)
+    check_document(composed.document, composed.all_stages)
+    path = folder / "params.yaml"
+    write_params(path, dump_inline_yaml(composed.document.data))
+    write_dvc_files(folder, composed)
+    return path
 
 
 class Project:

@@ -22,7 +22,7 @@ from moecore.face.family_parts import FamilyParts
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "docs", "docs/site", "docs/tutorials", "pipelines", "pipelines/*", "benchmarks")
-SUFFIXES = (".md", ".png", ".css", ".js", ".ipynb", ".cff", "overlay.yaml", "LICENSE")
+SUFFIXES = (".md", ".png", ".css", ".js", ".ipynb", ".cff", ".yaml", "LICENSE")
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 LIST_BELOW_TEXT = re.compile(r"^(?!\s*(?:[-|]|\d+\.) )(.*\S.*\n)(?=(?:-|1\.) )", re.MULTILINE)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)

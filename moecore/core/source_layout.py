@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("moecore", "moecore/stages")  # the second is a link where stages/ lies apart
 STAGE_MODULES = "moecore.stages."  # before the name of a stage
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
+RUNS = ".runs"  # of a project: folders in which the questions of pipelines/ are run
 PROJECT_ANSWERS = ".moecore.json"  # of a project: with what `moecore new` began it
 CODE = Path("artifacts/code")  # their hashes, which the stage `code` writes
 FAMILIES = (  # folders of parts; the `__init__` of each holds nothing but their union
@@ -30,6 +31,20 @@ def list_project_dvc_files(folder: Path, name: str = "dvc.yaml") -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
+def project_of(folder: Path) -> Path:
+    """Return the project that runs a question in ``folder``; the folder itself where none does."""
+    here = folder.resolve()
+    return here.parents[1] if here.parent.name == RUNS else here
+
+
+def question_folders(folder: Path) -> tuple[Path, ...]:
+    """Return the folder of the question that runs in ``folder``, if any: its packages lie there."""
+    here = folder.resolve()
+    if here.parent.name != RUNS:
+        return ()
+    return (here.parents[1] / "pipelines" / here.name.partition(".")[0],)
+
+
 def package_source_hash(root: Path = ROOT) -> str:
     """Return a hash of the package's files below ``root``: there this process imports from."""
     digest = hashlib.sha256()
@@ -40,11 +55,10 @@ def package_source_hash(root: Path = ROOT) -> str:
 
 
 def refuse_other_checkout(folder: Path = Path()) -> None:
-    """Raise UserError where ``folder`` is a checkout of moecore, or a study in one, whose code is
-    not the code that this process runs.
+    """Raise UserError where ``folder`` is a checkout of moecore, or runs a question of one, whose
+    code is not the code that this process runs.
     """
-    here = folder.resolve()
-    checkout = here.parents[1] if here.parent.name == "pipelines" else here
+    checkout = project_of(folder)
     if not (checkout / "moecore/core/source_layout.py").is_file() or checkout.samefile(ROOT):
         return
     if package_source_hash(checkout) != package_source_hash():

@@ -16,30 +16,27 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc_file import WITHOUT_GIT, stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project_answers import version_range, write_answers
-from moecore.pipeline.write_studies import (
-    list_studies,
-    project_texts_from_overlay,
-    refuse_study_name,
-)
+from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.overlay import OVERLAY, resolve_overlay
+from moecore.study.reading.layers import OVERLAY, Composed
+from moecore.study.reading.questions import QuestionFile, find_old_study, find_question
 from moecore.study.writing.write_params import (
     dump_inline_yaml,
+    overlay_text,
+    project_params_text,
     rewrite_data_paths,
-    shipped_params_text,
 )
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
 VERSION_RANGE = ">=VERSION"  # in the template's pyproject.toml
+QUICK_QUESTION = "ours/quick"
 MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
 DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
 EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # the user's from the first day on
 DVC_CONFIG = ".dvc/config"
-WITHOUT_GIT = "    no_scm = true\n"  # a line of its section [core], the last
 QUICK_LOOK = "moecore_quick"
 BEGUN = ".begun"  # a folder in which a project is written before it is moved to its place
 
@@ -55,10 +52,8 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
         raise UserError(
             f"found the name {name!r}, which Python finds already; allowed: another one"
         )
-    studies = list_shipped_studies()
-    if study not in studies:
-        hint = did_you_mean(study, studies)
-        raise UserError(f"--from: found {study!r}{hint}; allowed: {', '.join(studies)}")
+    if study != MAIN_STUDY:
+        study = find_shipped_question(study).name
     if is_overlay and study == MAIN_STUDY:
         raise UserError(f"--overlay: {MAIN_STUDY} has none; allowed with another study")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -66,11 +61,11 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
     part = folder / BEGUN
     try:
         write_texts(part, template_texts(name, is_of_user=True))
-        file, text = "params.yaml", shipped_params_text(None if study == MAIN_STUDY else study)
+        file, text = "params.yaml", shipped_params_text(study)
         values = parse_yaml_document(text).data
         if is_overlay:
-            file, text = OVERLAY, (SHIPPED / "pipelines" / study / OVERLAY).read_text("utf-8")
-        write_whole(part / file, _add_example(rewrite_data_paths(text), values, name))
+            file, text = OVERLAY, overlay_text(compose_shipped_question(study))
+        write_whole(part / file, _add_example(text, values, name))
         texts = upgradable_project_texts(part, name, study)
         write_texts(part, texts)
         write_answers(part, name, study, texts)
@@ -87,14 +82,33 @@ def write_quick_look(place: Path) -> Path:
     template = template_texts(QUICK_LOOK, is_of_user=False)
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
     texts[DVC_CONFIG] += WITHOUT_GIT
-    texts["params.yaml"] = shipped_params_text("quick")
-    write_texts(folder, texts | _dvc_texts(folder, "quick"))
+    texts["params.yaml"] = shipped_params_text(QUICK_QUESTION)
+    write_texts(folder, texts | _dvc_texts(folder, QUICK_QUESTION))
     return folder
 
 
-def list_shipped_studies() -> list[str]:
-    """Return the studies with which a project may begin."""
-    return [MAIN_STUDY, *(folder.name for folder in list_studies(SHIPPED))]
+def find_shipped_question(name: str) -> QuestionFile:
+    """Return a question of this version, also by its name without the folder.
+
+    Raises UserError where there is none.
+    """
+    try:
+        return find_question(SHIPPED, name)
+    except UserError as error:
+        raise UserError(f"--from: {error}, or {MAIN_STUDY}") from None
+
+
+def compose_shipped_question(name: str) -> Composed:
+    """Return the first round of a question of this version, or what a study of 0.2 became."""
+    old = find_old_study(SHIPPED, name)
+    return (old or find_shipped_question(name).round(1)).compose()
+
+
+def shipped_params_text(study: str) -> str:
+    """Return the params.yaml of a question of ours, or the main one, for a project to edit."""
+    if study == MAIN_STUDY:
+        return rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
+    return project_params_text(compose_shipped_question(study))
 
 
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
@@ -111,9 +125,9 @@ def _dvc_texts(folder: Path, study: str) -> dict[str, str]:
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
         return {"dvc.yaml": (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")}
-    resolved = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED)
-    stages = stage_definitions(resolved.stages)
-    return study_dvc_yaml_texts(stages, resolved.document.data["run"], DVC_HEAD)
+    composed = compose_shipped_question(study)
+    stages = stage_definitions(composed.stages)
+    return study_dvc_yaml_texts(stages, composed.document.data["run"], DVC_HEAD)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,27 +13,24 @@ from typer.core import TyperGroup
 from moecore.core.files import UserError, explain_full_disk, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
 from moecore.pipeline.lens_cli import lens_read, lens_record
+from moecore.pipeline.study_cli import (
+    HERE,
+    PARAMS_FILE,
+    JobCount,
+    run_command,
+    say_changed_raw_data,
+    study_check,
+    study_index,
+    study_keep,
+    study_new,
+    study_preset,
+    study_run,
+    study_write,
+)
 
 ParamsFile = Annotated[Path, typer.Argument(help="the params.yaml")]
-JobCount = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="stages at a time; left out: the number of GPUs, else of cores, at most 4"
-    ),
-]
-SetValues = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-S",
-        metavar="KEY=VALUE",
-        help="write a value into params.yaml first, such as -S pretrain.epochs=3; may be repeated",
-    ),
-]
-StudyFolder = Annotated[Path, typer.Argument(help="the study's folder, such as pipelines/prc")]
-PARAMS_FILE = Path("params.yaml")
 SCHEMA_FILE = Path("params.schema.json")
-QUICK_STUDY = Path("pipelines/quick")
+QUICK = "quick"
 PASS_ON_ARGUMENTS = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -68,7 +66,7 @@ def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     from moecore.study.checking.preflight import check_and_describe_study
 
     typer.echo(check_and_describe_study(params, also=unfit_metric_problems))
-    _say_changed_raw_data(params)
+    say_changed_raw_data(params)
 
 
 def plan_command(
@@ -84,7 +82,7 @@ def plan_command(
     if not scale:
         from moecore.pipeline.plan import print_plan
 
-        _say_changed_raw_data(PARAMS_FILE)
+        say_changed_raw_data(PARAMS_FILE)
         print_plan()
         return
     from moecore.pipeline.multi_gpu_estimate import GpuPeaks, multi_gpu_estimate_table
@@ -99,7 +97,7 @@ def plan_command(
 
 
 def pilot_command(
-    study: Annotated[Path, typer.Argument(help="a study's folder, or a params.yaml")] = PARAMS_FILE,
+    study: Annotated[str, typer.Argument(help="a params.yaml, its folder, or a question")] = ".",
     seeds: Annotated[int, typer.Option(min=2, help="trainings of each method")] = 3,
 ) -> None:
     """Say whether a setting is worth a study, before what it compares is trained.
@@ -109,41 +107,36 @@ def pilot_command(
     """
     from moecore.pipeline.pilot import pilot_verdicts, print_pilot, run_pilot
 
-    result = run_pilot(study / PARAMS_FILE if study.is_dir() else study, seeds)
+    path = Path(study)
+    if path.is_dir():
+        path /= PARAMS_FILE
+    elif not path.is_file() or path.name != str(PARAMS_FILE):
+        from moecore.pipeline.study_runs import write_run
+        from moecore.study.reading.questions import find_question
+
+        one = find_question(HERE, study).round(None)
+        write_run(one)
+        path = one.folder / PARAMS_FILE
+    result = run_pilot(path, seeds)
     verdicts = pilot_verdicts(result)
     print_pilot(result, verdicts)
     raise typer.Exit(0 if all(verdict.holds for verdict in verdicts) else 1)
 
 
-def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
-    """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
-    from moecore.pipeline.parallel import run_pipeline
-    from moecore.pipeline.project_lock import hold_project
-    from moecore.report.tables.metrics_by_method import unfit_metric_problems
-    from moecore.study.checking.preflight import check_study
-    from moecore.study.reading.document import load_yaml_document
-
-    load_yaml_document(PARAMS_FILE)  # nothing is written where there is no project
-    with hold_project():  # who is refused has written nothing
-        if sets:
-            from moecore.study.writing.assignments import write_assignments
-
-            for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
-                typer.echo(f"{PARAMS_FILE}: {line}")
-        for line in check_study(also=unfit_metric_problems).untried:
-            typer.echo(line)
-        _say_changed_raw_data(PARAMS_FILE)
-        run_pipeline(jobs)
-
-
 def quick_command(jobs: JobCount = None) -> None:
     """A first look in about a minute: how much of what routing is worth does V-MoE find?"""
-    from moecore.pipeline.begin_project import write_quick_look
+    from moecore.pipeline.begin_project import QUICK_QUESTION, write_quick_look
     from moecore.report.tables.terminal_summary import main as print_terminal_summary
+    from moecore.study.reading.questions import QuestionFile, list_question_names
 
-    folder = QUICK_STUDY if QUICK_STUDY.is_dir() else write_quick_look(Path())
-    study_run(folder, jobs)
-    print_terminal_summary()
+    if QUICK_QUESTION in list_question_names(HERE):
+        folder = QuestionFile(HERE, QUICK_QUESTION).round(None).folder
+        study_run(QUICK_QUESTION, jobs=jobs)
+    else:
+        folder = write_quick_look(HERE)
+        with chdir(folder):
+            run_command(jobs)
+    print_terminal_summary(str(folder / "reports/compare.json"))
     typer.echo(f"Page: {folder / 'reports/index.html'}")
 
 
@@ -153,8 +146,8 @@ def new_command(
         Path | None, typer.Argument(help="empty or new; left out: one of that name")
     ] = None,
     study: Annotated[
-        str, typer.Option("--from", help="the study that it begins as; main: six methods")
-    ] = QUICK_STUDY.name,
+        str, typer.Option("--from", help="the question that it begins as; main: six methods")
+    ] = QUICK,
     overlay: Annotated[
         bool, typer.Option("--overlay", help="params.yaml is written from what differs from ours")
     ] = False,
@@ -235,32 +228,32 @@ def schema_command() -> None:
 
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
-    from moecore.pipeline.write_studies import list_studies
     from moecore.report.claims.claims_page import TARGET, write_claims_page
+    from moecore.study.reading.questions import list_question_names
 
-    if not TARGET.is_file() or not list_studies():
-        raise UserError(f"{TARGET}: found no such file beside studies; start from moecore's clone")
+    if not TARGET.is_file() or not list_question_names(HERE):
+        raise UserError(f"{TARGET}: found no such file or questions; start from moecore's clone")
     typer.echo(f"{write_claims_page()}: written")
 
 
 def claims_check() -> None:
-    """Compute intervals again from the items that studies keep; say when each was asked."""
-    from moecore.pipeline.write_studies import list_studies
+    """Compute intervals again from the items that results keep; say when each was asked."""
     from moecore.report.claims.claims_page import TARGET, render_claims_page
     from moecore.report.claims.kept_items import verify_kept_items
     from moecore.report.claims.preregistration import date_questions, has_whole_history
+    from moecore.study.reading.questions import load_questions
 
-    studies = list_studies()
-    for study in studies:
-        if number := verify_kept_items(study):
-            typer.echo(f"{study}: {number} intervals follow from the items that it keeps")
-    is_whole = has_whole_history(Path())
-    for study in studies if is_whole else ():
-        dated = date_questions(study)
+    rounds = [one for question in load_questions(HERE) for one in question.rounds]
+    for one in rounds:
+        if number := verify_kept_items(one.results):
+            typer.echo(f"{one.name}: {number} intervals follow from the items that it keeps")
+    is_whole = has_whole_history(HERE)
+    for one in rounds if is_whole else ():
+        dated = date_questions(one)
         for question in dated:
-            typer.echo(f"{study}: {question.line}")
-        if late := "; ".join(one.line for one in dated if one.is_refused):
-            raise UserError(f"{study}: asked in no commit before that of the answer: {late}")
+            typer.echo(f"{one.name}: {question.line}")
+        if late := "; ".join(question.line for question in dated if question.is_refused):
+            raise UserError(f"{one.name}: asked in no commit before that of the answer: {late}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
     if TARGET.is_file() and TARGET.read_text(encoding="utf-8") != render_claims_page():
@@ -269,58 +262,13 @@ def claims_check() -> None:
 
 def claims_plan() -> None:
     """Say what would decide each open claim and question: seeds, items, minutes, or a run."""
-    from moecore.report.claims.claims_page import load_studies_and_answers
+    from moecore.report.claims.claims_page import evaluate_results
     from moecore.report.claims.what_would_decide import describe_open_answers
+    from moecore.study.reading.questions import load_questions
 
-    studies, answers = load_studies_and_answers(Path())
+    rounds = [one for question in load_questions(HERE) for one in question.rounds]
+    studies, answers = evaluate_results(rounds)
     for line in describe_open_answers(answers, studies):
-        typer.echo(line)
-
-
-def study_write(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="studies; left out: all under pipelines/")
-    ] = None,
-) -> None:
-    """Write params.yaml and dvc.yaml of studies from their overlays; says what changes."""
-    from moecore.pipeline.write_studies import list_studies, write_study
-
-    for folder in folders or list_studies():
-        for line in write_study(folder):
-            typer.echo(f"{folder}: {line}")
-
-
-def study_new(name: Annotated[str, typer.Argument(help="small letters, digits and _")]) -> None:
-    """Begin a study: a folder under pipelines/ with an overlay to edit, written once."""
-    from moecore.pipeline.write_studies import begin_study
-
-    typer.echo(f"{begin_study(name)}: edit it, then `moecore study write pipelines/{name}`")
-
-
-def study_preset(
-    folder: StudyFolder,
-    names: Annotated[list[str] | None, typer.Argument(help="presets, in this order")] = None,
-) -> None:
-    """Write a study's params.yaml with presets; without names: list them."""
-    from moecore.pipeline.write_studies import list_presets_of_study, write_study
-
-    lines = write_study(folder, names) if names else list_presets_of_study(folder)
-    for line in lines or ["nothing changes"]:
-        typer.echo(line)
-
-
-def study_run(folder: StudyFolder, jobs: JobCount = None, sets: SetValues = None) -> None:
-    """Check a study and run all of it that is not up to date."""
-    if not (folder / "params.yaml").is_file():
-        raise UserError(f"{folder}: found no params.yaml; write it: moecore study write {folder}")
-    os.chdir(folder)
-    run_command(jobs, sets)
-
-
-def _say_changed_raw_data(params: Path) -> None:
-    from moecore.pipeline.changed_raw_data import describe_changed_raw_data
-
-    for line in describe_changed_raw_data(params):
         typer.echo(line)
 
 
@@ -348,8 +296,16 @@ def _build_app() -> typer.Typer:
     ):
         program.command(command.__name__.removesuffix("_command"))(command)
     program.command("predict", context_settings=PASS_ON_ARGUMENTS)(predict_command)
-    study = typer.Typer(help="The studies under pipelines/.", **options)
-    for command in (study_write, study_new, study_preset, study_run):
+    study = typer.Typer(help="The questions below pipelines/.", **options)
+    for command in (
+        study_write,
+        study_new,
+        study_preset,
+        study_run,
+        study_keep,
+        study_check,
+        study_index,
+    ):
         study.command(command.__name__.removeprefix("study_"))(command)
     program.add_typer(study, name="study")
     claims = typer.Typer(help="The papers' claims, over all studies.", **options)

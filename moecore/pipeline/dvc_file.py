@@ -1,7 +1,7 @@
-"""The dvc.yaml of a study: stages of the root's dvc.yaml and of pipelines/stages.yaml, by name.
+"""The dvc.yaml of a question: stages of the root's dvc.yaml and of pipelines/stages.yaml, by name.
 
-A study is a DVC project of its own, so the root's DVC does not read it, and it does not read the
-others. All share the root's cache.
+The folder in which a question runs is a DVC project of its own, so the root's DVC does not read it,
+and it does not read the others. All share the root's cache.
 
 After every stage DVC reads and writes the whole dvc.lock beside its dvc.yaml. So a large study has
 a dvc.yaml per kind of stage: ``steps/<kind>/dvc.yaml``.
@@ -10,49 +10,29 @@ a dvc.yaml per kind of stage: ``steps/<kind>/dvc.yaml``.
 import copy
 import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from moecore.core.files import UserError, write_whole
+from moecore.core.files import UserError
 from moecore.core.source_layout import CODE as CODES
 from moecore.core.source_layout import SHIPPED
 
-HEAD = (
-    "# Written by `moecore study write` from overlay.yaml and the root's dvc.yaml; not by hand.\n"
-)
-CONFIG = """\
+HEAD = "# Written by `moecore study write` from the root's dvc.yaml and pipelines/stages.yaml.\n"
+RUN_CONFIG = """\
+[cache]
+    dir = ../../../.dvc/cache
 [core]
     analytics = false
     check_update = false
     autostage = false
-[cache]
-    dir = {cache}
 """
+WITHOUT_GIT = "    no_scm = true\n"  # a line of the section [core], which is the last
 CODE_STAGE = "code"
 LAST_STAGES = ("compare", "numbers")
 LARGE_STUDY = 500  # stages
-
-
-def write_study_dvc_files(study: Path, stages: Sequence[str] | None, root: Path | None) -> None:
-    """Write dvc.yaml and DVC's own files into the folder ``study``, which has its params.yaml.
-
-    stages: as in the overlay, or None for all of our dvc.yaml. root: the project whose cache the
-    study shares, or None where it is one itself.
-    """
-    run = _read_yaml(study / "params.yaml").get("run", {})
-    texts = study_dvc_yaml_texts(stage_definitions(stages), run)
-    for file in study.glob("steps/*/dvc.yaml"):
-        if file.relative_to(study).as_posix() not in texts:
-            file.unlink()
-    if root is not None:
-        cache = os.path.relpath(root / ".dvc/cache", study / ".dvc")
-        texts[".dvc/config"] = CONFIG.format(cache=cache)
-    for name, text in texts.items():
-        write_whole(study / name, text)
 
 
 def study_dvc_yaml_texts(

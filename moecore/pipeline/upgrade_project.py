@@ -18,8 +18,8 @@ from moecore.pipeline.project_answers import (
     version_range,
     write_answers,
 )
-from moecore.pipeline.write_studies import write_study
-from moecore.study.reading.overlay import OVERLAY
+from moecore.study.reading.layers import OVERLAY
+from moecore.study.reading.questions import PIPELINES
 from moecore.study.writing.renamed_keys import RENAMED_KEYS, rename_keys_in_text
 
 HERE = Path()
@@ -54,8 +54,6 @@ def upgrade_project(answers: ProjectAnswers, is_written: bool) -> None:
         for path, text in changes.items():
             _write(path, text)
         write_answers(HERE, answers.name, answers.study, texts)
-        for study in Path("pipelines").glob(f"*/{OVERLAY}"):
-            write_study(study.parent)
         print("written")
     else:
         print("nothing is written yet; to write it: moecore upgrade --yes")
@@ -66,13 +64,13 @@ def _renamed_texts(answers: ProjectAnswers) -> dict[str, str | None]:
     since = version_numbers(answers.moecore)
     steps = [step for step in RENAMED_KEYS if version_numbers(step.version) > since]
     texts: dict[str, str | None] = {}
-    for name in (OVERLAY, "params.yaml"):
-        for path in [Path(name), *sorted(Path("pipelines").glob(f"*/{name}"))]:
-            if path.is_file():
-                before = path.read_text(encoding="utf-8")
-                after = rename_keys_in_text(before, steps, str(path))
-                if after != before:
-                    texts[path.as_posix()] = after
+    questions = sorted(PIPELINES.glob("*/*.yaml"))
+    for path in (Path(OVERLAY), Path("params.yaml"), *questions):
+        if path.is_file():
+            before = path.read_text(encoding="utf-8")
+            after = rename_keys_in_text(before, steps, str(path))
+            if after != before:
+                texts[path.as_posix()] = after
     return texts
 
 

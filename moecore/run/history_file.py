@@ -26,7 +26,7 @@ from moecore.core.files import UserError, explain_full_disk
 from moecore.core.outside_packages import allowed_packages
 from moecore.core.package_versions import package_versions
 from moecore.core.plain_values import to_jsonable
-from moecore.core.source_layout import list_project_dvc_files
+from moecore.core.source_layout import list_project_dvc_files, project_of
 from moecore.training.monitor import RoutingPoint
 
 SOURCE_PATTERNS = ("*.py", "*params.yaml", "*dvc.yaml")  # a change of these makes a run "dirty"
@@ -72,7 +72,10 @@ def _code_state() -> dict[str, Any]:
 def _run_git(*words: str) -> str | None:
     """Return what git prints; None where it is missing, too slow, or there is no repository."""
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10)
+        project = project_of(Path())  # a run folder has a git repository of its own, without code
+        done = subprocess.run(
+            ["git", *words], cwd=project, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode != 0:

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import outermost_dvc_project
+from moecore.core.source_layout import project_of
 
 SQLITE = "sqlite:///"
 BUSY_SECONDS = 10.0  # for another program that writes to the sqlite file
@@ -38,9 +39,9 @@ def project_root() -> Path:
 
 
 def _is_root(folder: Path) -> bool:
-    """Return whether a folder is a repository or a project, and no study of one."""
-    is_project = (folder / ".dvc").is_dir() and folder.parent.name != "pipelines"
-    return is_project or (folder / ".git").exists()
+    """Return whether a folder is a repository or a project, but not one that runs a question."""
+    is_project = (folder / ".dvc").is_dir() or (folder / ".git").exists()
+    return is_project and project_of(folder) == folder
 
 
 def store_address() -> str:
@@ -135,11 +136,11 @@ def connect_store() -> Any:
 
 
 def experiment_name(folder: Path) -> str:
-    """Return the experiment of a study, its folder's name; of a project its name in pyproject.toml,
-    or ``moecore`` where it has none.
+    """Return the experiment of a folder that runs a question, its name; of a project its name in
+    pyproject.toml, or ``moecore`` where it has none.
     """
     folder = folder.resolve()
-    if folder.parent.name == "pipelines":
+    if project_of(folder) != folder:
         return folder.name
     project = folder / "pyproject.toml"
     if not project.is_file():

@@ -11,6 +11,7 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.core.paths_below_root import join_below_root
+from moecore.core.source_layout import RUNS
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory
 from moecore.run.history_file import GrowingHistory, routing_points
@@ -53,7 +54,7 @@ def describe_import(counts: Counter[str]) -> str:
 
 
 class Importer:
-    """Imports the main pipeline and every study, again and again."""
+    """Imports the main pipeline and every folder in which a question runs, again and again."""
 
     def __init__(self) -> None:
         self.readers: dict[Path, GrowingHistory] = {}
@@ -66,7 +67,7 @@ class Importer:
             client = mlflow_connection.connect_store()
             with mlflow_connection.store_errors_as_user_errors():
                 root = mlflow_connection.project_root()
-                for study in (root, *sorted((root / "pipelines").glob("*"))):
+                for study in (root, *sorted((root / RUNS).glob("*"))):
                     if histories := records.read_histories(study, self.readers):
                         counts += StudyImporter(client, study, histories, self.sent).import_all()
         return counts

@@ -91,5 +91,5 @@ def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
     assert '"quiet"' in history.read_text(encoding="utf-8")
     attacks = read_json(tmp_path / "artifacts/measured/robustness/pretrain/mine/0.json")
     assert "nudge" in str(attacks) and attacks["worst_case"]
-    assert '"brightness' in (tmp_path / "reports/compare.json").read_text(encoding="utf-8")
+    assert '"brightness' in (tmp_path / "artifacts/compare.json").read_text(encoding="utf-8")
     assert "Brightness" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")

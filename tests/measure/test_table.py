@@ -43,7 +43,8 @@ from moecore.report.report_files import render_report_files
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Results
 from moecore.stages.sizes import Params
-from moecore.study.reading.stage_params import read_params
+from moecore.study.reading.stage_params import extract_declared_settings
+from moecore.study.writing.write_params import dump_inline_yaml
 from moecore.testing import check_measurement
 from moecore.training.live_bytes import LiveBytes, live_training_tensors
 from tests.measure.subjects import (
@@ -55,6 +56,7 @@ from tests.measure.subjects import (
     train_on_ages,
 )
 from tests.methods import METHODS, REPRESENTATIVE
+from tests.project import compose_shipped
 from tests.volumes import write_cohort
 
 ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  # their subjects
@@ -218,7 +220,7 @@ def test_people_with_several_sessions_are_one_item(subject, found):
             assert items.mean() == pytest.approx(getattr(found, metric), abs=1e-6)
 
 
-STUDY = ROOT / "pipelines/sizes"
+COMPOSED = compose_shipped("ours/sizes")
 SMALL_VIT = {"kind": "vit", "patch": 8, "width": 32, "depth": 4, "heads": 2}
 EXPERTS = {
     "router": {"kind": "noisy_top_k", "k": 2},
@@ -229,7 +231,7 @@ EXPERTS = {
 
 @pytest.fixture(scope="module")
 def paper_sizes() -> Result:
-    return measure(read_params(Params, str(STUDY / "params.yaml")).sizes)
+    return measure(extract_declared_settings(Params, COMPOSED.document).sizes)
 
 
 def row(paper_sizes: Result, name: str) -> SizeRow:
@@ -333,15 +335,13 @@ def test_every_number_that_is_off_has_a_word(paper_sizes):
 
 
 def test_the_readme_has_the_table_that_the_summary_prints(paper_sizes):
-    text = (STUDY / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "pipelines/ours/README.md").read_text(encoding="utf-8")
     for line in sizes.terminal_size_rows(sizes.size_differences(paper_sizes))[1:]:
         assert f"| {' | '.join(line)} |" in text
 
 
 def test_a_study_that_trains_nothing_has_a_page_and_numbers(paper_sizes):
-    results = Results(
-        {}, (STUDY / "params.yaml").read_text(encoding="utf-8"), {Result: paper_sizes}
-    )
+    results = Results({}, dump_inline_yaml(COMPOSED.document.data), {Result: paper_sizes})
     assert compare_methods(results) == {"sizes": sizes.size_differences(paper_sizes)}
     text = render_report(results)
     assert "Sizes of the papers&#39; models" in text and "within 1 %" in text

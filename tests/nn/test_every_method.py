@@ -21,7 +21,7 @@ from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.objective import Objective
 from moecore.training.settings import Training
-from tests.methods import METHODS, REPRESENTATIVE, load_methods
+from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, task
 from tests.volumes import VOLUMES, ball
 
@@ -59,7 +59,7 @@ def test_it_trains_is_saved_and_predicts_the_same_in_any_batch(tmp_path, name):
     assert pixels.grad.abs().sum() > 0
 
 
-ON_VOLUMES = load_methods("pipelines/all_methods/params.yaml")
+ON_VOLUMES = METHODS
 VIEWS = ViewSettings(flip=True, affine=AffineRanges(degrees=10, translate=0.05, scale=(0.9, 1.1)))
 SETTINGS = Training(epochs=1, batch=8, learning_rate=1e-3, log_every=1, views=VIEWS)
 MODEL = Vit3d(patch=4, width=32, depth=4, heads=2, mlp_ratio=2, stem="pooled", pool=2)

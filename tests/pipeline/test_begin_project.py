@@ -13,16 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
-from moecore.pipeline.begin_project import list_shipped_studies
 from moecore.pipeline.cli import app
 from moecore.pipeline.project_answers import hash_text
 from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.overlay import resolve_overlay
+from moecore.study.reading.questions import find_question
 from moecore.study.writing.renamed_keys import RenamedKey
 from moecore.tracking.mlflow_connection import experiment_name, project_root
 from tests.my_lab import forget_package
 from tests.project import check_params
 
+BEGINNINGS = ("main", "quick", "ours/sizes", "tgr/table_3", "moge/language", "ermoe/brain_age")
 WRITTEN = {
     ".dvc/.gitignore",
     ".dvc/config",
@@ -73,16 +73,17 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()
     assert experiment_name(empty) == "own" and project_root() == empty
-    assert experiment_name(ROOT) == "moecore" and experiment_name(ROOT / "pipelines/swin") == "swin"
+    run = ROOT / ".runs/moge.swin.2"
+    assert experiment_name(ROOT) == "moecore" and experiment_name(run) == "moge.swin.2"
 
 
-@pytest.mark.parametrize("study", list_shipped_studies())
+@pytest.mark.parametrize("study", BEGINNINGS)
 def test_it_may_begin_as_any_study(empty, study):
     assert moecore("new", "own", "--from", study).exit_code == 0
     stages = check_params(empty / "own/params.yaml")
     assert stages.run.methods is not None and list_project_dvc_files(empty / "own")
     if study != "main":
-        values = resolve_overlay(ROOT / "pipelines" / study, ROOT).document.data
+        values = find_question(ROOT, study).round(1).compose().document.data
         text = json.dumps(values).replace("../../data/", "data/")
         expected = json.loads(text) | {"packages": ["own"]}
         if vmoe := expected.get("methods", {}).get("vmoe"):
@@ -121,7 +122,8 @@ def test_an_overlay_is_written_again_by_the_same_command(empty):
         (["import"], "found the name 'import'; allowed: small letters, digits and _"),
         (["moecore"], "found the name 'moecore', which Python finds already; allowed: another"),
         (["torch"], "found the name 'torch', which Python finds already; allowed: another one"),
-        (["own", "--from", "swim"], "--from: found 'swim', did you mean 'swin'?; allowed: main, "),
+        (["own", "--from", "moge/swim"], "--from: found no question 'moge/swim', did you mean"),
+        (["own", "--from", "dialects_new"], "--from: found 'dialects_new', an old name; it is no"),
         (["own", "--from", "main", "--overlay"], "--overlay: main has none"),
     ],
 )
@@ -227,9 +229,18 @@ def test_where_there_is_no_project_every_command_says_what_to_do_and_writes_noth
     assert list(empty.iterdir()) == []
 
 
-def test_a_study_that_cannot_be_written_leaves_no_folder(empty):
+def test_a_question_that_cannot_be_composed_leaves_no_file(empty):
     shutil.copy(ROOT / "tests/params.yaml", "params.yaml")
     text = Path("params.yaml").read_text(encoding="utf-8")
     Path("params.yaml").write_text(text.replace("patch: 7", "patch: x", 1), encoding="utf-8")
     assert moecore("study", "new", "own").exit_code == 1
-    assert not Path("pipelines/own").exists()
+    assert not Path("pipelines/ours/own.yaml").exists()
+
+
+def test_a_project_of_an_older_version_knows_its_study(older, monkeypatch):
+    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
+    named = json.dumps(answers | {"study": "dialects_new"})
+    (older / PROJECT_ANSWERS).write_text(named, encoding="utf-8")
+    said = moecore("upgrade")
+    assert said.exit_code == 0 and "finetune" in said.stdout, "dvc.yaml is that of the question"

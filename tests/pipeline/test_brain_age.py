@@ -1,4 +1,4 @@
-"""The study pipelines/brain_age from the simulated cohort to the report, at a tiny size. Every
+"""The question ermoe/brain_age from the simulated cohort to the report, at a tiny size. Every
 stage of its dvc.yaml, in order, on its own params.yaml.
 """
 
@@ -17,7 +17,7 @@ from moecore.stages import calibrate as calibrate_stage
 from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
 from moecore.stages import robustness as robustness_stage
 from moecore.training.outcome import Outcome
-from tests.project import ROOT
+from tests.project import compose_shipped
 
 RESULTS = {
     "calibrate": age_measurement.AgeResult,
@@ -26,7 +26,7 @@ RESULTS = {
     "cohort_checks": cohort_checks.Result,
     "out_of_fold": brain_out_of_fold.OutOfFoldResult,
 }
-STUDY = ROOT / "pipelines/brain_age"
+STUDY = "ermoe/brain_age"
 METHODS = ("dense", "ermoe")
 SMALL = {
     "run": {"methods": list(METHODS), "seeds": [0], "phases": ["pretrain"]},
@@ -49,7 +49,7 @@ def small() -> str:
 
     One of two epochs is the region experts' warm start.
     """
-    params = yaml.safe_load((STUDY / "params.yaml").read_text(encoding="utf-8")) | SMALL
+    params = compose_shipped(STUDY).document.data | SMALL
     params["pretrain"] |= {
         "epochs": 2,
         "batch": 4,

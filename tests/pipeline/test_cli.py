@@ -12,6 +12,7 @@ notebook that looks at the models of the first.
 
 import csv
 import errno
+import json
 import os
 import re
 import shutil
@@ -25,10 +26,10 @@ import yaml
 from nbclient import NotebookClient
 from typer.testing import CliRunner
 
-from moecore.core.files import read_json
+from moecore.core.files import read_json, write_whole
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
-from moecore.study.reading.overlay import load_study_presets
+from moecore.study.reading.questions import QuestionFile
 from tests.data.making import image_classes
 from tests.my_lab import write_my_lab
 from tests.project import PARAMS, ROOT, SHIPPED, Project
@@ -37,16 +38,17 @@ from tests.volumes import COLOURS, write_classes
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with our params.yaml on data that are always there, dvc.yaml and one study."""
+    """A folder with our params.yaml on data that are always there, dvc.yaml and MoGE's studies."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     text = SHIPPED.read_text(encoding="utf-8")
     fashion = "{kind: fashion_mnist, validation: 5000}"
     assert fashion in text
     text = text.replace(fashion, "{kind: digits, size: 28}")
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
-    shutil.copytree(ROOT / "pipelines/moge", tmp_path / "pipelines/moge")
-    if (ROOT / "pipelines/stages.yaml").is_file():
-        shutil.copy(ROOT / "pipelines/stages.yaml", tmp_path / "pipelines")
+    for name in ("moge", "worlds", "stages.yaml"):
+        copy = shutil.copytree if (ROOT / "pipelines" / name).is_dir() else shutil.copy
+        (tmp_path / "pipelines").mkdir(exist_ok=True)
+        copy(ROOT / "pipelines" / name, tmp_path / "pipelines" / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -131,39 +133,57 @@ def test_a_metric_that_nothing_measures_is_refused_with_its_place(place):
 
 
 def test_presets_are_listed_written_and_taken_back(place):
-    listed = moecore("study", "preset", "pipelines/moge").stdout.split()
-    assert listed == list(load_study_presets(ROOT / "pipelines/moge"))
-    done = moecore("study", "preset", "pipelines/moge", "top_5")
+    listed = moecore("study", "preset", "moge/paper_scale").stdout.split()
+    assert listed == list(QuestionFile(ROOT, "moge/paper_scale").presets)
+    folder = ".runs/moge.paper_scale"
+    assert moecore("study", "write", "moge/paper_scale").stdout == f"{folder}: written\n"
+    done = moecore("study", "preset", "moge/paper_scale", "top_5")
     changed = ("methods.vmoe.router.k: 1 → 5", "methods.moge.router.k: 1 → 5")
     assert done.exit_code == 0 and all(line in done.stdout for line in changed)
-    assert moecore("study", "preset", "pipelines/moge", "top_5").stdout == "nothing changes\n"
-    back = moecore("study", "write", "pipelines/moge")
-    assert "pipelines/moge: methods.moge.router.k: 5 → 1\n" in back.stdout
+    assert f"to run it: cd {folder} && moecore run\n" in done.stdout
+    again = moecore("study", "preset", "moge/paper_scale", "top_5").stdout
+    assert again.startswith("nothing changes\n")
+    back = moecore("study", "write", "moge/paper_scale")
+    assert f"{folder}: methods.moge.router.k: 5 → 1\n" in back.stdout
 
 
-def test_an_unknown_preset_is_one_line(place):
-    wrong = moecore("study", "preset", "pipelines/moge", "top_7")
-    assert wrong.exit_code == 1 and "found no preset 'top_7', did you mean 'top_" in wrong.stderr
-    nowhere = moecore("study", "preset", "pipelines/nowhere")
-    assert nowhere.exit_code == 1
-    assert nowhere.stderr.startswith("pipelines/nowhere: found no overlay.yaml; allowed: ")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("preset moge/paper_scale top_7", "found no preset 'top_7', did you mean 'top_"),
+        ("preset nowhere", "found no question 'nowhere'; allowed: "),
+        (
+            "run pipelines/ablations_moge_tables",
+            "now: moecore study run moge/tables_5_and_7 --round 2",
+        ),
+        ("write moge/tables_5_and_7 --round 3", "found round 3; allowed: 1 to 2"),
+        (
+            "keep moge/paper_scale",
+            "compare.json does not exist; run `moecore study run moge/paper_s",
+        ),
+        ("check", "found no question; allowed: names of questions, or --all"),
+        ("write", "overlay.yaml: cannot be read (no such file or directory)"),
+    ],
+)
+def test_what_cannot_be_done_with_a_question_is_one_line(place, words, said):
+    wrong = moecore("study", *words.split())
+    assert wrong.exit_code == 1 and said in wrong.stderr
+    assert wrong.stderr.count("\n") == 1 and not (place / ".runs").exists()
 
 
-def test_a_new_study_is_in_order(place):
+def test_a_new_question_is_in_order(place):
     assert moecore("study", "new", "own").exit_code == 0
-    folder = place / "pipelines/own"
-    assert {"README.md", "overlay.yaml", "params.yaml"} <= {path.name for path in folder.iterdir()}
-    assert moecore("check", "pipelines/own/params.yaml").exit_code == 0
+    path = place / "pipelines/ours/own.yaml"
+    assert moecore("study", "check", "ours/own").stdout == "ours/own: in order\n"
+    assert moecore("study", "write", "own").stdout == ".runs/ours.own: written\n"
+    assert moecore("check", ".runs/ours.own/params.yaml").exit_code == 0
     again = moecore("study", "new", "own")
     assert again.exit_code == 1 and "is there already; take another name" in again.stderr
     named = moecore("study", "new", "Own-Study")
     assert named.exit_code == 1 and "allowed: small letters, digits and _" in named.stderr
-
-
-def test_a_study_that_is_not_written_says_how(place):
-    (place / "pipelines/moge/params.yaml").unlink()
-    wrong = moecore("study", "run", "pipelines/moge")
-    assert wrong.exit_code == 1 and "moecore study write pipelines/moge" in wrong.stderr
+    path.write_text(path.read_text("utf-8").replace("[dense, vmoe]", "[dense, vmeo]"), "utf-8")
+    wrong = moecore("study", "check", "--all")
+    assert wrong.exit_code == 1 and "ours/own.yaml:6:18: methods: found 'vmeo'" in wrong.stderr
 
 
 def test_help_imports_no_torch():
@@ -333,24 +353,23 @@ def test_readmes_example_runs_to_the_page_and_to_a_prediction(tmp_path):
 
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory) -> Project:
-    """A project whose study `quick` ran, with a shorter training and a loss of the study's own."""
+    """A project whose question `quick` ran, with a shorter training and a loss of its own."""
     params = SHIPPED.read_text(encoding="utf-8")
     project = Project(tmp_path_factory.mktemp("quick"), params).with_dvc()
-    ignored = shutil.ignore_patterns("artifacts", "reports", ".state", "dvc.lock")
-    study = project.folder / "pipelines/quick"
-    shutil.copytree(ROOT / "pipelines/quick", study, ignore=ignored)
-    shutil.copy(ROOT / "pipelines/stages.yaml", study.parent)
-    write_my_lab(study)
-    overlay = (study / "overlay.yaml").read_text(encoding="utf-8")
+    folder = project.folder / "pipelines"
+    text = (ROOT / "pipelines/ours/quick.yaml").read_text(encoding="utf-8")
     own = "    regularizers: [{kind: my_lab.calm}]"
-    overlay = re.sub("^    regularizers: .*", own, f"packages: [my_lab]\n{overlay}", flags=re.M)
-    (study / "overlay.yaml").write_text(overlay, encoding="utf-8")
-    written = project.moecore("study", "write", "pipelines/quick")
-    assert "methods.vmoe.regularizers" in written.stdout, written.stderr
-    wanted = ["-S", "pretrain.epochs=1", "-S", "data.pretrain.train=1000"]
-    done = project.moecore("study", "run", "pipelines/quick", "--jobs", "2", *wanted)
+    text = re.sub("^    regularizers: .*", own, f"packages: [my_lab]\n{text}", flags=re.M)
+    write_whole(folder / "ours/quick.yaml", text.replace("epochs: 4", "epochs: 1"))
+    shutil.copy(ROOT / "pipelines/stages.yaml", folder)
+    write_my_lab(folder / "ours")
+    wanted = ["-S", "data.pretrain.train=1000"]
+    done = project.moecore("study", "run", "quick", "--jobs", "2", *wanted)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "params.yaml: pretrain.epochs: 4 → 1" in done.stdout
+    assert "params.yaml: data.pretrain.train: 12000 → 1000" in done.stdout
+    assert "results/ours/quick.json: left as it is: this run has other settings" in done.stdout
+    text = (folder / "ours/quick.yaml").read_text(encoding="utf-8")
+    write_whole(folder / "ours/quick.yaml", text.replace("train: 12000", "train: 1000"))
     return project
 
 
@@ -358,16 +377,35 @@ def test_the_first_look_ends_with_a_page(looked):
     done = looked.moecore("quick")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "Running stage" not in done.stdout
-    assert "Page: pipelines/quick/reports/index.html" in done.stdout
-    reports = looked.folder / "pipelines/quick/reports"
+    assert "Page: .runs/ours.quick/reports/index.html" in done.stdout
+    reports = looked.folder / ".runs/ours.quick/reports"
     assert (reports / "index.html").is_file()
     assert (reports / "explorer.html").stat().st_size <= 3 * 2**20
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[1] for line in lines if line[:1] == ["pretrain"]] == ["dense", "vmoe", "told"]
+    result = read_json(looked.folder / "pipelines/results/ours/quick.json")
+    asked = result.pop("asked")
+    assert asked == {"commit": None, "file": "pipelines/ours/quick.yaml"}
+    assert result == read_json(reports / "compare.json")
 
 
-def test_a_part_in_the_studys_folder_is_used_hashed_and_in_its_schema(looked):
-    folder = looked.folder / "pipelines/quick"
+def test_dvc_works_in_the_folder_of_a_question(looked):
+    study = Project.at(looked.folder / ".runs/ours.quick")
+    study.root = looked.folder
+    assert set(json.loads(study.run(["dvc", "status", "--json"]).stdout)) <= {"code"}
+    assert study.run(["dvc", "params", "diff"]).stdout == ""
+    path = study.folder / "params.yaml"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("truth: {images: 300}", "truth: {images: 200}"), encoding="utf-8")
+    assert "truth.images" in study.run(["dvc", "params", "diff"]).stdout
+    path.write_text(text, encoding="utf-8")
+    assert study.repro() == ["code"]
+    kept = looked.moecore("study", "keep", "ours/quick")
+    assert kept.stdout == "pipelines/results/ours/quick.json: written\n", kept.stderr
+
+
+def test_a_part_in_the_questions_folder_is_used_hashed_and_in_its_schema(looked):
+    folder = looked.folder / ".runs/ours.quick"
     history = folder / "artifacts/history/pretrain/vmoe/0/history.jsonl"
     assert "my_lab.calm" in history.read_text(encoding="utf-8")
     assert "my_lab/calm.py" in read_json(folder / "artifacts/code/methods/vmoe.json")
@@ -375,14 +413,14 @@ def test_a_part_in_the_studys_folder_is_used_hashed_and_in_its_schema(looked):
     study.root = looked.folder
     assert study.moecore("schema").returncode == 0
     assert "my_lab.calm" in (folder / "params.schema.json").read_text(encoding="utf-8")
-    (folder / "my_lab/calm.py").write_text("", encoding="utf-8")
+    (looked.folder / "pipelines/ours/my_lab/calm.py").write_text("", encoding="utf-8")
     checked = study.moecore("check")
-    write_my_lab(folder)
+    write_my_lab(looked.folder / "pipelines/ours")
     assert "has no class Calm" in checked.stderr and checked.stderr.count("\n") == 1
 
 
 def test_a_wrong_key_is_one_line(looked):
-    wrong = looked.moecore("study", "run", "pipelines/quick", "-S", "pretrain.epoch=1")
+    wrong = looked.moecore("study", "run", "ours/quick", "-S", "pretrain.epoch=1")
     assert wrong.returncode == 1 and "did you mean 'epochs'" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 

@@ -18,12 +18,11 @@ import torch
 from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
-from moecore.core.source_layout import CODE, FAMILIES, ROOT, list_project_dvc_files
+from moecore.core.source_layout import CODE, FAMILIES, ROOT
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import hash_code_files, hash_settings
 from moecore.pipeline.dvc_file import (
-    CONFIG,
     LARGE_STUDY,
     count_stages,
     stage_definitions,
@@ -47,11 +46,11 @@ from moecore.study.reading.document import (
     load_yaml_document,
     parse_yaml_document,
 )
-from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.stage_params import params_keys_by_field
 from moecore.study.reading.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
+from tests.project import compose_shipped
 
 MAIN = load_yaml_document(str(ROOT / "dvc.yaml")).data["stages"]
 MORE = load_yaml_document(str(ROOT / "pipelines/stages.yaml")).data["stages"]
@@ -59,7 +58,6 @@ NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
 STAGES = {
     name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name not in NO_PART
 }
-STUDIES = sorted(path.parent for path in (ROOT / "pipelines").glob("*/dvc.yaml"))
 
 
 def script_and_words(stage: dict) -> tuple[str, list[str]]:
@@ -163,9 +161,9 @@ def paths_dvc_leaves_out(value: object, path: tuple = ()) -> Iterator[tuple]:
             yield from paths_dvc_leaves_out(inner, (*path, key))
 
 
-@pytest.mark.parametrize("study", ["tests", "pipelines/ablations", "pipelines/sizes"])
+@pytest.mark.parametrize("study", [None, "ours/ablations", "ours/sizes"])
 def test_settings_that_dvcs_run_cache_leaves_out_have_a_hash_that_stages_depend_on(study):
-    document = load_yaml_document(ROOT / study / "params.yaml")
+    document = compose_shipped(study).document if study else load_yaml_document(project.SHIPPED)
     before = hash_settings(document)
     paths = list(paths_dvc_leaves_out(document.data))
     assert paths
@@ -203,24 +201,18 @@ def parts_in(annotation: object, seen: frozenset = frozenset()) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
-def test_the_dvc_yaml_of_a_study_is_written_from_the_roots(study):
-    resolved = resolve_overlay(study, ROOT)
-    config = (study / ".dvc/config").read_text(encoding="utf-8")
-    assert config == CONFIG.format(cache="../../../.dvc/cache"), "a DVC project of its own"
-    files = list_project_dvc_files(study)
-    texts = {file.relative_to(study).as_posix(): file.read_text("utf-8") for file in files}
-    run = resolved.document.data["run"]
-    assert texts == study_dvc_yaml_texts(stage_definitions(resolved.stages), run)
-
-
-def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind():
+@pytest.mark.parametrize(
+    ("name", "number"), [("ours/ablations", 1), ("ours/routers", 1), ("moge/swin", 2)]
+)
+def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind(name, number):
     """After every stage DVC reads and writes the lock file that has it: 1 s per 100 stages."""
-    for study in STUDIES:
-        run = load_yaml_document(str(study / "params.yaml")).data["run"]
-        for file in list_project_dvc_files(study):
-            stages = load_yaml_document(str(file)).data["stages"]
-            assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
+    composed = compose_shipped(name, number=number)
+    run = composed.document.data["run"]
+    texts = study_dvc_yaml_texts(stage_definitions(composed.stages), run)
+    for file, text in texts.items():
+        stages = parse_yaml_document(text).data["stages"]
+        assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
+    assert (len(texts) > 1) == (name == "ours/ablations")
 
 
 EDGES = [

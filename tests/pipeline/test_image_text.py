@@ -5,7 +5,6 @@ of CLIP's size on small files in the forms of COCO, Flickr30k, CLIP's vocabulary
 import csv
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -14,19 +13,18 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from moecore.core.source_layout import ROOT
 from moecore.data.files.decode import decode_image
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.pipeline import predict_cli
-from moecore.study.writing.write_params import write_params
 from moecore.training.artifacts import load_model
 from tests import forked
 from tests.data.sources.test_mosaic import split_file
 from tests.data.text.test_text import bpe_file
+from tests.project import write_question
 from tests.training.teachers.test_open_clip import weights
 
-STUDY = ROOT / "pipelines/image_text"
+STUDY = "ermoe/image_text"
 ENVIRONMENT = {**os.environ, "MOECORE_THREADS": "1"}
 DIGITS = {"kind": "digits", "size": 14}
 SMALL = {"kind": "captioned_mosaic", "source": DIGITS, "train": 120, "validation": 40, "test": 50}
@@ -46,10 +44,8 @@ STAGES = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("study") / "pipelines" / STUDY.name
-    shutil.copytree(STUDY, place, ignore=shutil.ignore_patterns("artifacts", ".state", "reports"))
-    list(write_params(place, ROOT, ()))
-    path = place / "params.yaml"
+    place = tmp_path_factory.mktemp("study") / ".runs/ermoe.image_text"
+    path = write_question(place, STUDY)
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     data["data"] = {"pretrain": SMALL, "finetune": SMALL | {"seed": 1}}
     data["model"]["image"] |= {"patch": 7, "width": 24}
@@ -135,9 +131,8 @@ def test_the_table_and_the_page_say_it(folder):
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     """The study with its preset, as `moecore study preset` leaves it; no file is there yet."""
-    place = tmp_path_factory.mktemp("preset") / "pipelines" / STUDY.name
-    shutil.copytree(STUDY, place, ignore=shutil.ignore_patterns("artifacts", ".state", "reports"))
-    list(write_params(place, ROOT, ("clip_b16",)))
+    place = tmp_path_factory.mktemp("preset") / ".runs/ermoe.image_text"
+    write_question(place, STUDY, ("clip_b16",))
     return place
 
 

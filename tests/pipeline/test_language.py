@@ -4,37 +4,30 @@ of WikiText.
 
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.study.reading.overlay import resolve_overlay
 from moecore.study.reading.study import Study
-from moecore.study.writing.write_params import write_params
 from moecore.tasks.next_token import NextToken
 from tests import forked
-from tests.project import check_params
+from tests.project import check_params, compose_shipped, write_question
 
-STUDY = ROOT / "pipelines/language_wikitext103"
+STUDY = "moge/wikitext103"
 WORDS = 267_735
 
 
 @pytest.fixture
 def folder(tmp_path):
-    place = tmp_path / "pipelines" / STUDY.name
-    shutil.copytree(STUDY, place, ignore=shutil.ignore_patterns("artifacts", ".state", "reports"))
-    return place
+    return tmp_path / ".runs/moge.wikitext103"
 
 
 def settings_of(place, names=()) -> Study:
-    list(write_params(place, ROOT, names))
-    return check_params(place / "params.yaml")
+    return check_params(write_question(place, STUDY, names))
 
 
 # table 10; millions of parameters by arithmetic, from the shapes of MomentumSMoE's code
@@ -67,8 +60,8 @@ def test_sizes_are_those_of_table_10(folder, names, depth, width, span, millions
 
 
 def test_weights_of_the_regularizer_are_those_of_a_gpu_without_h_squared():
-    for study, tokens in (("language", 32 * 64), ("language_wikitext103", 96 * 256)):
-        data = resolve_overlay(ROOT / "pipelines" / study, ROOT, ()).document.data
+    for study, tokens in (("moge/language", 32 * 64), (STUDY, 96 * 256)):
+        data = compose_shipped(study).document.data
         weight = data["methods"]["smoge"]["regularizers"][0]["weight"]
         assert weight * tokens / 9 == pytest.approx(1e-6 * 3072)
 

@@ -192,7 +192,7 @@ def project(tmp_path_factory) -> Project:
 def test_every_stage_of_the_pipeline_is_served():
     served = {stage.__name__ for stage in stages_server.STAGES}
     used = set()
-    for file in [ROOT / "dvc.yaml", *(ROOT / "pipelines").rglob("dvc.yaml")]:
+    for file in [ROOT / "dvc.yaml", ROOT / "pipelines/stages.yaml"]:
         used |= set(re.findall(r"-m stages\.(\w+)", file.read_text(encoding="utf-8")))
     assert used <= served
 

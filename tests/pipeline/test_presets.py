@@ -3,9 +3,7 @@ Nothing is trained and no data are needed: models are built without memory (torc
 """
 
 import re
-import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -14,17 +12,13 @@ from moecore.core.source_layout import ROOT
 from moecore.measure.sizes import PaperModel, count_sized_model
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.report.tables.paper_numbers import REPORTED
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.overlay import load_study_presets, resolve_overlay
-from moecore.study.writing.write_params import write_params
+from moecore.study.reading.questions import QuestionFile
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
-from tests.project import check_params, copy_shipped
+from tests.project import check_params, compose_shipped, write_question
 
 PAPERS = ("prc", "tgr", "moge", "ermoe")
-EACH = [(study, ()) for study in PAPERS] + [
-    (study, (name,)) for study in PAPERS for name in load_study_presets(ROOT / "pipelines" / study)
-]
+DIRECTIVES = tuple(f"{name}:" for name in ("whole", "stages", "question", "answer", "world", "was"))
 TOGETHER = [  # combinations that the READMEs name
     ("prc", ("flowers", "top_1")),
     ("tgr", ("base", "cifar10")),
@@ -56,36 +50,33 @@ def colour_images(size: int, classes: int) -> ImageSpec:
     return ImageSpec(channels=3, size=size, task=task, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
+def question_of(study: str) -> str:
+    return {"adversarial": "adversarial/all_figures"}.get(study, f"{study}/paper_scale")
+
+
 def data_of(study: str, names: tuple[str, ...] = ()) -> dict:
-    """The whole params.yaml of a study with presets, as plain data."""
-    with TemporaryDirectory() as root:
-        shipped = copy_shipped(Path(root))
-        return resolve_overlay(ROOT / "pipelines" / study, shipped, names).document.data
+    """The whole params.yaml of a question with presets, as plain data."""
+    return compose_shipped(question_of(study), names).document.data
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of a study with presets laid over it."""
+    """The folder of a question with presets laid over it."""
 
-    def make(study: str, names: tuple[str, ...] = ()) -> Path:
-        place = tmp_path / "pipelines" / study
-        if not place.exists():
-            shutil.copytree(ROOT / "pipelines" / study, place)
-        list(write_params(place, copy_shipped(tmp_path), names))
-        return place
+    def write(study: str, names: tuple[str, ...] = ()) -> Path:
+        name = question_of(study) if "/" not in study else study
+        return write_question(tmp_path / ".runs" / study, name, names).parent
 
-    return make
+    return write
 
 
 @pytest.mark.parametrize(
     ("study", "names"),
-    EACH + TOGETHER,
+    [(study, ()) for study in PAPERS] + TOGETHER,
     ids=lambda value: value if isinstance(value, str) else "+".join(value) or "base",
 )
-def test_every_study_and_preset_is_in_order_and_builds(folder, study, names):
-    place = folder(study, names)
-    settings = check_params(place / "params.yaml")
-    assert load_yaml_document(str(place / "params.yaml")).data == data_of(study, names)
+def test_studies_and_presets_over_each_other_are_in_order_and_build(folder, study, names):
+    settings = check_params(folder(study, names) / "params.yaml")
     for phase in settings.run.phases:
         source = settings.data[phase]
         image = colour_images(source.size, 2)
@@ -97,10 +88,10 @@ def test_every_study_and_preset_is_in_order_and_builds(folder, study, names):
 
 @pytest.mark.parametrize("study", PAPERS)
 def test_every_value_names_its_source(study):
-    place = ROOT / "pipelines" / study
-    for path in (place / "overlay.yaml", place / "presets.yaml"):
+    place = ROOT / "pipelines"
+    for path in (place / study / "paper_scale.yaml", place / "worlds/paper_scale.yaml"):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            directive = line.startswith(("whole:", "stages:"))
+            directive = line.startswith(DIRECTIVES)
             bare = (
                 not line.strip()
                 or line.lstrip().startswith("#")
@@ -119,15 +110,17 @@ def test_of_alternative_presets_the_last_one_counts(study, names):
         assert data_of(study, (*others, last)) == data_of(study, (last,)), last
 
 
-@pytest.mark.parametrize("study", PAPERS)
+@pytest.mark.parametrize("study", [*PAPERS, "adversarial"])
 def test_the_readme_names_what_there_is(study):
     text = (ROOT / "pipelines" / study / "README.md").read_text(encoding="utf-8")
-    assert "Not run here" in text
-    for words in re.findall(
-        r"^moecore study preset pipelines/(\w+ [^#\n]*?)\s*#", text, re.MULTILINE
-    ):
-        name, *given = words.split()
-        assert name == study and set(given) <= set(load_study_presets(ROOT / "pipelines" / study))
+    assert "Not run here" in text or "not run here" in text
+    commands = re.findall(
+        r"^moecore study preset (\w+/\w+ ?[^#\n]*?)\s*(?:#|$)", text, re.MULTILINE
+    )
+    assert commands
+    for words in commands:
+        name, *given = [word for word in words.split() if not word.startswith("-") and word != "1"]
+        assert set(given) <= set(QuestionFile(ROOT, name).presets), words
 
 
 def millions(study: str, names: tuple[str, ...], method: str, folder) -> float:
@@ -176,12 +169,12 @@ def test_the_models_under_attack_are_near_table_1(folder):
 
 
 def test_models_of_the_other_papers_sizes_are_built(folder):
-    ages = check_params(folder("brain_age", ("adni",)) / "params.yaml")
+    ages = check_params(folder("ermoe/brain_age", ("adni",)) / "params.yaml")
     spec = {"channels": 1, "size": ages.data["pretrain"].size, "mean": (0.5,), "std": (0.5,)}
     volume = ImageSpec(**spec, task=Regression(target="age"))
     with torch.device("meta"):
         model = ages.model.build(volume, ages.methods["ermoe"].moe)
     assert model.layout.grid == (6, 7, 6) and len(model.moe.indices(model.depth)) == 6
-    pairs = check_params(folder("image_text", ("clip_b16", "section_14")) / "params.yaml")
+    pairs = check_params(folder("ermoe/image_text", ("clip_b16", "section_14")) / "params.yaml")
     tuned, frozen = (pairs.methods[name] for name in pairs.run.methods)
     assert tuned.moe == frozen.moe and tuned.upcycle and frozen.text.frozen == "always"

@@ -1,8 +1,6 @@
 """Volumes of 1 mm on paper: models are built without memory, and fit where the page says so."""
 
 import re
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from pydantic import TypeAdapter
@@ -10,9 +8,8 @@ from pydantic import TypeAdapter
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.meta_device import meta_device_context
 from moecore.pipeline.multi_gpu_estimate import GpuPeaks, count_model, estimate_step
-from moecore.study.reading.overlay import resolve_overlay
 from moecore.training.method import Method
-from tests.project import ROOT, copy_shipped
+from tests.project import ROOT, compose_shipped
 from tests.volumes import VOLUMES
 
 PAGE = (ROOT / "docs/brain_preprocessing.md").read_text(encoding="utf-8")
@@ -20,9 +17,7 @@ PAGE = (ROOT / "docs/brain_preprocessing.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", ["sfcn", "ermoe"])
 def test_a_step_fits_a_gpu(name):
-    with TemporaryDirectory() as root:
-        shipped = copy_shipped(Path(root))
-        study = resolve_overlay(ROOT / "pipelines/brain_age", shipped, ("one_mm",)).document.data
+    study = compose_shipped("ermoe/brain_age", ("one_mm",)).document.data
     method = Method.model_validate(study["methods"][name])
     backbone = method.merge_model_settings(TypeAdapter(Backbone).validate_python(study["model"]))
     image = VOLUMES.model_copy(update={"size": tuple(study["data"]["pretrain"]["size"])})

@@ -448,7 +448,7 @@ def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files
 def test_code_of_another_checkout_is_refused_and_never_runs(tmp_path):
     """By the command and by every stage, in its root and in its studies."""
     project = Project(tmp_path)
-    study = tmp_path / "pipelines/own"
+    study = tmp_path / ".runs/own.one"
     study.mkdir(parents=True)
     refuse_other_checkout(study)  # the same code
     edit(project, "moecore/nn/routers/hash.py")

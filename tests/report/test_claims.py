@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from moecore.core.files import FullDisk, UserError
+from moecore.core.files import FullDisk, UserError, write_json, write_whole
 from moecore.core.source_layout import ROOT
 from moecore.measure.base import Estimate
-from moecore.report.claims import claims_page
+from moecore.report.claims import claims_page, study_index
 from moecore.report.claims.claims_page import read_paper_tables
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
 from moecore.report.claims.evaluation import (
@@ -30,7 +30,6 @@ from moecore.report.tables.methods_by_paper import headline_tables_as_markdown
 from moecore.report.tables.metrics_by_method import (
     compare_methods,
     expected_metrics,
-    read_comparison,
 )
 from moecore.report.tables.terminal_summary import claim_lines, headline_rows
 from moecore.report.typed_results import Measured, Phase, Results
@@ -48,8 +47,8 @@ from moecore.study.reading.claims_section import (
     answer_settings_digest,
     has_changed_settings,
 )
-from moecore.study.reading.overlay import list_folder_stages
-from tests.project import check_params
+from moecore.study.reading.questions import load_questions
+from moecore.study.reading.study import read_study
 from tests.report.generated import (
     TASK,
     card,
@@ -484,6 +483,15 @@ def test_the_page_of_all_claims_is_fresh():
     assert written == claims_page.render_claims_page(ROOT), "run `moecore claims write`"
 
 
+def test_the_page_of_all_questions_is_fresh():
+    """pipelines/README.md is what `moecore study index` makes of the committed files."""
+    written = (ROOT / study_index.TARGET).read_text(encoding="utf-8")
+    assert written == study_index.render_study_index(ROOT), "run `moecore study index`"
+    first_screen = written[:3000]
+    for method in ("PRC", "ERMoE", "TGR", "MoGE"):
+        assert f"Does {method} beat V-MoE?" in first_screen
+
+
 def small_project(root, compared: dict | None, **settings) -> str:
     """The page over one study of two claims and a question, with these numbers and settings."""
     asked = claim(metric="match_top1").model_dump(mode="json", exclude_none=True)
@@ -499,12 +507,11 @@ def small_project(root, compared: dict | None, **settings) -> str:
         "questions": [question().model_dump(mode="json", exclude_none=True)],
         **settings,
     }
-    folder = root / "pipelines/one"
-    folder.mkdir(parents=True)
-    (folder / "params.yaml").write_text(json.dumps(params), encoding="utf-8")
+    write_whole(root / "params.yaml", "")
+    stages = ["teacher_router", "pretrain", "compare"]
+    write_whole(root / "pipelines/own/one.yaml", json.dumps({"stages": stages} | params))
     if compared is not None:
-        (folder / "reports").mkdir()
-        (folder / "reports/compare.json").write_text(json.dumps(compared), encoding="utf-8")
+        write_json(root / "pipelines/results/own/one.json", compared)
     return claims_page.render_claims_page(root)
 
 
@@ -514,7 +521,7 @@ def row_of(text: str, start: str) -> str:
 
 def test_a_study_that_was_not_run(tmp_path):
     text = small_project(tmp_path, None)
-    assert "| not run yet | `moecore study run pipelines/one` |" in row_of(text, "table 4")
+    assert "| not run yet | `moecore study run own/one` |" in row_of(text, "table 4")
     assert "of a paper: 3 not run yet." in text
     assert "## Claims of other sources" in text and "| Someone | a letter |" in text
     assert "| Do views agree? |  | not run yet |" in text
@@ -550,10 +557,12 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
     assert found[0].verdict_holm == "holds"
     alone = small_project(tmp_path, compared, claims=[claim().model_dump(mode="json")])
     assert "of a paper: 1 holds." in alone and "Views agree. (“Views agree more.”)" in alone
-    shutil.copytree(tmp_path / "pipelines/one", tmp_path / "pipelines/two")
+    for name in ("own/one.yaml", "results/own/one.json"):
+        path = tmp_path / "pipelines" / name
+        shutil.copy(path, path.with_stem("two"))
     both = claims_page.render_claims_page(tmp_path)
     assert "Of 1 claims" in both and "of a paper: 1 not significant." in both, "one fact"
-    (tmp_path / "pipelines/one/reports/compare.json").unlink()
+    (tmp_path / "pipelines/results/own/one.json").unlink()
     assert "of a paper: 1 holds." in claims_page.render_claims_page(tmp_path), (
         "where it is answered"
     )
@@ -584,19 +593,6 @@ def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
         judged = judge_again(entry, no_worse, "higher")
         assert judged["verdict"] == judge_difference(one.difference, no_worse, "higher") == "holds"
         assert judged["asked"]["effect"] == -0.5 and judged["method"] == entry["method"]
-
-
-def test_a_cell_without_a_form_has_that_of_the_studys_columns(tmp_path):
-    forms = {"test_accuracy": "share", "accuracy_pgd": "share", "routing_change_pgd": "number"}
-    forms |= {"parameters": "count", "seconds": "seconds", "test_loss": "number"}
-    path = tmp_path / "reports/compare.json"
-    path.parent.mkdir()
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(ROOT / "pipelines/adversarial" / name, tmp_path)
-    cells = {name: {"mean": 0.5, "seeds": 3} for name in forms}
-    path.write_text(json.dumps({"dense": {"pretrain": cells}, "sizes": {}}), encoding="utf-8")
-    read = read_comparison(path)["dense"]["pretrain"]
-    assert {name: cell["form"] for name, cell in read.items()} == forms
 
 
 def test_answers_whose_settings_were_changed_are_marked(tmp_path):
@@ -649,7 +645,7 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
         "GFLOPs: 40.0 → 41.0, 1.02 times (the paper: 0.9; the other way)"
     )
     rows = [row for rows in read_paper_tables().values() for row in rows]
-    counted = json.loads((ROOT / "pipelines/sizes/reports/compare.json").read_text("utf-8"))
+    counted = json.loads((ROOT / "pipelines/results/ours/sizes.json").read_text("utf-8"))
     assert {name for row in rows for asked in row.sizes for name in asked.models} <= set(
         counted["sizes"]
     )
@@ -657,6 +653,7 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
 
 def test_the_rows_of_the_papers_say_what_they_need():
     known = read_paper_tables()
+    rounds = {one.name: one for file in load_questions(ROOT) for one in file.rounds}
     for name, rows in known.items():
         numbers = [row.number for row in rows]
         assert len(numbers) == len(set(numbers)), name
@@ -664,10 +661,11 @@ def test_the_rows_of_the_papers_say_what_they_need():
             if not row.scheme and not row.needs:
                 assert row.paper, f"{name}, {row.number}: the paper's numbers"
             for printed in row.columns:
-                asked = check_params(ROOT / "pipelines" / printed.study / "params.yaml")
+                document, _, stages = rounds[printed.study].compose()
+                asked = read_study(document)
                 assert set(printed.methods) <= set(asked.run.methods), row.number
-                stages = list_folder_stages(ROOT / "pipelines" / printed.study)
                 assert set(printed.metrics) <= set(expected_metrics(asked, stages, printed.phase))
+            assert set(row.drawn) <= rounds.keys()
 
 
 def test_one_method_is_judged_by_two_metrics():

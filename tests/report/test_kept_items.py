@@ -3,40 +3,44 @@ decide an open claim; when a question was asked.
 """
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moecore.core.files import UserError, read_json, write_json
+from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.report.claims.claims_page import Answer
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
 from moecore.report.claims.kept_items import (
-    ITEMS,
-    NUMBERS,
     RESULT,
     pack_items,
     verify_kept_items,
 )
-from moecore.report.claims.preregistration import date_questions, has_whole_history
+from moecore.report.claims.preregistration import (
+    committed_at,
+    date_questions,
+    has_whole_history,
+)
 from moecore.report.claims.what_would_decide import describe_open_answers, needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
-from tests.project import ROOT
+from moecore.study.reading.questions import QuestionFile, Round
+from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
 
-KEPT = sorted(path.parents[1] for path in ROOT.glob(f"pipelines/*/{ITEMS}"))
+RESULT_NAMES = ("tgr/table_3", "moge/swin.3")  # `moecore claims check` verifies all
 ASKED = [claim(), claim(better="equivalent", margin=0.1), question()]
 
 
-def write_study(folder: Path, shown, asked=ASKED) -> Path:
-    """Write what the stage compare writes of these results and claims."""
-    evaluated = evaluate_claims(asked, shown)
+def write_result(path: Path, shown, comparisons=ASKED, **record) -> Path:
+    """Write the result of a run in which the stage compare saw these results and claims."""
+    evaluated = evaluate_claims(comparisons, shown)
     numbers = compare_json_claims(evaluated)
-    write_json(folder / NUMBERS, numbers)
-    write_tensors(folder / ITEMS, pack_items(evaluated, numbers))
-    return folder
+    write_json(path, record | numbers)
+    write_tensors(path.with_suffix(".safetensors"), pack_items(evaluated, numbers))
+    return path
 
 
 def drawn_items(steps: int):
@@ -48,45 +52,47 @@ def drawn_items(steps: int):
 
 @pytest.mark.parametrize(("steps", "size"), [(1, 38), (4, 301), (0, 602)])
 def test_intervals_follow_from_kept_items(tmp_path, steps, size):
-    folder = write_study(tmp_path, drawn_items(steps))
-    assert verify_kept_items(folder) == len(ASKED)
-    tensors, _ = read_tensors(folder / ITEMS)
+    path = write_result(tmp_path / "one.json", drawn_items(steps))
+    assert verify_kept_items(path) == len(ASKED)
+    tensors, _ = read_tensors(path.with_suffix(".safetensors"))
     ours, theirs = (f"pretrain/match_top1/{method}" for method in ("prc", "vmoe"))
     assert tensors[ours].nbytes == 3 * size, "bits, a byte, or two an item"
     tensors[ours] = tensors[theirs].clone()
-    write_tensors(folder / ITEMS, tensors)
-    with pytest.raises(UserError, match=r"items.safetensors: claims: 0: PRC, pretrain: .* found"):
-        verify_kept_items(folder)
+    write_tensors(path.with_suffix(".safetensors"), tensors)
+    with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
+        verify_kept_items(path)
 
 
 def test_numbers_of_seeds_are_kept_too(tmp_path):
-    folder = write_study(tmp_path, study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
-    assert verify_kept_items(folder) == len(ASKED)
-    (folder / ITEMS).unlink()
-    assert verify_kept_items(folder) == 0
+    path = write_result(tmp_path / "one.json", study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
+    assert verify_kept_items(path) == len(ASKED)
+    path.with_suffix(".safetensors").unlink()
+    assert verify_kept_items(path) == 0
 
 
 def test_items_of_another_result_are_refused(tmp_path):
-    folder = write_study(tmp_path, drawn_items(1))
-    numbers = read_json(folder / NUMBERS)
+    path = write_result(tmp_path / "one.json", drawn_items(1))
+    numbers = read_json(path)
     numbers["questions"].popitem()
-    write_json(folder / NUMBERS, numbers)
-    with pytest.raises(UserError, match="items.safetensors: found the items of another result"):
-        verify_kept_items(folder)
+    write_json(path, numbers)
+    with pytest.raises(UserError, match="one.safetensors: found the items of another result"):
+        verify_kept_items(path)
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("moecore.report.claims.kept_items.MOST_BYTES", 1000)
-    folder = write_study(tmp_path, drawn_items(0))
-    assert set(read_tensors(folder / ITEMS)[0]) == {RESULT}
+    path = write_result(tmp_path / "one.json", drawn_items(0))
+    assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {RESULT}
     assert "not kept, for their size: match_top1 of prc higher" in capsys.readouterr().err
-    assert verify_kept_items(folder) == 0
+    assert verify_kept_items(path) == 0
 
 
-@pytest.mark.parametrize("folder", KEPT, ids=lambda folder: folder.name)
-def test_a_studys_intervals_follow_from_the_items_in_git(folder):
-    assert verify_kept_items(folder) > 0
-    assert (folder / ITEMS).stat().st_size <= 2e6
+@pytest.mark.parametrize("name", RESULT_NAMES)
+def test_intervals_follow_from_the_items_in_git(name):
+    path = ROOT / f"pipelines/results/{name}.json"
+    if path.with_suffix(".safetensors").is_file():
+        assert verify_kept_items(path) > 0
+        assert path.with_suffix(".safetensors").stat().st_size <= 2e6
 
 
 def difference(value: float, by_seeds: float, by_items: float) -> Difference:
@@ -113,7 +119,7 @@ def test_what_would_decide():
 
 
 def answer_of(claim_or_question, entry: dict) -> Answer:
-    return Answer("one", claim_or_question, entry, "not run yet", False)
+    return Answer("one", "run", claim_or_question, entry, "not run yet", False)
 
 
 def test_what_is_open_with_holm_or_was_not_run_is_planned():
@@ -151,46 +157,75 @@ def git(folder: Path, *words: str, day: str = "2026-12-01") -> str:
     ).stdout
 
 
-def test_a_question_is_older_than_its_answer(tmp_path):
+@pytest.fixture
+def asked(tmp_path) -> Path:
+    """A project with one question, in a repository."""
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
     assert not has_whole_history(tmp_path)
     git(tmp_path, "init", "--quiet")
     assert has_whole_history(tmp_path)
+    return tmp_path
 
-    def commit(asked, day, shown=None):
-        content = [one.model_dump(mode="json", exclude_defaults=True) for one in asked]
-        (tmp_path / "params.yaml").write_text(json.dumps({"claims": content}), encoding="utf-8")
-        if shown is not None:
-            write_study(tmp_path, shown, asked)
-        git(tmp_path, "add", ".")
-        git(tmp_path, "commit", "--quiet", "-m", "one", day=day)
 
-    def dates(since="2026-12-01T00:00Z"):
-        return [(one.is_late, one.is_refused) for one in date_questions(tmp_path, since)]
+def ask(place: Path, *comparisons) -> Round:
+    """Write what the question asks; return its round."""
+    content = [one.model_dump(mode="json", exclude_defaults=True) for one in comparisons]
+    path = place / "pipelines/own/one.yaml"
+    write_whole(path, json.dumps({"methods": ["vmoe", "tgr"], "claims": content}))
+    return QuestionFile(place, "own/one").rounds[0]
 
-    commit([claim()], "2026-12-01")
-    commit([claim()], "2026-12-02", drawn_items(1))
-    hashes = git(tmp_path, "log", "--format=%h").split()
-    (one,) = date_questions(tmp_path)
-    assert one.line == (
-        f"pretrain: match_top1 of prc higher than of vmoe: asked in {hashes[1]}, "
-        f"answered in {hashes[0]}"
-    )
+
+def commit(place: Path) -> str:
+    git(place, "add", ".")
+    git(place, "commit", "--quiet", "-m", "one")
+    return git(place, "rev-parse", "HEAD").strip()
+
+
+def dates(one: Round) -> list[tuple[bool, bool]]:
+    return [(dated.is_late, dated.is_refused) for dated in date_questions(one)]
+
+
+def test_a_question_is_older_than_its_answer(asked):
+    one = ask(asked, claim())
+    path = Path("pipelines/own/one.yaml")
+    assert committed_at(asked, path) is None, "it is not committed"
+    first = commit(asked)
+    assert committed_at(asked, path) == first and date_questions(one) == []
+    record = {"commit": first, "file": str(path)}
+    write_result(one.results, drawn_items(1), [claim()], asked=record)
+    (dated,) = date_questions(one)
+    words = "pretrain: match_top1 of prc higher than of vmoe: asked in "
+    assert dated.line == f"{words}{first[:8]}, answered in no commit" and not dated.is_late
+    second = commit(asked)
+    assert date_questions(one)[0].line == f"{words}{first[:8]}, answered in {second[:8]}"
     lower = claim(better="lower")
-    commit([claim(), lower], "2026-12-03")
-    assert dates() == [(False, False), (True, True)]
-    assert dates(since="2026-12-04T00:00Z")[1] == (True, False)
-    commit([claim(), lower], "2026-12-05", drawn_items(0))
-    assert dates() == [(False, False), (False, False)]
-    no_worse = claim(better="no_worse", margin=0.1)
-    commit([no_worse], "2026-12-06", drawn_items(1))
-    assert dates() == [(True, True)], "asked with its answer"
-    numbers = read_json(tmp_path / NUMBERS)
-    (entry,) = numbers["claims"].values()
-    write_json(tmp_path / NUMBERS, {"claims": {"a": entry | {"settings": "others"}}})
-    assert dates() == [(True, False)], "it waits for a run of today's settings"
+    one = ask(asked, claim(), lower)
+    assert committed_at(asked, path) is None, "it was edited since"
+    commit(asked)
+    assert dates(one) == [(False, False), (True, True)], "another direction, asked later"
+    both = ask(asked, lower)
+    numbers = read_json(one.results)
+    for wrong in ({"commit": None}, {"commit": second, "answered": second}):
+        write_json(one.results, numbers | {"asked": record | wrong})
+        assert dates(both) == [(True, bool(wrong["commit"]))], "in no commit, or with its answer"
+    write_json(one.results, numbers | {"asked": record | {"late": True}})
+    assert dates(both) == [(True, False)], "it is known to be late"
+    (name,) = numbers["claims"]
+    third = commit(asked)
+    entries = {name: {"commit": third, "file": str(path)}}
+    write_json(one.results, numbers | {"asked": record | {"entries": entries}})
+    assert dates(both) == [(False, False)], "this entry was asked elsewhere"
+    entry = numbers["claims"][name] | {"settings": "others"}
+    write_json(one.results, numbers | {"claims": {name: entry}})
+    assert dates(both) == [(True, False)], "it waits for a run of today's settings"
 
 
-@pytest.mark.skipif(not has_whole_history(ROOT), reason="git has no history here, or a part of it")
-@pytest.mark.parametrize("folder", sorted(ROOT.glob("pipelines/*/")), ids=lambda one: one.name)
-def test_no_study_answers_what_was_asked_later(folder):
-    assert [one.line for one in date_questions(folder) if one.is_refused] == []
+def test_claims_of_rounds_are_read_from_the_commit_that_asked(asked):
+    content = [one.model_dump(mode="json", exclude_defaults=True) for one in (claim(), question())]
+    rounds = [{"seeds": [0], "claims": content[:1]}, {"seeds": [1], "questions": content[1:]}]
+    write_whole(asked / "pipelines/own/one.yaml", json.dumps({"rounds": rounds}))
+    record = {"commit": commit(asked), "file": "pipelines/own/one.yaml"}
+    second = QuestionFile(asked, "own/one").rounds[1]
+    write_result(second.results, drawn_items(1), [question()], asked=record)
+    assert dates(second) == [(False, False)]

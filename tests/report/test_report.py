@@ -1,7 +1,6 @@
 import csv
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.cost import Result as Cost
 from moecore.measure.robustness import Result as Robustness
-from moecore.report.claims.claims_page import load_studies_and_answers
 from moecore.report.column import Column, ResultColumn
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
@@ -211,22 +209,17 @@ def spoil(path: Path, content: str | None) -> None:
 
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"vmoe": 5}', "[" * 100_000, "half", None])
 def test_a_damaged_compare_json_is_named_in_a_line(tmp_path, content):
-    path = tmp_path / "pipelines/mine/reports/compare.json"
-    path.parent.mkdir(parents=True)
-    shutil.copy("params.yaml", tmp_path / "pipelines/mine/params.yaml")
+    path = tmp_path / "reports/compare.json"
+    path.parent.mkdir()
     path.write_text('{"vmoe": {"pretrain": {}}, "claims": {"one": {"says": "it holds"}}}')
     with pytest.raises(
         UserError, match="compare.json: was written by an older version .* .KeyError"
     ):
         terminal_summary.main(str(path))
     spoil(path, content)
-    for read in (
-        lambda: terminal_summary.main(str(path)),
-        lambda: load_studies_and_answers(tmp_path),
-    ):
-        with pytest.raises(UserError, match=re.escape(str(path))) as error:
-            read()
-        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=re.escape(str(path))) as error:
+        terminal_summary.main(str(path))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,80 +1,107 @@
-"""Part of a study: its tracked numbers stay, and claims wait for the rest."""
+"""Part of a study: its tracked results stay, and claims wait for the rest."""
 
+import hashlib
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from moecore.core.safetensors_files import read_tensors
+from moecore.core.files import UserError, read_json, write_json
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.write_studies import write_study
-from moecore.report.claims.kept_items import ITEMS, NUMBERS
-from moecore.run.partial_comparison import (
-    DVC_ITEMS,
-    DVC_NUMBERS,
-    PARTIAL_NUMBERS,
-    describe_waiting_claims,
-    list_left_out_of_overlay,
-    split_answerable_comparisons,
-    write_comparison,
-)
+from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
+from moecore.run.partial_comparison import describe_waiting_claims, split_answerable_comparisons
 from moecore.stages.compare import Params
+from moecore.study.reading.questions import QuestionFile, Round
 from moecore.study.reading.stage_params import read_params
 from moecore.study.writing.assignments import write_assignments
 
-STUDY = Path("pipelines/fashion_moge")
+NAME = "moge/fashion_150_epochs"
+NUMBERS = {"moe": {}, "claims": {"0: one": {}}}
 
 
 @pytest.fixture
-def study(tmp_path, monkeypatch) -> Path:
-    """A study with claims in a project of its own."""
-    (tmp_path / STUDY).mkdir(parents=True)
-    for name in ("params.yaml", "dvc.yaml", "pipelines/stages.yaml", STUDY / "overlay.yaml"):
+def study(tmp_path, monkeypatch) -> Round:
+    """A question with claims in a project of its own, whose run folder is written."""
+    for name in ("params.yaml", "dvc.yaml", "pipelines/stages.yaml", f"pipelines/{NAME}.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)
-    write_study(STUDY)
-    return STUDY / "params.yaml"
+    one = QuestionFile(Path(), NAME).rounds[0]
+    assert write_run(one) == ["written"] and write_run(one) == []
+    return one
 
 
-def test_the_whole_study_leaves_nothing_out(study):
-    params = read_params(Params, str(study))
-    assert list_left_out_of_overlay(study, params.run) == []
+def finish(one: Round) -> None:
+    """Leave what `dvc repro` leaves at the end, as far as results go."""
+    write_json(one.folder / "reports/compare.json", NUMBERS)
+    (one.folder / "reports/items.safetensors").write_bytes(b"items")
+
+    def entry(path: str) -> dict[str, str]:
+        return {"path": path, "md5": hashlib.md5((one.folder / path).read_bytes()).hexdigest()}
+
+    copied = [entry(f"reports/{name}") for name in ("compare.json", "items.safetensors")]
+    stages = {"compare": {"deps": [entry("params.yaml")]}, "numbers": {"outs": copied}}
+    (one.folder / "dvc.lock").write_text(json.dumps({"stages": stages}), encoding="utf-8")
+
+
+def test_results_of_the_whole_study_are_kept_with_who_asked(study):
+    assert why_results_stay(study).startswith(f"{study.folder}/reports/compare.json does not exist")
+    finish(study)
+    assert keep_results(study) == study.results
+    asked = {"commit": None, "file": f"pipelines/{NAME}.yaml"}
+    assert read_json(study.results) == {"asked": asked} | NUMBERS
+    assert study.results.with_suffix(".safetensors").read_bytes() == b"items"
+    params = read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons(params.claims, params.run)
     assert ready == list(params.claims) and not waiting
 
 
-def test_one_method_and_one_seed_wait_for_the_rest(study):
-    write_assignments(
-        study, ["run.methods=[moge]", "run.seeds=[0]"]
-    )  # and the file is in order with it
-    params = read_params(Params, str(study))
-    assert list_left_out_of_overlay(study, params.run) == [
-        "moe",
-        "moge_circular",
-        "moe_matched",
-        "seed 1",
-        "seed 2",
-    ]
+def test_a_part_leaves_the_results_and_its_claims_wait(study):
+    finish(study)
+    write_assignments(study.folder / "params.yaml", ["run.methods=[moge]", "run.seeds=[0]"])
+    with pytest.raises(UserError, match="left as it is: this run has other settings, run.methods"):
+        keep_results(study)
+    assert not study.results.exists()
+    params = read_params(Params, str(study.folder / "params.yaml"))
     ready, waiting = split_answerable_comparisons([*params.claims, *params.questions], params.run)
     assert ready == [] and waiting
     said = describe_waiting_claims(waiting, params.run)
     assert "\n" not in said and "method moe" in said and "a second seed" in said
 
 
-def test_the_numbers_of_a_part_are_written_beside_those_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    few, all_items = ({name: torch.ones(1)} for name in ("prc", "vmoe"))
-    assert write_comparison({"prc": 1}, few, ["vmoe"]) == NUMBERS, "there is nothing to keep yet"
-    assert write_comparison({"prc": 1, "vmoe": 2}, all_items, []) == NUMBERS
-    assert write_comparison({"prc": 3}, few, ["vmoe"]) == PARTIAL_NUMBERS
-    assert json.loads(PARTIAL_NUMBERS.read_text()) == {"prc": 3}
-    for path in (NUMBERS, DVC_NUMBERS):
-        assert json.loads(path.read_text()) == {"prc": 1, "vmoe": 2}
-    for path in (ITEMS, DVC_ITEMS):
-        assert read_tensors(path)[0] == all_items
-    ITEMS.unlink()  # a study of an older version, of which a part is run
-    write_comparison({"prc": 3}, few, ["vmoe"])
-    assert read_tensors(DVC_ITEMS)[0] == {}
+def test_numbers_that_are_not_of_these_settings_are_not_kept(study):
+    finish(study)
+    write_assignments(study.folder / "params.yaml", ["run.seeds=[0]"])
+    finish(study)
+    lines = write_run(study)
+    assert lines == ["run.seeds: [0] → [0, 1, 2]"], "the question's, again"
+    assert "params.yaml is not what the stages compare and numbers saw" in why_results_stay(study)
+    finish(study)
+    write_json(study.folder / "reports/compare.json", {})
+    assert "reports/compare.json is not what the stages" in why_results_stay(study)
+
+
+def test_who_asked_is_known_before_the_run_and_stays(study):
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.run(
+            ["git", *who, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "--quiet")
+    Path(".gitignore").write_text("/.runs/\n/data\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "one")
+    first = git("rev-parse", "HEAD").strip()
+    write_run(study)
+    assert read_json(study.folder / "asked.json")["commit"] == first
+    finish(study)
+    git("commit", "--quiet", "--allow-empty", "-m", "two")
+    write_run(study)
+    assert read_json(study.folder / "asked.json")["commit"] == first, "this commit has seen answers"
+    assert git("status", "--porcelain").strip() == ""
+    done = subprocess.run(["git", "log", "--format=%s"], cwd=study.folder, capture_output=True)
+    assert done.stdout == b"written by moecore\n", "DVC needs a repository that has these files"

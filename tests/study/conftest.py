@@ -1,28 +1,33 @@
-"""A study to read and to write."""
+"""A question to read and to write."""
 
 import shutil
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 
 from moecore.core.source_layout import ROOT
+from moecore.study.reading.questions import QuestionFile
 from tests.project import PARAMS
 
 
 @pytest.fixture
-def study(tmp_path):
-    """A study of this overlay, below a folder with a params.yaml."""
+def place(tmp_path) -> Path:
+    """A project with a params.yaml, a dvc.yaml, and no question."""
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
     (tmp_path / "params.yaml").write_text(PARAMS, encoding="utf-8")
+    return tmp_path
 
-    def make(overlay: str, **presets: str) -> Path:
-        folder = tmp_path / "pipelines/own"
-        folder.mkdir(parents=True)
-        (folder / "overlay.yaml").write_text(overlay, encoding="utf-8")
-        if presets:
-            text = "".join(f"{name}:\n{indent(one, '  ')}" for name, one in presets.items())
-            (folder / "presets.yaml").write_text(text, encoding="utf-8")
-        return folder
 
-    return make
+@pytest.fixture
+def ask(place):
+    """Write the question own/asked of a project, and its worlds, by name; return it."""
+
+    def write(text: str, **worlds: str) -> QuestionFile:
+        files = {"own/asked": text} | {f"worlds/{name}": one for name, one in worlds.items()}
+        for name, one in files.items():
+            path = place / f"pipelines/{name}.yaml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(one, encoding="utf-8")
+        return QuestionFile(place, "own/asked")
+
+    return write

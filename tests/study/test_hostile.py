@@ -8,6 +8,7 @@ import copy
 import os
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecore.core.files import UserError
-from moecore.core.source_layout import ROOT, list_project_dvc_files
+from moecore.core.files import UserError, write_whole
+from moecore.core.source_layout import ROOT
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import meta_device_context
+from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_build_rules import image_spec
 from moecore.study.checking.preflight import check_study
+from moecore.study.reading.questions import QuestionFile
 from moecore.study.reading.study import Study
 from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob, training_batch
@@ -35,7 +38,8 @@ from moecore.training.objective import Objective
 from moecore.training.optimizer import build_optimizer
 from tests.project import PARAMS
 
-STUDIES = ("", "image_text", "swin", "language", "brain_age", "fashion_moge", "ablations", "sizes")
+STUDIES = ("", "ermoe/image_text", "moge/swin", "moge/language", "ermoe/brain_age", "ours/sizes")
+STUDIES += ("moge/fashion_150_epochs", "ours/ablations")
 HURTS: tuple[Any, ...] = (
     *(None, True, False, "", "abc", "x" * 300, "\0", "é", "null", "1e3", "../../etc/passwd"),
     *(-1, 0, 1, 2, 3, 5, 7, 64, 1000, 4096, 10**12, 10**30, -(10**30), 2**63),
@@ -48,8 +52,16 @@ SOAK = "MOECORE_SOAK" in os.environ
 LARGE = 2_000_000  # parameters: a model that has more is built without weights only
 
 
-def folder_of(study: str) -> Path:
-    return ROOT / "pipelines" / study if study else ROOT
+@cache
+def composed_study(name: str) -> tuple[dict, dict[str, str]]:
+    """The params.yaml of a question of ours, or the root's, as data, and its dvc.yaml files."""
+    if not name:
+        data = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+        return data, {"dvc.yaml": (ROOT / "dvc.yaml").read_text(encoding="utf-8")}
+    composed = QuestionFile(ROOT, name).round(1).compose()
+    stages = stage_definitions(composed.stages)
+    data = composed.document.data
+    return data, study_dvc_yaml_texts(stages, data["run"])
 
 
 def keys_in(value: Any, above: tuple = ()) -> Iterator[tuple]:
@@ -86,11 +98,9 @@ def change(data: dict, draw: random.Random) -> None:
         holder[key] = copy.deepcopy(draw.choice(HURTS))
 
 
-def written(folder: Path, data: dict, stages: Path) -> Path:
-    for file in list_project_dvc_files(stages):
-        target = folder / file.relative_to(stages)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(file.read_bytes())
+def written(folder: Path, data: dict, stages: dict[str, str]) -> Path:
+    for name, text in stages.items():
+        write_whole(folder / name, text)
     path = folder / "params.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return path
@@ -101,11 +111,10 @@ def written(folder: Path, data: dict, stages: Path) -> Path:
 @given(draw=st.randoms(use_true_random=False), edits=st.integers(1, 3))
 def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edits):
     """In order, or lines that begin with the file and are no longer than a screen."""
-    home = folder_of(study)
-    data = yaml.safe_load((home / "params.yaml").read_text(encoding="utf-8"))
+    data, stages = copy.deepcopy(composed_study(study))
     for _ in range(edits):
         change(data, draw)
-    path = written(tmp_path_factory.mktemp("edited"), data, home)
+    path = written(tmp_path_factory.mktemp("edited"), data, stages)
     try:
         check_study(path, also=unfit_metric_problems)
     except UserError as error:
@@ -118,8 +127,7 @@ def test_no_edit_of_a_file_gives_a_traceback(tmp_path_factory, study, draw, edit
 def every_method() -> dict:
     """A small study of every method."""
     data = yaml.safe_load(PARAMS)
-    path = ROOT / "pipelines/all_methods/params.yaml"
-    for name, method in yaml.safe_load(path.read_text(encoding="utf-8"))["methods"].items():
+    for name, method in composed_study("ours/all_methods")[0]["methods"].items():
         data["methods"][name] = {key: one for key, one in method.items() if key != "model"}
         if isinstance(method.get("blocks"), list):
             del data["methods"][name]["blocks"]
@@ -140,7 +148,7 @@ def test_what_is_accepted_passes_a_step(tmp_path_factory, every_method, draw):
         del data[key]
     change(part, draw)
     data |= part
-    path = written(tmp_path_factory.mktemp("edited"), data, ROOT)
+    path = written(tmp_path_factory.mktemp("edited"), data, composed_study("")[1])
     try:
         study = check_study(path).study
     except UserError:

@@ -1,13 +1,11 @@
-"""params.yaml: YAML 1.2, exact places, every problem at once; a study as an overlay. The table of
+"""params.yaml: YAML 1.2, exact places, every problem at once. The table of
 sections says what the scripts read, and the model of the whole has their types.
 """
 
 import importlib
 import json
-import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import pytest
@@ -19,8 +17,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.study.reading.document import load_yaml_document, parse_yaml_document
+from moecore.study.reading.layers import merge_settings
 from moecore.study.reading.message_format import cap_line_count, spell_keys
-from moecore.study.reading.overlay import merge_settings, resolve_overlay
 from moecore.study.reading.stage_params import (
     ParamsKeyTemplate,
     extract_declared_settings,
@@ -28,7 +26,6 @@ from moecore.study.reading.stage_params import (
     read_params,
 )
 from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
-from tests.project import PARAMS as TEXT
 
 
 class NoisyTopK(Config):
@@ -306,10 +303,6 @@ def test_every_section_is_known():
     assert named | {"monitor", "packages"} | set(MEASURED_SECTIONS) == set(Study.model_fields)
 
 
-def values(folder: Path, *presets: str) -> dict:
-    return resolve_overlay(folder, folder.parents[1], presets).document.data
-
-
 @pytest.mark.parametrize(
     ("base", "over", "expected"),
     [
@@ -326,40 +319,3 @@ def test_merging(base, over, expected):
     before = json.dumps([base, over])
     assert merge_settings(base, over) == expected
     assert json.dumps([base, over]) == before, "changes neither side"
-
-
-def test_sections_given_whole_inherit_nothing(study):
-    assert values(study("whole: [routing]\nrouting: {images: 5}\n"))["routing"] == {"images": 5}
-
-
-def test_methods_are_those_that_the_overlay_names(study):
-    folder = study("run: {methods: [vmoe]}\nmethods:\n  vmoe: {router: {k: 1}}\n  own: {}\n")
-    root = parse_yaml_document(TEXT).data["methods"]["vmoe"]
-    changed = root | {"router": root["router"] | {"k": 1}}
-    assert values(folder)["methods"] == {"vmoe": changed, "own": {}}
-
-
-def test_null_removes_sections_methods_and_data(study):
-    overlay = (
-        "run: {phases: [pretrain]}\ndata: {finetune: null}\nclaims: null\npretrain: {clip: null}\n"
-    )
-    data = values(study(overlay))
-    assert list(data["data"]) == ["pretrain"] and "claims" not in data
-    assert data["pretrain"]["clip"] is None, "further in, null is a value"
-
-
-def test_presets_are_laid_over_in_order_and_their_methods_added(study):
-    one = "methods: {own: {}}\nmodel: {width: 48}\n"
-    folder = study("methods: {vmoe: {}}\n", one=one, two="model: {width: 24}\n")
-    assert list(values(folder, "one")["methods"]) == ["vmoe", "own"]
-    assert values(folder, "one", "two")["model"]["width"] == 24
-    with pytest.raises(UserError, match="'tow', did you mean 'two'[?]; allowed: one, two"):
-        values(folder, "tow")
-
-
-@pytest.mark.parametrize("stages", ["null", "3", "text", "[a]"])
-def test_a_dvc_yaml_without_stages_is_said(study, stages):
-    folder = study("run: {methods: [vmoe]}\n")
-    (folder.parents[1] / "dvc.yaml").write_text(f"stages: {stages}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=re.escape("dvc.yaml:1:1: stages: found")):
-        values(folder)

@@ -24,7 +24,7 @@ from tests.my_lab import (
     forget_package,
     write_my_lab,
 )
-from tests.project import ROOT, SHIPPED
+from tests.project import SHIPPED
 
 PARAMS = f"""\
 {SECTIONS}
@@ -58,10 +58,10 @@ def with_all_methods(study: Study) -> Study:
     return study.model_copy(update={"run": run})
 
 
-@pytest.mark.parametrize("file", [SHIPPED, *sorted(ROOT.glob("pipelines/*/params.yaml"))])
-def test_our_methods_make_a_step(file):
+def test_our_methods_make_a_step():
     before = torch.get_rng_state()
-    assert list(trial_step_misfits(with_all_methods(read_study(load_yaml_document(file))))) == []
+    study = with_all_methods(read_study(load_yaml_document(SHIPPED)))
+    assert list(trial_step_misfits(study)) == []
     assert torch.equal(before, torch.get_rng_state())
 
 

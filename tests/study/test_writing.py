@@ -1,4 +1,4 @@
-"""What is written: a study's params.yaml from its overlay, and values from the command line."""
+"""What is written: params.yaml from the layers of a question, and values from the command line."""
 
 import shutil
 from pathlib import Path
@@ -6,102 +6,84 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import UserError
-from moecore.core.source_layout import ROOT
+from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.study.reading.document import load_yaml_document, parse_yaml_document
+from moecore.study.reading.layers import (
+    compose_layers,
+    load_overlay_layer,
+    load_root_layer,
+)
+from moecore.study.reading.questions import QuestionFile, list_question_names
 from moecore.study.writing.assignments import apply_assignments, write_assignments
-from moecore.study.writing.write_params import list_changes, params_text, write_params
-from tests.project import PARAMS, check_params
-from tests.study.test_reading import values
-
-OVERLAYS = sorted((ROOT / "pipelines").glob("*/overlay.yaml"))
-
-
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.parent.name)
-def test_written_files_are_fresh(path):
-    written = (path.parent / "params.yaml").read_text(encoding="utf-8")
-    assert written == params_text(path.parent, ROOT), "run `moecore study write`"
-    assert load_yaml_document(path.parent / "params.yaml").data == values(path.parent)
+from moecore.study.writing.write_params import (
+    ParamsOrigin,
+    list_changes,
+    overlay_text,
+    params_text,
+    write_params,
+)
+from tests.project import PARAMS, write_question
 
 
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.parent.name)
-def test_overlays_are_short(path):
-    """Beside the list of methods and what is asked of them, which a study of ablations has many."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+def text_of(question: QuestionFile, *presets: str) -> str:
+    origin = ParamsOrigin("own/asked.yaml", "params.yaml", "schema", question.root / "pipelines")
+    return params_text(question.round(None).compose(presets), origin, presets)
+
+
+@pytest.mark.parametrize("name", list_question_names(ROOT))
+def test_questions_are_short(name):
+    """Beside the methods and what is asked of them, which a study of ablations has many, and the
+    presets.
+    """
     section = ""
     others = 0
-    for line in lines:
+    for line in (ROOT / f"pipelines/{name}.yaml").read_text(encoding="utf-8").splitlines():
         if line and not line[0].isspace() and line[0] not in "#-":
             section = line.partition(":")[0]
-        others += section not in ("methods", "claims", "questions")
+        others += section not in ("methods", "claims", "questions", "rounds", "presets")
     assert others <= 60
 
 
-def test_new_dialects_begin_with_the_models_of_dialects():
-    folders = [ROOT / "pipelines" / name for name in ("dialects", "dialects_new")]
-    dialects, new = (load_yaml_document(str(folder / "params.yaml")).data for folder in folders)
-    for section in ("model", "teacher", "teacher_router", "pretrain"):
-        assert new[section] == dialects[section]
-    assert new["data"]["pretrain"] == dialects["data"]["pretrain"]
-    assert new["methods"].items() <= dialects["methods"].items()
-    assert new["run"]["seeds"] == dialects["run"]["seeds"]
-
-
-def test_an_overlay_of_five_lines_is_a_study(study):
-    folder = study(
-        "# Does a second seed change the picture?\n"
+def test_a_question_of_five_lines_is_a_study(ask, place):
+    question = ask(
+        "question: does a second seed change the picture?\n"
         "run: {methods: [dense, vmoe], seeds: [0, 1], phases: [pretrain], thorough: [pretrain]}\n"
         "stages: [prepare, teacher_router, pretrain, measure, compare]\n"
         "model: {width: 48}\n"
         "pretrain: {epochs: 1}\n"
     )
-    assert list(write_params(folder, folder.parents[1]))
+    path = place / "params.yaml"
     root = parse_yaml_document(PARAMS).data
-    data = load_yaml_document(folder / "params.yaml").data
+    assert write_params(path, text_of(question))
+    data = load_yaml_document(path).data
     assert data["model"] == root["model"] | {"width": 48}
     assert data["methods"] == root["methods"] and data["cost"] == root["cost"]
     assert data["data"] == {"pretrain": root["data"]["pretrain"]}
     assert "robustness" not in data and "finetune" not in data and "teacher" not in data
-    assert check_params(folder / "params.yaml").pretrain.epochs == 1
-    assert not list(write_params(folder, folder.parents[1]))
+    assert not write_params(path, path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("overlay", "place_and_key", "word"),
-    [
-        ("modle: {}\n", "1:1: modle", "did you mean 'model'?"),
-        ("- 1\n", "1:1", "found no mapping; allowed: sections of params.yaml (packages, run"),
-        ("stages: [pretrian]\n", "1:10: stages[0]", "found 'pretrian', did you mean 'pr"),
-        ("whole: model\n", "1:1: whole", "found no list; allowed: a list of packages, run"),
-        ("run: {}\nmodel: {width: wide}\n", "2:9: model.width", "found 'wide' (str)"),
-        ("run: {methods: [vmeo]}\n", "1:17: run.methods[0]", "found 'vmeo', did you mean"),
-        ("pretrain: null\n", "1:1: pretrain", "missing; the stage pretrain reads it"),
-    ],
-)
-def test_wrong_overlays_name_their_line_and_write_nothing(study, overlay, place_and_key, word):
-    folder = study(overlay)
-    with pytest.raises(UserError) as caught:
-        list(write_params(folder, folder.parents[1]))
-    assert f"overlay.yaml:{place_and_key}: " in str(caught.value) and word in str(caught.value)
-    assert sorted(path.name for path in folder.iterdir()) == ["overlay.yaml"]
+def test_what_is_written_says_where_it_comes_from(ask):
+    question = ask(
+        "world: one\nmethods: [vmoe]\npresets: {wide: {model: {width: 48}}}\n",
+        one="whole: [cost]\ncost: {batch: 4}\npretrain: {epochs: 1}\n",
+    )
+    text = text_of(question, "wide")
+    assert "# params.yaml + own/asked.yaml\nrun:\n" in text and "# worlds/one.yaml\ncost: {" in text
+    assert "# params.yaml + worlds/one.yaml\npretrain:\n" in text
+    assert "# params.yaml + own/asked.yaml\nmodel: {" in text
+    assert "# With the presets wide.\n" in text
+    assert parse_yaml_document(text).data == question.round(1).compose(["wide"]).document.data
 
 
-def test_a_fault_in_a_preset_or_in_the_root_is_found_where_it_stands(study):
-    folder = study("run: {methods: [vmoe]}\n", wrong="\n\nmodel: {width: wide}\n")
-    with pytest.raises(UserError, match=r"presets.yaml:4:11: model.width: found 'wide'"):
-        params_text(folder, folder.parents[1], ["wrong"])
-    root = folder.parents[1] / "params.yaml"
-    root.write_text(root.read_text().replace("batch: 64", "batch: none", 1), encoding="utf-8")
-    with pytest.raises(UserError, match=r"/params.yaml:\d+:\d+: teacher"):
-        params_text(folder, folder.parents[1])
-
-
-def test_what_is_written_says_where_it_comes_from(study):
-    folder = study("run: {methods: [vmoe]}\n", one="model: {width: 48}\n")
-    text = params_text(folder, folder.parents[1], ["one"])
-    assert "# ../../params.yaml + overlay.yaml\nrun:\n" in text
-    assert "# ../../params.yaml + presets.yaml\nmodel: {" in text
-    assert "# ../../params.yaml\npretrain:\n" in text and "# With the presets one.\n" in text
-    assert parse_yaml_document(text).data == values(folder, "one")
+@pytest.mark.parametrize("name", ["ours/quick", "tgr/table_3", "moge/paper_scale", "ours/sizes"])
+def test_an_overlay_comes_to_the_same(tmp_path, name):
+    composed = QuestionFile(SHIPPED, name).round(1).compose()
+    (tmp_path / "overlay.yaml").write_text(overlay_text(composed), encoding="utf-8")
+    base = load_root_layer(SHIPPED)
+    again = compose_layers([base, load_overlay_layer(tmp_path, base)], SHIPPED)
+    text = str(composed.document.data).replace("../../data/", "data/")
+    assert str(again.document.data) == text and again.stages == composed.stages
 
 
 def test_changes():
@@ -153,8 +135,8 @@ def test_one_value_changes_and_all_else_stays(assignment, before, after):
     assert apply_assignments(TEXT, [assignment]) == TEXT.replace(before, after)
 
 
-def test_a_file_of_ours_is_written_as_it_stands():
-    text = (ROOT / "pipelines/quick/params.yaml").read_text(encoding="utf-8")
+def test_a_file_of_ours_is_written_as_it_stands(tmp_path):
+    text = write_question(tmp_path, "ours/quick").read_text(encoding="utf-8")
     assert apply_assignments(text, []) == text
 
 

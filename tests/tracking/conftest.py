@@ -145,7 +145,7 @@ def store(tmp_path_factory) -> str:
 
 @pytest.fixture
 def study(tmp_path, monkeypatch, request, store) -> Study:
-    folder = tmp_path / "pipelines" / request.node.name.replace("[", "_").rstrip("]")
+    folder = tmp_path / ".runs" / request.node.name.replace("[", "_").rstrip("]")
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))

@@ -1,11 +1,11 @@
 """docs/claims.md: every table and figure of the papers beside what the studies found of it.
 
-Joins paper_tables.yaml with the claims and questions of pipelines/*/params.yaml and the numbers in
-pipelines/*/reports/compare.json. Studies that were not run are said to be so.
+Joins paper_tables.yaml with the claims and questions of pipelines/ and the numbers in
+pipelines/results/. A study is one round of a question; those that were not run are said to be so.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from moecore.report.claims.stored_verdicts import judge_again
 from moecore.report.measures.sizes import COUNTS, format_size
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.metrics_by_method import expected_metrics_of_folder, read_comparison
+from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
 from moecore.report.tables.number_format import NumberFormat
 from moecore.study.reading.claims_section import (
     Claim,
@@ -28,15 +28,18 @@ from moecore.study.reading.claims_section import (
     has_changed_settings,
 )
 from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.questions import Round, load_questions
 from moecore.study.reading.run_section import Selection
 from moecore.study.reading.stage_params import extract_declared_settings
+from moecore.study.reading.study import read_study
 
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")
 VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
 ORDER = ("holds", "equivalent", "no worse", VERDICTS["open"], "differs", "not run yet")
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
-Studies = Mapping[str, Mapping[str, Any]]  # name → compare.json, {} where it was not run
+Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} where it was not run
+SIZES = "ours/sizes"
 STATES = {
     "judged": "judged by a claim",
     "printed": "printed beside the paper's, without a claim",
@@ -59,7 +62,7 @@ class UnjudgedMetrics(Config):
 
 
 class ModelSizeComparison(Config):
-    """A model of pipelines/sizes, another that is held against it, and what of them is printed."""
+    """A model of ours/sizes, another that is held against it, and what of them is printed."""
 
     models: tuple[str, str]
     metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
@@ -96,6 +99,7 @@ class Answer(NamedTuple):
     """A claim or question of a study, and its entry in compare.json, if any."""
 
     study: str
+    command: str  # that runs it
     claim: Claim | Question
     entry: dict[str, Any]  # of compare.json; {} where nothing was found
     state: str  # of what was not found: not run yet
@@ -133,7 +137,9 @@ def write_claims_page(root: Path = Path()) -> Path:
 
 def render_claims_page(root: Path = Path()) -> str:
     """Return the text of docs/claims.md."""
-    studies, answers = load_studies_and_answers(root)
+    rounds = [one for question in load_questions(root) for one in question.rounds]
+    commands = {one.name: one.command for one in rounds}
+    studies, answers = evaluate_results(rounds)
     claims = [answer for answer in answers if isinstance(answer.claim, Claim)]
     states: Counter[str] = Counter()
     tables = {}
@@ -143,7 +149,7 @@ def render_claims_page(root: Path = Path()) -> str:
         for row in rows:
             of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
             others = [answer for answer in others if answer not in of_row]
-            state, lines = paper_item_state_and_rows(row, of_row, studies)
+            state, lines = paper_item_state_and_rows(row, of_row, studies, commands)
             states[state] += 1
             cells += lines
         tables[paper] = markdown_table(HEAD, cells)
@@ -183,38 +189,40 @@ def read_paper_tables() -> dict[str, list[PaperTableOrFigure]]:
     }
 
 
-def load_studies_and_answers(root: Path) -> tuple[Studies, list[Answer]]:
-    """Return what the last run of every study under pipelines/ found, and all answers, judged by
-    the claims as they are now, with Holm's correction over all claims of a paper.
+def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
+    """Return what the last run of every round found, and all answers, judged by the claims as they
+    are now, with Holm's correction over all claims of a paper.
     """
     studies: dict[str, Mapping[str, Any]] = {}
-    answers = []
-    for folder in sorted(path.parent for path in (root / "pipelines").glob("*/params.yaml")):
-        path = folder / "reports/compare.json"
-        compared: Mapping[str, Any] = {}
-        state = "not run yet"
-        if path.exists():
-            compared = read_comparison(path)
-            state = "not run yet with this claim"
-        studies[folder.name] = compared
-        document = load_yaml_document(str(folder / "params.yaml"))
-        asked = extract_declared_settings(DeclaredClaims, document)
-        entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
-        measured = {
-            compared_quantity_key(entry["asked"]): entry
-            for entry in entries
-            if entry.keys() >= {"asked", "form"}  # others are of older versions
-        }
-        for claim in (*asked.claims, *asked.questions):
-            entry = measured.get(compared_quantity_key(claim.model_dump()), {})
-            changed = has_changed_settings(entry.get("settings"), document.data, claim)
-            good = ""
-            if entry and claim.better == "no_worse":
-                good = expected_metrics_of_folder(folder)[claim.phase][claim.metric].better
-            if entry:
-                entry = judge_again(entry, claim, good)
-            answers.append(Answer(folder.name, claim, entry, state, changed, good))
+    answers: list[Answer] = []
+    for one in rounds:
+        compared = read_comparison(one.results) if one.results.exists() else {}
+        studies[one.name] = compared
+        answers += _answers_of_round(one, compared)
     return studies, _with_holm(answers)
+
+
+def _answers_of_round(one: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
+    composed = one.compose()
+    asked = extract_declared_settings(DeclaredClaims, composed.document)
+    entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
+    measured = {
+        compared_quantity_key(entry["asked"]): entry
+        for entry in entries
+        if entry.keys() >= {"asked", "form"}  # others are of older versions
+    }
+    state = "not run yet with this claim" if compared else "not run yet"
+    for claim in (*asked.claims, *asked.questions):
+        entry = measured.get(compared_quantity_key(claim.model_dump()), {})
+        changed = has_changed_settings(entry.get("settings"), composed.document.data, claim)
+        good = ""
+        if entry and claim.better == "no_worse":
+            study = read_study(composed.document)
+            metrics = expected_metrics(study, composed.all_stages, claim.phase)
+            good = metrics[claim.metric].better
+        if entry:
+            entry = judge_again(entry, claim, good)
+        yield Answer(one.name, one.command, claim, entry, state, changed, good)
 
 
 def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
@@ -277,7 +285,10 @@ def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str
 
 
 def paper_item_state_and_rows(
-    row: PaperTableOrFigure, claims: Sequence[Answer], studies: Studies
+    row: PaperTableOrFigure,
+    claims: Sequence[Answer],
+    studies: Studies,
+    commands: Mapping[str, str],
 ) -> tuple[str, list[list[str]]]:
     """Return what is known of a row, a key of STATES, and its lines.
 
@@ -286,7 +297,7 @@ def paper_item_state_and_rows(
     values = [
         (one, words) for one in row.columns if (words := describe_unjudged_metrics(one, studies))
     ]
-    sizes = studies.get("sizes", {}).get("sizes", {})
+    sizes = studies.get(SIZES, {}).get("sizes", {})
     computed = [describe_model_size_ratios(asked, sizes) for asked in row.sizes if sizes]
     named = [*row.drawn, *(one.study for one in row.columns)]
     verdict = "–"
@@ -315,10 +326,11 @@ def paper_item_state_and_rows(
         named = [printed.study for printed, _ in values]
     start = [row.number, row.shows, row.paper or "–"]
     lines = [["″", "", "", *_answer_cells(answer)] for answer in claims]
-    lines += [["″", "", "", words, "", "computed", _commands(["sizes"])] for words in computed]
+    shown = "; ".join(f"`{commands.get(name, name)}`" for name in dict.fromkeys(named))
+    lines += [["″", "", "", words, "", "computed", f"`{commands[SIZES]}`"] for words in computed]
     if lines:
         lines[0][:3] = start
-    return state, lines or [[*start, here, "", verdict, _commands(named)]]
+    return state, lines or [[*start, here, "", verdict, shown]]
 
 
 def _answer_cells(answer: Answer) -> list[str]:
@@ -327,7 +339,7 @@ def _answer_cells(answer: Answer) -> list[str]:
     said = claim.says if isinstance(claim, Claim) else claim.asks
     if isinstance(claim, Claim):
         said += f" (“{claim.quote}”)"
-    command = _commands([answer.study])
+    command = f"`{answer.command}`"
     if not answer.entry:
         return [said, "", answer.state, command]
     row = build_claim_row(answer.entry)
@@ -349,7 +361,3 @@ def _answer_cells(answer: Answer) -> list[str]:
     if answer.changed:
         verdict += " ‡"
     return [here, difference, verdict, command]
-
-
-def _commands(studies: Iterable[str]) -> str:
-    return "; ".join(f"`moecore study run pipelines/{name}`" for name in dict.fromkeys(studies))

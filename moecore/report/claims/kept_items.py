@@ -1,5 +1,5 @@
 """What the intervals of claims and questions are of, packed small, so that a clone computes them
-again: reports/items.safetensors, beside compare.json.
+again: items.safetensors beside compare.json, and beside each of pipelines/results/.
 
 Of every metric and method that a claim or question compares, each seed's value of each test item:
 (S, N) as bits where a seed has two values, as bytes for up to 256, else as fp16 deviations from the
@@ -52,16 +52,16 @@ def pack_items(
     return tensors
 
 
-def verify_kept_items(study: Path) -> int:
-    """Return how many differences of compare.json follow from the items that a study keeps; 0 where
-    it keeps none. Raises UserError where one does not, or the items are of another result.
+def verify_kept_items(results: Path) -> int:
+    """Return how many differences of a result follow from the items that lie beside it; 0 where
+    there are none. Raises UserError where one does not, or the items are of another result.
     """
-    path = study / ITEMS
+    path = results.with_suffix(ITEMS.suffix)
     if not path.is_file():
         return 0
     tensors, _ = read_tensors(path)
-    numbers = read_json(study / NUMBERS)
-    again = f"run the study's stage compare again: {study / NUMBERS} and these are one result"
+    numbers = read_json(results)
+    again = f"run the study again: {results} and these are one result"
     number = 0
     for section in SECTIONS.values():
         for key, entry in numbers.get(section, {}).items():
@@ -73,7 +73,8 @@ def verify_kept_items(study: Path) -> int:
             difference = drop_zero_width_interval(crossed_or_paired_difference(ours, theirs))
             if not _agrees(difference, stored):
                 problem = f"{section}: {key}: found {difference.value:.6g} of these items"
-                raise UserError(f"{path}: {problem}, in {NUMBERS} {stored['mean']:.6g}; {again}")
+                there = f"in {results.name} {stored['mean']:.6g}"
+                raise UserError(f"{path}: {problem}, {there}; {again}")
             number += 1
     if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
         raise UserError(f"{path}: found the items of another result; {again}")

@@ -1,149 +1,141 @@
-"""Whether what a study answers was asked in a commit before that of the answer, by git's history.
+"""Whether what a result answers was asked in a commit before that of the answer.
 
-A claim or question is asked where the study's params.yaml has it with its direction and margin, and
-answered where reports/compare.json has its difference.
+A result says under ``asked`` which commit and file asked: the question's file as it was committed
+when the run's folder was written, or null where it was not. Results of moecore 0.2 also say in
+which commit they were answered, and which of their entries were asked elsewhere, or late.
 """
 
-import json
+import os
 import subprocess
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from moecore.report.claims.kept_items import NUMBERS
+from moecore.core.files import read_json
 from moecore.study.reading.claims_section import (
     Comparison,
     compared_quantity_key,
     has_changed_settings,
 )
-from moecore.study.reading.document import parse_yaml_document
+from moecore.study.reading.questions import Round
 
-PARAMS = Path("params.yaml")
-SINCE = "2026-11-26T12:00+00:00"  # what was asked before is said to be late, and not refused
+ASKED = "asked"  # in a result: the commit and the file that asked
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
-KEY = ("metric", "method", "against", "against_metric", "phase", "better", "margin")
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-Contents = Mapping[tuple[Any, ...], Any]  # what a version of a file says: of what → what
+SHORT = 8  # letters of a commit that are printed
 
 
 class DatedQuestion(NamedTuple):
-    """A claim or question, with the commits since which it is asked and has its answer."""
+    """A claim or question, with the commits that asked it and that have its answer."""
 
     words: str
-    asked: str  # short hash; "" for no commit
+    asked: str  # "" for no commit
     answered: str
     is_late: bool  # in no commit before that of the answer
-    is_refused: bool  # late, asked after SINCE, and answered under the settings as they are
+    is_refused: bool  # late, not known to be so, and answered under the settings as they are
 
     @property
     def line(self) -> str:
         """Return what it asks, and when."""
-        asked, answered = (commit or "no commit" for commit in (self.asked, self.answered))
+        asked, answered = (one[:SHORT] or "no commit" for one in (self.asked, self.answered))
         late = ", not before" if self.is_late else ""
         return f"{self.words}: asked in {asked}, answered in {answered}{late}"
 
 
 def has_whole_history(folder: Path) -> bool:
     """Return whether ``folder`` lies in a git repository that was not cloned in part."""
-    try:
-        return _git(folder, "rev-parse", "--is-shallow-repository") == "false"
-    except FileNotFoundError:
-        return False
+    return run_git(folder, "rev-parse", "--is-shallow-repository") == "false"
 
 
-def date_questions(study: Path, since: str = SINCE) -> list[DatedQuestion]:
-    """Return the claims and questions that a study's numbers answer, in the order of the file.
+def committed_at(root: Path, path: Path) -> str | None:
+    """Return the last commit of a project where it has the file ``path`` as it is, else None."""
+    shown = run_git(root, "show", f"HEAD:./{path.as_posix()}")
+    if not shown or shown != (root / path).read_text(encoding="utf-8").strip():
+        return None
+    return run_git(root, "rev-parse", "HEAD")
 
-    study: its folder, in a repository that ``has_whole_history``.
+
+def date_questions(one: Round) -> list[DatedQuestion]:
+    """Return the claims and questions that a round's result answers, in the order of its file.
+
+    The project lies in a repository that ``has_whole_history``.
     """
-    if not (study / NUMBERS).is_file():
+    if not one.results.is_file():
         return []
-    answered = _first_commits(study, NUMBERS, _read_differences)
-    asked = _first_commits(study, PARAMS, _read_questions)
-    asked_at = lru_cache(lambda commit: _read_version(study, commit, PARAMS, _read_questions))
+    root, numbers = one.question.root, read_json(one.results)
+    record = numbers.get(ASKED) or {}
+    path = str(one.results.relative_to(root))
+    is_committed = not run_git(root, "status", "--porcelain", "--", path)
+    answered = run_git(root, "log", "-1", "--format=%H", "--", path) if is_committed else ""
+    entries = {
+        compared_quantity_key(DEFAULTS | entry["asked"]): (name, entry)
+        for section in ("claims", "questions")
+        for name, entry in numbers.get(section, {}).items()
+        if "asked" in entry  # others are of older versions
+    }
     dated = []
-    for key, commit in asked.items():
-        answer = answered.get(key[:-2])
-        if answer is None:
+    data = one.compose().document.data
+    for question in _list_comparisons(data):
+        if compared_quantity_key(question) not in entries:
             continue
-        question = Comparison.model_validate(dict(zip(KEY, key, strict=True)))
-        is_late = key not in asked_at(f"{answer}^" if answer else "HEAD")
-        is_new = is_late and not _is_committed_before(study, commit, since)
-        is_refused = is_new and not _is_of_other_settings(study, question)
-        words = f"{question.phase}: {question.words}"
-        dated.append(DatedQuestion(words, commit, answer, is_late, is_refused))
+        name, entry = entries[compared_quantity_key(question)]
+        own = {"answered": answered} | record | record.get("entries", {}).get(name, {})
+        is_late = not _is_asked_before(root, own, question)
+        asked = Comparison.model_validate({key: question[key] for key in DEFAULTS})
+        is_new = is_late and own.get("commit") and not own.get("late")
+        is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, asked)
+        words = f"{asked.phase}: {asked.words}"
+        commits = (own.get("commit") or "", own["answered"] or "")
+        dated.append(DatedQuestion(words, *commits, is_late, is_refused))
     return dated
 
 
-def _first_commits(
-    study: Path, file: Path, read: Callable[[str], Contents]
-) -> dict[tuple[Any, ...], str]:
-    """Return of what a file says now → since which commit it says so without a break; "" for none.
-
-    read: a version's text → what it says.
-    """
-    now = read((study / file).read_text(encoding="utf-8"))
-    commits = dict.fromkeys(now, "")
-    same = set(now)
-    for commit in _git(study, "log", "--format=%h", "--", str(file)).split():
-        then = _read_version(study, commit, file, read)
-        same = {key for key in same if key in then and then[key] == now[key]}
-        commits |= dict.fromkeys(same, commit)
-        if not same:
-            break
-    return commits
+def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
+    """Return whether the commit of a record has the question, and is older than the answer."""
+    commit, answered = record.get("commit"), record["answered"]
+    if not commit or commit == answered:
+        return False
+    if _verdict_key(question) not in _read_questions(root, commit, record["file"]):
+        return False
+    return _exits_well(root, "merge-base", "--is-ancestor", commit, answered or "HEAD")
 
 
-def _read_version(
-    study: Path, commit: str, file: Path, read: Callable[[str], Contents]
-) -> Contents:
-    text = _git(study, "show", f"{commit}:./{file}")
-    return read(text) if text else {}
+@lru_cache
+def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
+    """Return what a file of a commit asks: what decides a verdict."""
+    data = yaml.load(run_git(root, "show", f"{commit}:./{file}"), Loader=LOADER) or {}
+    parts = [data, *(data.get("rounds") or ())]
+    return frozenset(_verdict_key(one) for part in parts for one in _list_comparisons(part))
 
 
-def _read_questions(text: str) -> Contents:
-    """Return what a params.yaml asks: what decides its verdict → True."""
-    data = yaml.load(text, Loader=LOADER)
-    asked = [DEFAULTS | one for name in ("claims", "questions") for one in data.get(name) or ()]
-    return {(*compared_quantity_key(one), one["better"], one["margin"]): True for one in asked}
+def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the claims, then the questions, of a file as plain data, with defaults."""
+    for section in ("claims", "questions"):
+        yield from (DEFAULTS | one for one in data.get(section) or ())
 
 
-def _read_differences(text: str) -> Contents:
-    """Return what a compare.json found: what decides a difference → its mean."""
-    return {
-        compared_quantity_key(DEFAULTS | entry["asked"]): entry["difference"]["mean"]
-        for entry in _read_entries(text)
-    }
+def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*compared_quantity_key(question), question["better"], question["margin"])
 
 
-def _read_entries(text: str) -> list[dict[str, Any]]:
-    numbers = json.loads(text)
-    entries = [*numbers.get("claims", {}).values(), *numbers.get("questions", {}).values()]
-    return [one for one in entries if "asked" in one]  # others are of older versions
+def run_git(folder: Path, *words: str) -> str:
+    """Return what git prints; "" where it fails or is not installed."""
+    done = _start_git(folder, words)
+    return done.stdout.strip() if done is not None and done.returncode == 0 else ""
 
 
-def _is_committed_before(study: Path, commit: str, since: str) -> bool:
-    day = _git(study, "show", "-s", "--format=%cI", commit) if commit else ""
-    return bool(day) and datetime.fromisoformat(day) < datetime.fromisoformat(since)
+def _exits_well(folder: Path, *words: str) -> bool:
+    done = _start_git(folder, words)
+    return done is not None and done.returncode == 0
 
 
-def _is_of_other_settings(study: Path, question: Comparison) -> bool:
-    """Return whether the answer waits for another run, as the study's settings are others since."""
-    data = parse_yaml_document((study / PARAMS).read_text(encoding="utf-8")).data
-    quantity = compared_quantity_key(question.model_dump())
-    stored = [
-        entry.get("settings")
-        for entry in _read_entries((study / NUMBERS).read_text(encoding="utf-8"))
-        if compared_quantity_key(DEFAULTS | entry["asked"]) == quantity
-    ]
-    return any(has_changed_settings(one, data, question) for one in stored)
-
-
-def _git(folder: Path, *words: str) -> str:
-    """Return what git prints; "" where it has nothing to say."""
-    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+def _start_git(folder: Path, words: tuple[str, ...]) -> subprocess.CompletedProcess | None:
+    """Run git in a folder, whatever repository the environment of a hook names."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        return subprocess.run(["git", *words], cwd=folder, env=env, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None

@@ -22,16 +22,15 @@ from moecore.report.tables.paper_numbers import PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
 from moecore.study.checking.model_build_rules import build_phase_model, image_spec
 from moecore.study.reading.claims_section import Comparison
-from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.run_section import Phase as PhaseName
-from moecore.study.reading.study import Study, read_study
+from moecore.study.reading.study import Study
 from moecore.tasks.regression import Regression
 
 LISTED = 40  # metrics that a message names
 SCORES = {"regression": "mae", "next_token": "nats"}  # by the kind of task; others have accuracy
-NO_METHODS = ("claims", "questions", "data", "sizes")  # entries of compare.json that are none
+# entries of compare.json that are no methods
+NO_METHODS = ("asked", "claims", "questions", "data", "sizes")
 
 
 class ComparisonTable(NamedTuple):
@@ -166,29 +165,12 @@ def compare_methods(results: Results) -> dict[str, Any]:
 
 
 def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the stage ``compare`` wrote; cells that do not say their form get it.
-
-    Raises UserError where it is something else.
-    """
+    """Return what the stage ``compare`` wrote; UserError where the file is something else."""
     compared = read_json(path)
     if not isinstance(compared, dict) or not all(
         isinstance(one, dict) for one in compared.values()
     ):
         raise UserError(f"{path}: found no tables of a study; run `dvc repro compare` again")
-    formless = [
-        (phase, name, cell)
-        for method, phases in compared.items()
-        if method not in NO_METHODS
-        for phase, cells in phases.items()
-        if isinstance(cells, dict)
-        for name, cell in cells.items()
-        if isinstance(cell, dict) and "form" not in cell
-    ]
-    if formless:
-        known = expected_metrics_of_folder(path.parent.parent)
-        for phase, name, cell in formless:
-            planned = known.get(phase, {}).get(name)
-            cell["form"] = planned.form if planned else "number"
     return compared
 
 
@@ -269,13 +251,6 @@ def _metric_problems(
         directed = ", ".join(name for name, one in metrics.items() if one.better)
         neither = f"found no_worse, but neither more nor less {asked.metric} is worse"
         yield "better", f"{neither}; allowed: higher, lower, equivalent, or one of {directed}"
-
-
-def expected_metrics_of_folder(folder: Path) -> dict[PhaseName, dict[str, PlannedMetric]]:
-    """Return phase → the metrics that a study's folder will have, see ``expected_metrics``."""
-    study = read_study(load_yaml_document(str(folder / "params.yaml")))
-    stages = list_folder_stages(folder)
-    return {phase: expected_metrics(study, stages, phase) for phase in study.data}
 
 
 def expected_metrics(

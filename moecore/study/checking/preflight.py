@@ -27,15 +27,19 @@ from moecore.study.checking.training_rules import (
 )
 from moecore.study.checking.trial_step_rules import trial_step_misfits
 from moecore.study.checking.validate import format_misfits, read_study_and_problems
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.reading.document import Document, load_yaml_document
+from moecore.study.reading.layers import list_folder_stages
 from moecore.study.reading.message_format import cap_line_count
-from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.study import Study
 
 # What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
 ExtraCheck = Callable[
     [Study, Sequence[str], Mapping[str, PlannedData]], Iterable[tuple[tuple, str]]
 ]
+
+
+class MissingData(UserError):
+    """Nothing is wrong but that data are not on this machine, or cannot be read."""
 
 
 class CheckedStudy(NamedTuple):
@@ -54,13 +58,20 @@ def check_study(
     home: the folder in which its stages run; left out, that of the file. Raises UserError with one
     line per problem: those of the file in its order, then those of data and models.
     """
-    document = load_yaml_document(path)
-    stages = list_folder_stages(Path(path).parent)
+    folder = Path(path).parent
+    document, stages = load_yaml_document(path), list_folder_stages(folder)
+    return check_study_document(document, stages, folder if home is None else home, also)
+
+
+def check_study_document(
+    document: Document, stages: Sequence[str], home: Path, also: ExtraCheck | None = None
+) -> CheckedStudy:
+    """Validate a whole params.yaml for these stages, which run in ``home``, as ``check_study``."""
     study, problems = read_study_and_problems(document, stages)
     if study is None:
         raise UserError(cap_line_count(problems))
     untried: list[str] = []
-    with chdir_to_stages(Path(path).parent if home is None else home):
+    with chdir_to_stages(home):
         if faults := list(outside_source_misfits(study, untried)):
             raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
         previews = load_previews(study)
@@ -79,7 +90,7 @@ def check_study(
             others += also(study, stages, previews)
     lines = [*problems, *missing, *format_misfits(document, others)]
     if missing and len(lines) == len(missing):
-        lines.append(f"{document.path}: all else is in order")
+        raise MissingData(cap_line_count([*lines, f"{document.path}: all else is in order"]))
     if lines:
         raise UserError(cap_line_count(lines))
     notes = [

@@ -17,6 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
+from moecore.core.source_layout import question_folders
 from moecore.study.reading.message_format import did_you_mean, shorten_to_one_line
 
 Mark = tuple[int, int]  # line and column, from 0
@@ -38,8 +39,9 @@ class Document:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Return the folder of its file."""
-        return (Path(self.path).parent,)
+        """Return the folder of its file, and that of the question that runs there."""
+        folder = Path(self.path).parent
+        return (folder, *question_folders(folder))
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -58,7 +60,7 @@ class Document:
             mark, node = _child(node, key, mark)
         return _place(self.path, mark)
 
-    def below(self, key: str) -> "Document":
+    def below(self, key: str | int) -> "Document":
         """Return what stands at a key that the file has, as a document of its own."""
         mark, node = _child(self.node, key, self.start)
         return Document(self.path, self.data[key], node, mark)

@@ -1,1 +1,1 @@
-"""What writes params.yaml: a study's from its overlay, and single values from the command line."""
+"""What writes params.yaml: what layers come to, and single values from the command line."""

@@ -1,31 +1,32 @@
-"""A study's params.yaml, written from the root's, its overlay and its presets."""
+"""A params.yaml, written from the layers of which it is composed."""
 
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from moecore.core.files import write_whole
-from moecore.core.source_layout import SHIPPED
 from moecore.study.checking.validate import check_document
 from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.overlay import ResolvedStudy, list_folder_stages, resolve_overlay
+from moecore.study.reading.layers import Composed
 
 HEAD = """\
 # yaml-language-server: $schema={schema}
-# Written by `moecore study write`, not by hand: edit overlay.yaml, which says what differs from
-# {base}, then write again. A comment says in which of them a section stands.
+# Written by `moecore study write`, not by hand: edit {edited}, which says what differs from
+# {base}, then write again. A comment says which files have a section.
 """
 PROJECT_HEAD = """\
 # yaml-language-server: $schema=params.schema.json
 # All that a run depends on. Edit, then `make repro`: only what the change touches runs again.
 """
-SHIPPED_PARAMS = "moecore's params.yaml"
+OVERLAY_HEAD = """\
+# What this project says otherwise than the params.yaml of the installed moecore.
+# `moecore study write` makes params.yaml and dvc.yaml of it.
+"""
 WIDTH = 100
 ABSENT = object()
 
@@ -40,47 +41,56 @@ class _TextRepresenter(SafeRepresenter):
     yaml_representers: dict = {**SafeRepresenter.yaml_representers, str: _represent_text}
 
 
-def write_params(folder: Path, root: Path, presets: Sequence[str] = ()) -> Iterator[str]:
-    """Write the study's params.yaml; yields a line for every value that changes.
+class ParamsOrigin(NamedTuple):
+    """What the head of a written params.yaml names: the file to edit, the root's, the schema.
 
-    Raises UserError, and writes nothing, where the result would not be in order; the places are
-    those in the overlay, the presets and the root's params.yaml.
+    folder: from which the names of further files count.
     """
-    text = params_text(folder, root, presets)
-    path = folder / "params.yaml"
-    before = load_yaml_document(path).data if path.is_file() else {}
-    write_whole(path, text)
-    yield from list_changes(before, load_yaml_document(path).data)
+
+    edited: str
+    base: str
+    schema: str
+    folder: Path
 
 
-def params_text(folder: Path, root: Path, presets: Sequence[str] = ()) -> str:
-    """Return what the study's params.yaml should say; raises UserError where it is not in order."""
-    resolved = resolve_overlay(folder, root, presets)
-    stages = list_folder_stages(root) if resolved.stages is None else resolved.stages
-    check_document(resolved.document, stages)
-    base, schema = SHIPPED_PARAMS, "params.schema.json"
-    if root != SHIPPED:
-        up = os.path.relpath(root, folder)
-        base, schema = f"{up}/params.yaml", f"{up}/{schema}"
-    head = HEAD.format(base=base, schema=schema)
+def params_text(composed: Composed, origin: ParamsOrigin, presets: Sequence[str] = ()) -> str:
+    """Return the text of a params.yaml; raises UserError where it is not in order.
+
+    The places in messages are those in the files of its layers.
+    """
+    check_document(composed.document, composed.all_stages)
+    head = HEAD.format(edited=origin.edited, base=origin.base, schema=origin.schema)
     if presets:
         head += f"# With the presets {', '.join(presets)}.\n"
     sections = [
-        f"# {_name_origins(resolved, key, base)}\n{dump_inline_yaml({key: value})}"
-        for key, value in resolved.document.data.items()
+        f"# {_name_origins(composed, key, origin)}\n{dump_inline_yaml({key: value})}"
+        for key, value in composed.document.data.items()
     ]
     return "\n".join([head, *sections])
 
 
-def shipped_params_text(study: str | None) -> str:
-    """Return the whole params.yaml of a study of ours, or the main one, for a project to edit."""
-    if study is None:
-        text = (SHIPPED / "params.yaml").read_text(encoding="utf-8")
-    else:
-        sections = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED).document.data
-        dumped = [dump_inline_yaml({key: value}) for key, value in sections.items()]
-        text = "\n".join([PROJECT_HEAD, *dumped])
-    return rewrite_data_paths(text)
+def write_params(path: Path, text: str) -> list[str]:
+    """Write a params.yaml; return a line for every value that changes."""
+    before = load_yaml_document(path).data if path.is_file() else {}
+    write_whole(path, text)
+    return list(list_changes(before, load_yaml_document(path).data))
+
+
+def project_params_text(composed: Composed) -> str:
+    """Return a whole params.yaml for a project to edit."""
+    dumped = [dump_inline_yaml({key: one}) for key, one in composed.document.data.items()]
+    return rewrite_data_paths("\n".join([PROJECT_HEAD, *dumped]))
+
+
+def overlay_text(composed: Composed) -> str:
+    """Return an overlay.yaml over the root's params.yaml that comes to the same."""
+    base, values = composed.document.layers[0].sections, composed.document.data
+    differing = {key: one for key, one in values.items() if one != base.get(key)}
+    directives: dict[str, Any] = {"whole": [key for key in differing if key in base]}
+    if composed.stages is not None:
+        directives["stages"] = list(composed.stages)
+    dumped = [dump_inline_yaml({key: one}) for key, one in (directives | differing).items()]
+    return rewrite_data_paths(OVERLAY_HEAD + "\n".join(dumped))
 
 
 def rewrite_data_paths(text: str) -> str:
@@ -109,12 +119,15 @@ def _lists_mappings(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def _name_origins(resolved: ResolvedStudy, key: str, base_name: str) -> str:
+def _name_origins(composed: Composed, key: str, origin: ParamsOrigin) -> str:
     """The files that have a section, the deciding one last."""
-    base, *others = resolved.layers
-    names = [base_name] if key in base.data and key not in resolved.whole else []
-    folder = Path(others[0].path).parent
-    names += [str(Path(layer.path).relative_to(folder)) for layer in others if key in layer.data]
+    layers = composed.document.layers
+    starts = [at for at, layer in enumerate(layers) if key in layer.whole]
+    names = []
+    for at, layer in enumerate(layers):
+        if key in layer.sections and at >= max(starts, default=0):
+            path = Path(layer.document.path)
+            names.append(str(path.relative_to(origin.folder)) if at else origin.base)
     return " + ".join(dict.fromkeys(names))
 
 

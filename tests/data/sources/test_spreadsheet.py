@@ -3,7 +3,6 @@
 import nibabel
 import numpy as np
 import pytest
-import yaml
 from nibabel.orientations import axcodes2ornt
 from pydantic import TypeAdapter, ValidationError
 
@@ -12,12 +11,13 @@ from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
 from moecore.data.volumes.nifti import load_volume
 from moecore.predict.input_volumes import find_volumes
+from moecore.study.reading.document import load_yaml_document
 from tests.data.making import AFFINE, SMALL, head, participants, save
 from tests.project import ROOT
 
 PEOPLE = 8
 AGES = [20 + 7 * i for i in range(PEOPLE)]
-PRESETS = yaml.safe_load((ROOT / "pipelines/brain_age/presets.yaml").read_text(encoding="utf-8"))
+PRESETS = load_yaml_document(ROOT / "pipelines/ermoe/brain_age.yaml").data["presets"]
 
 
 def source(preset, root, **changes):

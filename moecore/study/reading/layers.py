@@ -1,0 +1,337 @@
+"""params.yaml composed of layers: the root's file, then files that say what differs from it.
+
+Each layer is laid over those before it. Mappings are merged, unless their kinds differ; everything
+else, lists too, takes the place of what was there. Beyond that:
+
+- ``stages:`` lists the stages of dvc.yaml; without it, those of the root. Sections that no stage
+  reads are left out.
+- ``whole:`` lists sections that take the place of the earlier ones instead of being merged.
+- ``methods:`` names the methods that remain, except in a world and in a preset, which add methods.
+  A method is laid over the method of its name, or of the name that it gives under ``from``: the
+  nearest one in the same layer, else in the layers before it.
+- A section, a method or an entry of ``data`` that is null is removed. Further in, null is a value.
+
+A project may have two layers: ``overlay.yaml`` over the params.yaml of the installed version. The
+layers of a question are in ``questions.py``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moecore.core.files import UserError
+from moecore.core.source_layout import list_project_dvc_files
+from moecore.measure.base import builtin_measurements
+from moecore.study.reading.document import Document, load_yaml_document
+from moecore.study.reading.message_format import (
+    did_you_mean,
+    shorten_to_one_line,
+    show_value,
+)
+from moecore.study.reading.setting_errors import format_error_line
+from moecore.study.reading.study import (
+    REDUCING_PHASES,
+    SECTIONS,
+    TRAINING_PHASES,
+    Study,
+    stage_by_section,
+)
+
+OVERLAY = "overlay.yaml"
+DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
+FROM = "from"  # of a method: the method that it is laid over
+Keys = tuple[str | int, ...]
+
+
+class Layer(NamedTuple):
+    """The sections of one file, or of a part of one, and how they are laid over others.
+
+    names: the methods that remain, None for all. moved: keys of ``sections`` that stand elsewhere
+    in the document, such as run.seeds under seeds.
+    """
+
+    document: Document
+    sections: Mapping[str, Any]
+    stages: tuple[str, ...] | None = None
+    whole: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None
+    moved: Mapping[Keys, Keys] = {}
+
+    @property
+    def methods(self) -> Mapping[str, Any]:
+        """The entries of ``methods``; none where it is no mapping."""
+        entries = self.sections.get("methods")
+        return entries if isinstance(entries, dict) else {}
+
+    def place(self, keys: Keys) -> str:
+        """``path:line:column`` of the deepest of ``keys`` that the layer has."""
+        for start, there in self.moved.items():
+            if keys[: len(start)] == start:
+                keys = (*there, *keys[len(start) :])
+        return self.document.place(keys)
+
+
+Chain = tuple[tuple[Layer, str], ...]  # entries of methods: layer and name
+Place = tuple[int, str]  # number of a layer, and name
+
+
+@dataclass(frozen=True)
+class LayeredFiles(Document):
+    """Several layers as one document; a key stands in the last layer that has it."""
+
+    layers: tuple[Layer, ...] = ()
+    methods: Mapping[str, Chain] = field(default_factory=dict)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Return the folders of all files."""
+        return tuple(dict.fromkeys(Path(layer.document.path).parent for layer in self.layers))
+
+    def place(self, keys: Sequence[str | int]) -> str:
+        """``path:line:column`` in the file that decides the value at ``keys``."""
+        places = [(layer, tuple(keys)) for layer in self._last_layers(keys[:1])]
+        if len(keys) > 1 and keys[0] == "methods":
+            chain = self.methods.get(str(keys[1]), ())
+            places = [(layer, ("methods", name, *keys[2:])) for layer, name in chain] or places
+        layer, there = max(reversed(places), key=lambda one: _depth(one[0].sections, one[1]))
+        return layer.place(there)
+
+    def _last_layers(self, section: Sequence[str | int]) -> tuple[Layer, ...]:
+        """The layers since the last one in which a section replaces what was there."""
+        for index in range(len(self.layers) - 1, 0, -1):
+            if section and section[0] in self.layers[index].whole:
+                return self.layers[index:]
+        return self.layers
+
+
+class Composed(NamedTuple):
+    """A whole params.yaml, and the stages of its dvc.yaml."""
+
+    document: LayeredFiles
+    stages: tuple[str, ...] | None  # None: those of the root
+    all_stages: tuple[str, ...]  # those of the root where None are named
+
+
+def load_root_layer(root: Path) -> Layer:
+    """Return the params.yaml of a project as a layer, on which others lie."""
+    document = load_yaml_document(root / "params.yaml")
+    return Layer(document, document.data if isinstance(document.data, dict) else {})
+
+
+def load_overlay_layer(folder: Path, root: Layer) -> Layer:
+    """Return the overlay.yaml of a project as a layer.
+
+    Raises UserError where it cannot be read, or names a section or stage that does not exist.
+    """
+    layer = read_layer(load_yaml_document(folder / OVERLAY), root.document.packages)
+    entries = layer.sections.get("methods")
+    return layer._replace(names=tuple(entries)) if isinstance(entries, dict) else layer
+
+
+def read_layer(
+    document: Document, packages: Sequence[str], directives: Sequence[str] = ()
+) -> Layer:
+    """Return a document as a layer; directives: more keys that are not sections.
+
+    packages: those of earlier layers, whose names are sections, too. Raises UserError for other
+    keys, and for unknown stages and sections in the lists of ``stages`` and ``whole``.
+    """
+    check_keys(document, (*DIRECTIVES, *directives), (*packages, *document.packages))
+    data = document.data or {}
+    sections = {
+        key: section for key, section in data.items() if key not in (*DIRECTIVES, *directives)
+    }
+    return Layer(
+        document,
+        sections,
+        _read_list(document, "stages", tuple(SECTIONS)),
+        _read_list(document, "whole", section_names()) or (),
+    )
+
+
+def compose_layers(layers: Sequence[Layer], root: Path) -> Composed:
+    """Return the params.yaml that the layers come to; root: the folder with the main dvc.yaml.
+
+    Raises UserError where a method is taken ``from`` one that does not exist.
+    """
+    values: dict[str, Any] = {}
+    for layer in layers:
+        for key, section in layer.sections.items():
+            is_whole = key in layer.whole
+            values[key] = section if is_whole else merge_settings(values.get(key), section)
+        values = {key: value for key, value in values.items() if value is not None}
+        if isinstance(values.get("data"), dict):
+            values["data"] = {name: one for name, one in values["data"].items() if one is not None}
+    chains: dict[str, Chain] = {}
+    if isinstance(values.get("methods"), dict):
+        chains = _compose_methods(layers)
+        values["methods"] = {name: _merge_chain(chain) for name, chain in chains.items()}
+    stages = next((one.stages for one in reversed(layers) if one.stages is not None), None)
+    all_stages = list_folder_stages(root) if stages is None else stages
+    wanted = stage_by_section(all_stages, values.get("run") or {})
+    values = {key: value for key, value in values.items() if key in wanted}
+    for key in ("claims", "questions"):
+        if key in values:
+            values[key] = values.pop(key)  # the longest, so they are written last
+    _narrow_to_stages(values, all_stages)
+    path = layers[0].document.path
+    document = LayeredFiles(path, values, None, layers=tuple(layers), methods=chains)
+    return Composed(document, stages, all_stages)
+
+
+def merge_settings(base: Any, over: Any) -> Any:
+    """Return ``over`` laid over ``base``; changes neither."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    if base.get("kind") != over.get("kind", base.get("kind")):
+        return over
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = merge_settings(base[key], value) if key in base else value
+    return merged
+
+
+def _compose_methods(layers: Sequence[Layer]) -> dict[str, Chain]:
+    """Return name → the entries of which a method consists, of the methods that remain, in order.
+
+    Raises UserError for a name in a list that is no method, and for one under ``from``.
+    """
+    names: dict[str, str] = {}  # name → its place in a list
+    for layer in layers:
+        if "methods" in layer.whole:
+            names = {}
+        if layer.names is not None:
+            names = {
+                name: layer.place(("run", "methods", index))
+                for index, name in enumerate(layer.names)
+            }
+        else:
+            names |= dict.fromkeys(layer.methods, "")
+        for name in [name for name, entry in layer.methods.items() if entry is None]:
+            names.pop(name, None)
+    chains = {name: _method_chain(name, layers) for name in names}
+    for name, chain in chains.items():
+        if not chain:
+            known = _known_methods(layers)
+            text = f"found {name!r}{did_you_mean(name, known)}; allowed: {', '.join(known)}"
+            raise UserError(shorten_to_one_line(f"{names[name]}: methods: {text}"))
+    return chains
+
+
+def _method_chain(name: str, layers: Sequence[Layer], above: tuple[Place, ...] = ()) -> Chain:
+    """Return the entries of which a method consists, each laid over those before it; none where
+    there is no method of this name. above: the entries that are laid over this method.
+
+    Raises UserError where ``from`` names no method, or one that is taken from this one.
+    """
+    layers = _visible_layers(layers)
+    for at in range(len(layers) - 1, -1, -1):
+        layer = layers[at]
+        if name not in layer.methods:
+            continue
+        entry = layer.methods[name]
+        if entry is None:
+            return ()
+        base = entry.get(FROM, name) if isinstance(entry, dict) else name
+        below = layers[:at] if base == name else layers[: at + 1]
+        chain = () if (at, base) in above else _method_chain(base, below, (*above, (at, name)))
+        if base != name and not chain:
+            known = [other for other in _known_methods(below) if other != name]
+            text = f"found {show_value(base)}{did_you_mean(base, known)}; allowed: "
+            text += ", ".join(known)
+            raise UserError(format_error_line(layer.document, ("methods", name, FROM), text))
+        return (*chain, (layer, name))
+    return ()
+
+
+def _visible_layers(layers: Sequence[Layer]) -> Sequence[Layer]:
+    """Leave out the layers below the last one whose methods replace all others."""
+    starts = [at for at, layer in enumerate(layers) if "methods" in layer.whole]
+    return layers[starts[-1] :] if starts else layers
+
+
+def _known_methods(layers: Sequence[Layer]) -> list[str]:
+    return list(dict.fromkeys(name for layer in layers for name in layer.methods))
+
+
+def _merge_chain(chain: Chain) -> Any:
+    """Return the settings of a method."""
+    merged: Any = {}
+    for layer, name in chain:
+        entry = layer.methods[name]
+        if isinstance(entry, dict):
+            entry = {key: value for key, value in entry.items() if key != FROM}
+        merged = merge_settings(merged, entry)
+    return merged
+
+
+def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
+    """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
+    data, run = values.get("data"), values.get("run")
+    if isinstance(data, dict):
+        unused = {*TRAINING_PHASES[1:], *REDUCING_PHASES} - set(stages)
+        values["data"] = {name: source for name, source in data.items() if name not in unused}
+    if isinstance(run, dict) and "measure" not in stages:
+        unused = ("measurements", "thorough")
+        values["run"] = {key: value for key, value in run.items() if key not in unused}
+
+
+def _read_list(document: Document, key: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
+    """The list at ``key``; None where there is none. UserError where an entry is not allowed."""
+    words = (document.data or {}).get(key)
+    if words is None:
+        return None
+    listed = f"allowed: a list of {', '.join(allowed)}"
+    if not isinstance(words, list):
+        raise UserError(format_error_line(document, [key], f"found no list; {listed}"))
+    for index, word in enumerate(words):
+        if word not in allowed:
+            text = f"found {word!r}{did_you_mean(word, allowed)}; {listed}"
+            raise UserError(format_error_line(document, [key, index], text))
+    return tuple(words)
+
+
+def list_folder_stages(folder: Path) -> tuple[str, ...]:
+    """Return the stages of the dvc.yaml in ``folder`` that read params.yaml; none without one."""
+    names: list[str] = []
+    for path in list_project_dvc_files(folder):
+        document = load_yaml_document(path)
+        stages = document.get(["stages"])
+        if not isinstance(stages, dict):
+            text = f"found {show_value(stages)}; allowed: stages by their names"
+            raise UserError(format_error_line(document, ["stages"], text))
+        names += [name for name in stages if name != "code"]
+    return tuple(names)
+
+
+def section_names() -> tuple[str, ...]:
+    """Return the sections that a params.yaml may have; those of measurements last."""
+    return tuple(sorted(Study.model_fields, key=lambda name: name in builtin_measurements()))
+
+
+def check_keys(document: Document, directives: Sequence[str], packages: Sequence[str]) -> None:
+    """Raise UserError for a key that is no section, no package and none of ``directives``."""
+    allowed = (*directives, *section_names(), *packages)
+    if document.data is None:
+        return
+    if not isinstance(document.data, dict):
+        listed = f"allowed: sections of params.yaml ({', '.join(section_names())})"
+        raise UserError(f"{document.place([])}: found no mapping; {listed}")
+    for key in document.data:
+        if key not in allowed:
+            hint = did_you_mean(key, allowed)
+            text = f"unknown section{hint}; allowed: {', '.join(allowed)}"
+            raise UserError(format_error_line(document, [key], text))
+
+
+def _depth(value: Any, keys: Sequence[str | int]) -> int:
+    """Return how many of ``keys``, from the first on, lead further into ``value``."""
+    for depth, key in enumerate(keys):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return depth
+    return len(keys)

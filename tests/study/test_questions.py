@@ -1,0 +1,254 @@
+"""Questions: what their layers come to, which file a problem is in, and how they are found."""
+
+import re
+
+import pytest
+
+from moecore.core.files import UserError
+from moecore.core.source_layout import ROOT
+from moecore.study.checking.validate import check_document
+from moecore.study.reading.document import parse_yaml_document
+from moecore.study.reading.questions import (
+    QuestionFile,
+    find_question,
+    list_question_names,
+    load_questions,
+)
+from tests.project import PARAMS
+
+BASE = parse_yaml_document(PARAMS).data
+
+
+def values(question: QuestionFile, *presets: str, number: int = 1) -> dict:
+    return question.round(number).compose(presets).document.data
+
+
+def test_a_value_is_that_of_the_last_layer_that_has_it(ask):
+    world = "model: {width: 24, depth: 2}\npretrain: {epochs: 3, batch: 8}\n"
+    question = ask(
+        "question: does it learn?\nanswer: so it does\nworld: small\n"
+        "model: {width: 48}\nfinetune: {epochs: 5}\n"
+        "rounds:\n  - {seeds: 0-2}\n  - {seeds: [7], finetune: {epochs: 6}}\n"
+        "presets: {wide: {model: {width: 96}}, wider: {model: {width: 192}}}\n",
+        small=world,
+    )
+    first, second = (values(question, number=number) for number in (1, 2))
+    assert first["model"] == BASE["model"] | {"width": 48, "depth": 2}
+    assert first["pretrain"] == BASE["pretrain"] | {"epochs": 3, "batch": 8}
+    assert (first["run"]["seeds"], second["run"]["seeds"]) == ([0, 1, 2], [7])
+    assert (first["finetune"]["epochs"], second["finetune"]["epochs"]) == (5, 6)
+    assert values(question, "wide", "wider")["model"]["width"] == 192
+    assert question.text("question") == "does it learn?" and question.rounds[-1].number == 2
+    assert [one.name for one in question.rounds] == ["own/asked", "own/asked.2"]
+    assert [one.folder.name for one in question.rounds] == ["own.asked", "own.asked.2"]
+    assert question.rounds[1].results == question.root / "pipelines/results/own/asked.2.json"
+    assert question.rounds[1].command == "moecore study run own/asked --round 2"
+
+
+def test_sections_given_whole_inherit_nothing(ask):
+    question = ask(
+        "world: one\nwhole: [routing]\nrouting: {images: 5}\n",
+        one="whole: [pretrain]\npretrain: {epochs: 1}\nrouting: {overlays: 0}\n",
+    )
+    assert values(question)["routing"] == {"images": 5}
+    assert values(question)["pretrain"] == {"epochs": 1}
+
+
+def test_methods_are_those_that_the_question_names(ask):
+    vmoe = BASE["methods"]["vmoe"]
+    question = ask("methods:\n  vmoe: {router: {k: 1}}\n  own: {}\n")
+    changed = vmoe | {"router": vmoe["router"] | {"k": 1}}
+    assert values(question)["methods"] == {"vmoe": changed, "own": {}}
+    assert values(question)["run"]["methods"] == ["vmoe", "own"]
+    question = ask("world: one\nmethods: [own, vmoe]\n", one="methods: {own: {}, other: {}}\n")
+    assert values(question)["methods"] == {"own": {}, "vmoe": vmoe}
+    assert values(question)["run"]["methods"] == ["own", "vmoe"]
+    question = ask("run: {methods: [vmoe]}\nmethods: {vmoe: {}, dense: {}}\n")
+    assert values(question)["run"]["methods"] == ["vmoe"]
+    assert list(values(question)["methods"]) == ["vmoe", "dense"]
+    question = ask("run: {phases: [pretrain]}\n")
+    assert values(question)["methods"] == BASE["methods"]
+    assert values(question)["run"]["methods"] == BASE["run"]["methods"]
+
+
+def test_a_method_is_taken_from_the_nearest_of_its_name(ask):
+    vmoe = BASE["methods"]["vmoe"]
+    question = ask(
+        "world: one\nmethods:\n  few: {from: vmoe, experts: {number: 2}}\n  vmoe: {}\n"
+        "  many: {router: {k: 1}}\n  fewer: {from: few, router: {k: 1}}\n",
+        one="methods:\n  many: {from: vmoe, experts: {number: 64}}\n"
+        "  vmoe: {experts: {hidden_ratio: 1}}\n",
+    )
+    methods = values(question)["methods"]
+    narrow = vmoe | {"experts": vmoe["experts"] | {"hidden_ratio": 1}}
+    assert methods["vmoe"] == narrow
+    assert methods["few"] == narrow | {"experts": narrow["experts"] | {"number": 2}}
+    assert methods["fewer"]["experts"] == methods["few"]["experts"]
+    assert methods["fewer"]["router"]["k"] == methods["many"]["router"]["k"] == 1
+    assert methods["many"]["experts"] == narrow["experts"] | {"number": 64}
+    question = ask("whole: [methods]\nmethods: {vmoe: {router: {kind: told}}}\n")
+    assert values(question)["methods"] == {"vmoe": {"router": {"kind": "told"}}}
+
+
+def test_a_round_names_its_methods(ask):
+    question = ask(
+        "methods: {one: {from: vmoe}, two: {from: vmoe}}\n"
+        "rounds:\n  - {methods: [two, dense]}\n  - {seeds: [5]}\n"
+    )
+    assert list(values(question)["methods"]) == ["two", "dense"]
+    assert values(question)["run"]["methods"] == ["two", "dense"]
+    assert values(question, number=2)["run"]["methods"] == ["one", "two"]
+
+
+def test_null_removes_sections_methods_and_data(ask):
+    question = ask(
+        "run: {phases: [pretrain]}\ndata: {finetune: null}\nclaims: null\n"
+        "methods: {vmoe: {}, dense: null}\npretrain: {clip: null}\n"
+    )
+    data = values(question)
+    assert list(data["data"]) == ["pretrain"] and "claims" not in data
+    assert list(data["methods"]) == data["run"]["methods"] == ["vmoe"]
+    assert data["pretrain"]["clip"] is None, "further in, null is a value"
+
+
+def test_presets_are_laid_over_in_order_and_their_methods_added(ask):
+    question = ask(
+        "methods: {vmoe: {}}\n"
+        "presets: {one: {methods: {own: {from: vmoe}}}, two: {model: {width: 24}}}\n"
+    )
+    assert list(values(question, "one")["methods"]) == ["vmoe", "own"]
+    assert values(question, "one", "two")["model"]["width"] == 24
+    with pytest.raises(UserError, match="'tow', did you mean 'two'[?]; allowed: one, two"):
+        values(question, "tow")
+
+
+WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "place_and_key", "word"),
+    [
+        ("modle: {}\n", "own/asked.yaml:1:1: modle", "did you mean 'model'?"),
+        ("- 1\n", "own/asked.yaml:1:1", "found no mapping; allowed: sections of params.yaml (pac"),
+        ("", "own/asked.yaml:1:1", "is empty; allowed: a question and its sections"),
+        ("stages: [pretrian]\n", "own/asked.yaml:1:10: stages[0]", "did you mean 'pretrain'?"),
+        ("whole: model\n", "own/asked.yaml:1:1: whole", "found no list; allowed: a list of pack"),
+        ("question: 5\n", "own/asked.yaml:1:1: question", "found 5 (int); allowed: a text"),
+        ("world: smal\n", "own/asked.yaml:1:1: world", "did you mean 'small'?; allowed: small"),
+        ("rounds: {}\n", "own/asked.yaml:1:1: rounds", "allowed: a list of at least one round"),
+        ("rounds: [{}]\nseeds: [1]\n", "own/asked.yaml:2:1: seeds", "beside rounds; allowed: in"),
+        ("rounds:\n  - {sedes: [1]}\n", "own/asked.yaml:2:6: sedes", "did you mean 'seeds'?"),
+        ("rounds:\n  - {methods: {}}\n", "own/asked.yaml:2:6: methods", "allowed: a list of na"),
+        ("presets: [1]\n", "own/asked.yaml:1:1: presets", "allowed: presets by their names"),
+        ("presets: {one: {modle: 1}}\n", "own/asked.yaml:1:17: modle", "did you mean 'model'?"),
+        ("model: {width: wide}\n", "own/asked.yaml:1:9: model.width", "found 'wide' (str)"),
+        ("methods: [vmeo]\n", "own/asked.yaml:1:11: methods", "found 'vmeo', did you mean 'vmoe'"),
+        (
+            "rounds:\n  - {methods: [dense, vmeo]}\n",
+            "own/asked.yaml:2:23: methods",
+            "found 'vmeo'",
+        ),
+        ("seeds: 0-x\n", "own/asked.yaml:1:1: run.seeds", "found '0-x' (str)"),
+        ("seeds: [0, zero]\n", "own/asked.yaml:1:12: run.seeds[1]", "found 'zero' (str)"),
+        ("rounds:\n  - {seeds: [-1]}\n", "own/asked.yaml:2:14: run.seeds[0]", "integers ≥ 0"),
+        ("run: {methods: [vmeo]}\n", "own/asked.yaml:1:17: run.methods[0]", "did you mean 'vm"),
+        ("pretrain: null\n", "own/asked.yaml:1:1: pretrain", "missing; the stage pretrain read"),
+        (
+            "methods: {own: {from: vmeo}}\n",
+            "own/asked.yaml:1:17: methods.own.from",
+            "found 'vmeo' (str), did you mean 'vmoe'?; allowed: dense, vmoe, tgr",
+        ),
+        (
+            "methods: {one: {from: two}, two: {from: one}}\n",
+            "own/asked.yaml:1:35: methods.two.from",
+            "found 'one' (str)",
+        ),
+        (
+            "methods: {own: {from: vmoe, experts: {number: x}}}\n",
+            "own/asked.yaml:1:39: methods.own.experts.number",
+            "found 'x' (str)",
+        ),
+    ],
+)
+def test_a_wrong_question_names_its_line(ask, text, place_and_key, word):
+    with pytest.raises(UserError) as caught:
+        question = ask(text, small=WORLD)
+        for name in question.presets:
+            question.round(1).compose([name])
+        composed = question.round(1).compose()
+        check_document(composed.document, composed.all_stages)
+    (line,) = str(caught.value).split("\n")
+    assert f"/pipelines/{place_and_key}: " in line and word in line
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "place_and_key"),
+    [
+        ("pipelines/worlds/small", "width: 24", "width: wide", "small.yaml:1:9: model.width"),
+        ("pipelines/worlds/small", "k: 1", "k: x", "small.yaml:3:31: methods.asked.router.k"),
+        (
+            "pipelines/worlds/small",
+            "from: vmoe",
+            "from: vmeo",
+            "small.yaml:3:10: methods.mine.from",
+        ),
+        ("pipelines/own/asked", "epochs: 9", "epochs: x", "asked.yaml:3:22: pretrain.epochs"),
+        ("params", "number: 4", "number: x", "params.yaml:15:26: methods.asked.experts"),
+    ],
+)
+def test_a_problem_is_found_in_the_layer_that_decides(ask, place, file, old, new, place_and_key):
+    text = "world: small\nmethods: {asked: {from: mine}}\nrounds: [{pretrain: {epochs: 9}}]\n"
+    ask(text, small=WORLD)
+    path = place / f"{file}.yaml"
+    content = path.read_text(encoding="utf-8")
+    assert old in content
+    path.write_text(content.replace(old, new), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        composed = QuestionFile(place, "own/asked").round(None).compose()
+        check_document(composed.document, composed.all_stages)
+    assert f"/{place_and_key}" in str(caught.value).split("\n")[0]
+
+
+@pytest.mark.parametrize("stages", ["null", "3", "text", "[a]"])
+def test_a_dvc_yaml_without_stages_is_said(ask, place, stages):
+    question = ask("methods: [vmoe]\n")
+    (place / "dvc.yaml").write_text(f"stages: {stages}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=re.escape("dvc.yaml:1:1: stages: found")):
+        values(question)
+
+
+def test_a_question_is_found_by_its_name_its_file_and_its_old_name(ask, place):
+    question = ask("methods: [vmoe]\nrounds: [{was: mine}, {was: mine_seeds}]\n", small="")
+    names = ("own/asked", "asked", "pipelines/own/asked.yaml", "pipelines/own/asked")
+    assert {find_question(place, name).name for name in names} == {question.name}
+    with pytest.raises(UserError, match="now: moecore study run own/asked --round 2$"):
+        find_question(place, "pipelines/mine_seeds")
+    with pytest.raises(UserError, match="no question 'own/asekd', did you mean 'own/asked'?"):
+        find_question(place, "own/asekd")
+    with pytest.raises(UserError, match="found round 3; allowed: 1 to 2"):
+        question.round(3)
+    other = place / "pipelines/ours/asked.yaml"
+    other.parent.mkdir()
+    other.write_text("seeds: [1]\n", encoding="utf-8")
+    with pytest.raises(UserError, match="which is ours/asked or own/asked; allowed: one of them"):
+        find_question(place, "asked")
+    assert find_question(place, "ours/asked").round(None).number == 1
+
+
+def test_every_old_study_has_one_new_name():
+    rounds = [one for question in load_questions(ROOT) for one in question.rounds]
+    old = [one.was for one in rounds if one.was]
+    assert len(old) == len(set(old)) >= 54
+    assert all(question.text("question") for question in load_questions(ROOT))
+    assert len(list_question_names(ROOT)) < len(rounds)
+
+
+def test_new_dialects_begin_with_the_models_of_dialects():
+    dialects, new = (
+        values(QuestionFile(ROOT, f"ours/{name}")) for name in ("dialects", "new_dialects")
+    )
+    for section in ("model", "teacher", "teacher_router", "pretrain"):
+        assert new[section] == dialects[section]
+    assert new["data"]["pretrain"] == dialects["data"]["pretrain"]
+    assert new["methods"].items() <= dialects["methods"].items()
+    assert new["run"]["seeds"] == dialects["run"]["seeds"]
