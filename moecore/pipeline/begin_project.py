@@ -8,7 +8,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
@@ -16,7 +16,11 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc_file import (
+    list_our_stages,
+    stage_definitions,
+    study_dvc_yaml_texts,
+)
 from moecore.pipeline.project_answers import version_range, write_answers
 from moecore.pipeline.write_studies import (
     list_studies,
@@ -100,20 +104,28 @@ def list_shipped_studies() -> list[str]:
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
     """Return path → text of the files that are as moecore writes them, also after an upgrade.
 
-    folder: the project, of which its overlay is read where it has one.
+    folder: the project, of which its overlay is read where it has one, and whose stages stay, as
+    its params.yaml has settings of these.
     """
-    return template_texts(name, is_of_user=False) | _dvc_texts(folder, study)
+    texts = template_texts(name, is_of_user=False)
+    return texts | _dvc_texts(folder, study, list_our_stages(folder))
 
 
-def _dvc_texts(folder: Path, study: str) -> dict[str, str]:
-    """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay."""
+def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
+    """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay.
+
+    stages: their names; none for those of the study.
+    """
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
-        return {"dvc.yaml": (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")}
+        text = (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")
+        if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
+            return {"dvc.yaml": text}
+        return study_dvc_yaml_texts(stage_definitions(stages), {}, DVC_HEAD)
     resolved = resolve_overlay(SHIPPED / "pipelines" / study, SHIPPED)
-    stages = stage_definitions(resolved.stages)
-    return study_dvc_yaml_texts(stages, resolved.document.data["run"], DVC_HEAD)
+    definitions = stage_definitions(stages or resolved.stages)
+    return study_dvc_yaml_texts(definitions, resolved.document.data["run"], DVC_HEAD)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.begin_project import list_shipped_studies
 from moecore.pipeline.cli import app
+from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project_answers import hash_text
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.overlay import resolve_overlay
@@ -171,6 +172,27 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
     assert pyproject.read_text(encoding="utf-8") == now
     again = moecore("upgrade").stdout
     assert "@@" not in again and ".dvcignore" not in again, "it is said once"
+
+
+@pytest.mark.parametrize("study", ["quick", "main"])
+def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, study):
+    """A version began it whose ``quick`` had ``calibrate``, and ``main`` no ``transfer``."""
+    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    moecore("new", "own", ".", "--from", study)
+    dvc, params = Path("dvc.yaml"), Path("params.yaml")
+    stages = {*load_yaml_document(dvc).data["stages"], "calibrate"} - {"transfer"}
+    text = study_dvc_yaml_texts(stage_definitions([*stages]), {})["dvc.yaml"]
+    dvc.write_text(text.replace("    desc: ", "    desc: Older. "), encoding="utf-8")
+    settings = re.sub("(?m)^(transfer:|calibrate:\n ) .*\n", "", params.read_text("utf-8"))
+    params.write_text(f"{settings}calibrate: {{calibrator: {{kind: temperature}}}}\n", "utf-8")
+    answers = json.loads(Path(PROJECT_ANSWERS).read_text("utf-8")) | {"moecore": "0.0.1"}
+    answers["files"]["dvc.yaml"] = hash_text(dvc.read_text("utf-8"))
+    Path(PROJECT_ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
+    assert moecore("check").exit_code == 0
+    assert moecore("upgrade", "--yes").stdout.endswith("written\n")
+    assert {*load_yaml_document(dvc).data["stages"]} == stages
+    assert "Older. " not in dvc.read_text("utf-8")
+    assert moecore("check").exit_code == 0
 
 
 def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
