@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -21,7 +20,7 @@ from moecore.pipeline.dvc_file import (
     stage_definitions,
     study_dvc_yaml_texts,
 )
-from moecore.pipeline.project_answers import version_range, write_answers
+from moecore.pipeline.project_answers import moecore_requirement, write_answers
 from moecore.pipeline.write_studies import (
     list_studies,
     project_texts_from_overlay,
@@ -38,7 +37,7 @@ from moecore.study.writing.write_params import (
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
-VERSION_RANGE = ">=VERSION"  # in the template's pyproject.toml
+REQUIREMENT = "moecore>=VERSION"  # in the template's pyproject.toml
 MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
 DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
 EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # the user's from the first day on
@@ -140,9 +139,8 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
     for file in sorted(TEMPLATE.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
             path = file.relative_to(TEMPLATE).as_posix()
-            text = file.read_text(encoding="utf-8").replace(
-                VERSION_RANGE, version_range(version("moecore"))
-            )
+            text = file.read_text(encoding="utf-8")
+            text = text.replace(REQUIREMENT, moecore_requirement())
             if path.startswith(EDITED) == is_of_user:
                 path = path.replace("dot_", ".").replace(TEMPLATE_NAME, name)
                 texts[path] = text.replace(TEMPLATE_NAME, name)
