@@ -212,10 +212,19 @@ def test_the_text_tower_alone_may_have_experts():
     assert_begins_as(build(changed(config, "text.moe", moe), image), draw(build(config, image)))
 
 
+def test_a_text_tower_of_other_words_is_refused():
+    config, image, _ = BACKBONES["two_towers"]
+    other = CAPTIONS.model_copy(update={"vocabulary": "1" * 64})
+    dense = build(config, image.model_copy(update={"task": other}))
+    with pytest.raises(UserError, match="^upcycle: found other words: captions of 20 words"):
+        upcycle_model(build(config, image, is_sparse=True), dense)
+
+
 def test_a_dense_model_may_begin_as_its_teacher_alone():
     sizes = {"channels": (2, 3, 4), "bins": 3}
     dense = draw(Sfcn(**sizes).build(_ages(40.0, 10.0)))
-    model = upcycle_model(Sfcn(**sizes, dropout=0.0).build(_ages(40.0, 10.0)), dense)
+    # whose bins have edges in years, whatever the labels' mean is
+    model = upcycle_model(Sfcn(**sizes, dropout=0.0).build(_ages(60.0, 8.0)), dense)
     assert torch.equal(model.head.weight, dense.head.weight)
     with pytest.raises(UserError, match=r"^upcycle: found first_bin 10.0 in the model, 42.0 in"):
         upcycle_model(Sfcn(**sizes, first_bin=10.0).build(_ages(40.0, 10.0)), dense)
