@@ -28,6 +28,13 @@ def metadata_assertion_operator() -> Any:
     return torch.ops.aten._assert_tensor_metadata.default
 
 
+def is_in_backward_pass() -> bool:
+    """Return whether autograd calls this from a backward pass, as it does to compute checkpointed
+    layers again; a compiled graph never does.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def storage_identity(tensor: Tensor) -> int:
     """Return what names a tensor's storage; ``data_ptr`` is 0 of all that have no values."""
     return tensor.untyped_storage()._cdata

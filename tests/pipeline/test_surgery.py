@@ -68,6 +68,11 @@ def study(tmp_path_factory) -> Project:
         ),
         ("pieces: 2}", "pieces: 3}", "14:33: methods.pieces.router.k: found 2; .*multiples"),
         ("noise_std: 0,", "", "14:5: methods.pieces.router.noise_std: found 1.*: 0"),
+        (
+            "noise_std: 0,",
+            "noise_std: 0, residual: true,",
+            "14:53: methods.pieces.router.residual: found true.*or merge.fold: false .merge.",
+        ),
         ("kind: mlp", "kind: eigen", "15:15: methods.pieces.experts.kind: found eigen.*: mlp"),
     ],
 )

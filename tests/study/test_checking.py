@@ -538,6 +538,21 @@ RUN = [
         "methods.dense.upcycle",
         "set experts.factored_output: false",
     ),
+    *(  # all but the first ended in a traceback
+        (IMAGES, {"methods.dense.upcycle": True, key: value}, "methods.dense.upcycle", words)
+        for key, value, words in (
+            ("teacher.model.heads", 1, "found heads 2 in the model, 1 in the teacher"),
+            ("teacher.model.pooling", "mean", 'found pooling "class" in the model, "mean" in'),
+            ("teacher.model.pooling", "class+distillation", '"class+distillation" in the teacher'),
+            ("model.pooling", "mean", 'found pooling "mean" in the model, "class" in'),
+            ("model.pooling", "class+distillation", 'found pooling "class+distillation" in the'),
+            (
+                "teacher.model.position_on_class",
+                False,
+                "position_on_class true in the model, false in",
+            ),
+        )
+    ),
     (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
     (
         IMAGES,
