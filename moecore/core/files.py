@@ -203,6 +203,8 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
+        has_seal = isinstance(value, dict) and SEAL in value
+        is_intact = has_seal and verify_and_remove_seal(value)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
     except OSError as error:
@@ -210,10 +212,9 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read, {why}; {again}") from None
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
-    has_seal = isinstance(value, dict) and SEAL in value
     if sealed and not has_seal:
         raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
-    if has_seal and not verify_and_remove_seal(value):
+    if has_seal and not is_intact:
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return value
 

@@ -146,7 +146,7 @@ def experiment_name(folder: Path) -> str:
         return "moecore"
     try:
         settings = tomllib.loads(project.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{project}: not valid TOML: {error}") from None
     return settings.get("project", {}).get("name", folder.name)
 
