@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # none is public
 from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over lists and dicts
 
@@ -26,6 +26,12 @@ def grouped_mm_operator() -> Any:
 def metadata_assertion_operator() -> Any:
     """Return the operator of exported graphs that checks a tensor's dtype and shape."""
     return torch.ops.aten._assert_tensor_metadata.default
+
+
+def count_begun_collectives() -> int:
+    """Return how many collectives this process has begun in all its groups of ranks."""
+    groups = list(distributed.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def storage_identity(tensor: Tensor) -> int:
