@@ -9,12 +9,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event, Thread, Timer
 
 from torch import distributed
 
-from moecore.core.torch_internals import count_begun_collectives
+from moecore.core.torch_internals import clone_store, count_begun_collectives
 
 INTERVAL = 5.0  # seconds between two looks
 QUESTION_AFTER = 40.0  # seconds without a new collective, until the others are asked
@@ -46,7 +46,7 @@ class RankWatch(Thread):
     ) -> None:
         """``store``: where the ranks meet; the thread has a connection of its own."""
         super().__init__(name="rank watch", daemon=True)
-        self.store = store.clone()
+        self.store = clone_store(store)
         self.rank = rank
         self.size = size
         self.count = count
@@ -55,13 +55,13 @@ class RankWatch(Thread):
 
     def run(self) -> None:
         """Answer every question; ask one where this rank has waited, and print what it learns."""
-        begun, since, question = self.count(), time.monotonic(), None
-        is_said = False
-        while not self.ended.wait(INTERVAL):
-            if (now := self.count()) != begun:
-                begun, since, question, is_said = now, time.monotonic(), None, False
-            waited = time.monotonic() - since
-            try:
+        with suppress(RuntimeError):  # the store or the group has ended, and so does the training
+            begun, since, question = self.count(), time.monotonic(), None
+            is_said = False
+            while not self.ended.wait(INTERVAL):
+                if (now := self.count()) != begun:
+                    begun, since, question, is_said = now, time.monotonic(), None, False
+                waited = time.monotonic() - since
                 if question is None and waited >= QUESTION_AFTER:
                     question = self.answered
                     self.store.set(f"watch/{question}", "asked")
@@ -72,8 +72,6 @@ class RankWatch(Thread):
                 if question is not None and waited >= ANSWERS_AFTER and not is_said:
                     self._print_late_ranks(begun, question)
                     is_said = True
-            except RuntimeError:  # the store has ended, with the rank that held it
-                return
 
     def stop(self) -> None:
         """End the thread."""

@@ -29,9 +29,18 @@ def metadata_assertion_operator() -> Any:
 
 
 def count_begun_collectives() -> int:
-    """Return how many collectives this process has begun in all its groups of ranks."""
-    groups = list(distributed.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    """Return how many collectives this process has begun, in all its groups of ranks.
+
+    Those of a backend of several kinds of devices count for each.
+    """
+    groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def clone_store(store: Any) -> Any:
+    """Return another connection to a store of torch.distributed, for another thread."""
+    return store.clone()
 
 
 def storage_identity(tensor: Tensor) -> int:

@@ -107,9 +107,9 @@ def _read_header(path: Path) -> tuple[Any, Any]:
             return header, files["image"].filename
     if not MGHImage.path_maybe_image(path)[0]:
         raise UnusableVolume(f"{path}: neither NIfTI nor .mgz, or damaged")
-    with MGHImage.filespec_to_file_map(path)["image"].get_prepare_fileobj() as file:
-        start = file.read(20)
-        shape = struct.unpack(">4i", start[4:])
+    surfer: Any = MGHImage.filespec_to_file_map(path)["image"]
+    with surfer.get_prepare_fileobj() as file:
+        shape = struct.unpack(">4i", file.read(20)[4:])
         if math.prod(shape) > MOST:
             raise UnusableVolume(f"{path}: {_voxel_count_problem(shape)}")
         file.seek(0)
