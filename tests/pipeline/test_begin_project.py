@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from moecore.core.files import UserError
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.begin_project import list_shipped_studies
 from moecore.pipeline.cli import app
@@ -78,6 +79,13 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     assert done.returncode == 0, done.stdout.decode()
     assert experiment_name(empty) == "own" and project_root() == empty
     assert experiment_name(ROOT) == "moecore" and experiment_name(ROOT / "pipelines/swin") == "swin"
+
+
+@pytest.mark.parametrize("text", ["[", f"a = {'[' * 5_000}"])
+def test_a_damaged_pyproject_is_one_line(tmp_path, text):
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"pyproject\.toml: not valid TOML"):
+        experiment_name(tmp_path)
 
 
 @pytest.mark.parametrize("study", list_shipped_studies())
