@@ -26,11 +26,13 @@ import yaml
 
 from moecore.core.files import UserError
 from moecore.core.part_families import KIND
+from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.dvc_file import LAST_STAGES, stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import expected_metrics, unfit_metric_problems
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
 from moecore.study.checking.preflight import check_study
+from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.overlay import list_folder_stages
 from moecore.study.reading.study import SECTIONS, Study
 from tools.draw_study import StudyDrawer, write_raw_data
@@ -183,6 +185,7 @@ def try_study(seed: int, folder: Path, raw: Path) -> str:
     except Exception:
         (folder / "printed").write_text(traceback.format_exc(), encoding="utf-8")
         return "FAILED check"
+    hash_code_files(load_yaml_document(folder / "params.yaml"))  # read once, for all forks
     process = multiprocessing.get_context("fork").Process(target=run_all_stages, args=(folder,))
     process.start()
     process.join(LIMIT)
@@ -205,7 +208,8 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=10**6, help="seeds that are tried at most")
     parser.add_argument("--out", type=Path, default=Path("fuzzed"), help="where failures stay")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
+    os.environ |= {"MOECORE_THREADS": "1", "MOECORE_DEVICE": "cpu"}
+    torch.optim.SGD([torch.zeros(1)])  # the first of a process imports torch's compiler
     out = asked.out.resolve()
     raw, row, failures = write_raw_data(out / "raw"), 0, 0
     for seed in range(asked.first, asked.first + asked.studies):

@@ -27,6 +27,8 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
+from moecore.training.guide import build_guide
+from moecore.training.method import Method
 from tests.measure.subjects import built, compute_without_cache
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
@@ -86,6 +88,17 @@ def test_every_method_has_every_measurement(results, name):
 def test_the_teacher_decides_and_is_compared(results):
     assert results["teacher_routed"].teacher_agreement == 1, "the same router"
     assert results["vmoe"].teacher_agreement is None
+
+
+@pytest.mark.parametrize("seen", [{"patch": 2, "depth": 2}, {"patch": 4, "depth": 1}])
+def test_a_teacher_that_guides_no_routing_is_not_compared(data, models, seen):
+    """Distillation alone takes one of other patches, or too flat for the student's four blocks."""
+    teacher = Vit(width=16, heads=2, **seen).build(ImageSpec.from_card(data.card))
+    router, experts = {"kind": "noisy_top_k", "k": 2}, {"kind": "mlp", "number": 8}
+    method = Method(router=router, experts=experts, distillation=0.5)
+    subject = MeasuredModel(models["vmoe"], data, build_guide(teacher, method, (4,)))
+    few = Routing(images=4, overlays=0, augmentations=(), sweeps={"k": [], "threshold": []})
+    assert few.measure(subject, compute_without_cache).teacher_agreement is None
 
 
 def test_numbers_by_kind(results):

@@ -259,6 +259,15 @@ FILE = [
         "methods.vmoe.regularizers",
         "pretrain.views changes nothing",
     ),
+    *(
+        (
+            IMAGES,
+            {f"{section}.views": {"size": 12}},
+            f"{section}.views.size",
+            "unknown key; allowed: shift, crop, flip, affine",
+        )
+        for section in ("pretrain", "finetune", "teacher.training", "routing")
+    ),
     (
         IMAGES,
         {"data.finetune": {"kind": "digit"}},

@@ -1,6 +1,6 @@
 """Random views of a batch, made on its device, with their exact affines (volumes: views3d).
 
-B images, C channels, H×W original, h×w view. Every random number comes from the CPU generator that
+B images, C channels, H×W pixels, of views too. Every random number comes from the CPU generator that
 is passed in, so a view is a function of (seed, step) on every device.
 """
 
@@ -94,20 +94,15 @@ class ViewSettings(Config):
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
     )
-    size: int | None = Field(
-        None, ge=4, le=2**14, description="Height and width of the view; without it the image's own"
-    )
 
     @property
     def on_grid(self) -> bool:
         """Whether views are whole-pixel moves and flips only, so that nothing is interpolated."""
-        return not (
-            self.crop or self.affine or self.size or (self.randaugment and self.randaugment.moves)
-        )
+        return not (self.crop or self.affine or (self.randaugment and self.randaugment.moves))
 
 
 class ViewsWithAffines(NamedTuple):
-    """Views fp32 (B, C, h, w) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
+    """Views fp32 (B, C, H, W) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
 
     Of volumes: (B, C, D, H, W) and (B, 4, 4).
     """
@@ -132,7 +127,7 @@ def make_random_views(
     count = len(images)
     if isinstance(images, MixedSizeImageList) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
-    original, size = image_and_view_sizes(images, settings.size)
+    original, size = image_and_view_sizes(images)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame_affines(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw

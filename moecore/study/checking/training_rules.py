@@ -106,9 +106,6 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
         return
     if views.crop is None:
         yield (*place, "crop"), f"found null, but in data.{phase} {UNEVEN_REFUSAL}"
-    if views.size is not None and views.size > preview.short_side:
-        text = f"found {views.size}, but data.{phase} keeps images with a short side of "
-        yield (*place, "size"), f"{text}{preview.short_side}; allowed: at most that, or null"
 
 
 def _training(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:

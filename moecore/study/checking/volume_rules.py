@@ -10,7 +10,7 @@ from moecore.study.reading.study import Misfits, Study
 VOLUME_MODELS = ("vit3d", "sfcn")
 VOLUME_VIEWS = "shift, flip, affine and fill"
 # of ViewSettings, for flat images only
-FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
+FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")
 
 
 def volume_misfits(study: Study) -> Misfits:

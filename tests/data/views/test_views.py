@@ -34,7 +34,6 @@ FULL = ViewSettings(
     affine=AffineRanges(degrees=10),
     randaugment=RandAugment(),
     erasing=0.5,
-    size=16,
 )
 
 
@@ -52,7 +51,7 @@ def test_same_generator_same_views_and_global_state_untouched():
         torch.get_rng_state(), before
     )
     assert (
-        first.images.shape == (32, 3, 16, 16)
+        first.images.shape == (32, 3, 20, 20)
         and first.images.dtype == torch.float32
         and first.affines.shape == (32, 3, 3)
     )
