@@ -175,6 +175,8 @@ class Routing(Measurement):
             return records, Skipped(skipped=reason) if self.roles and reason else None
         with watch_experts(model, len(images)) as watched:
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
+        if not all(record.chosen.any() for record in records):
+            return records, Skipped(skipped="in a layer no token chose an expert")
         return records, tell_roles(subject, where, records, watched, self.roles)
 
 

@@ -13,6 +13,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_random_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
+from moecore.measure.cost import Cost
 from moecore.measure.exploring.expert_overlay_data import (
     CROPS,
     overlapping_crops,
@@ -99,6 +100,23 @@ def test_a_teacher_that_guides_no_routing_is_not_compared(data, models, seen):
     subject = MeasuredModel(models["vmoe"], data, build_guide(teacher, method, (4,)))
     few = Routing(images=4, overlays=0, augmentations=(), sweeps={"k": [], "threshold": []})
     assert few.measure(subject, compute_without_cache).teacher_agreement is None
+
+
+def test_where_no_token_takes_part_there_is_no_load(data):
+    """A new predictor says 0 of every token, and only those above 0 take part."""
+    router = {"kind": "depth", "sampling": "predictor", "router": {"kind": "noisy_top_k"}}
+    moe = MoESettings.model_validate({"router": router, "experts": {"kind": "mlp", "number": 4}})
+    subject = MeasuredModel(built(Vit(patch=4, width=16, depth=4, heads=2), moe, data, 1), data)
+    sweeps = {"k": [1], "threshold": []}
+    few = Routing(images=20, overlays=0, augmentations=("noise",), sweeps=sweeps, roles={})
+    result = few.measure(subject, compute_without_cache)
+    assert (result.unrouted, result.experts_per_token) == (1, 0)
+    for name in ("load_cv2", "max_violation", "dead", "entropy", "border_load", "corner_load"):
+        assert getattr(result, name) is None and name not in result.items, name
+    assert result.layers[0].load == (0, 0, 0, 0) and result.border_mass == 1
+    assert result.sweeps.k[0].load_cv2 is None and "no token chose" in result.roles.skipped
+    paid = Cost(batch=2, rounds=2, images=2).measure(subject, compute_without_cache)
+    assert paid.routing_flops_per_image < paid.flops_per_image
 
 
 def test_numbers_by_kind(results):

@@ -112,7 +112,7 @@ class SettingOutcome(Config):
     """What a model predicts under one setting, and the means over its MoE layers."""
 
     score: float  # the task's
-    load_cv2: float
+    load_cv2: float | None  # None where no token of a layer chose an expert
     tail_mass: float | None
     """Eq. 12 with a threshold (None where no token of a layer has an eligible expert), else the
     share of the probs outside the best k."""
@@ -232,7 +232,8 @@ def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> dict[str, Any]:
     """Means over the MoE layers of what ``SettingOutcome`` has."""
-    means = {"load_cv2": [load_cv2(expert_counts(record.chosen)) for record in records]}
+    counts = [expert_counts(record.chosen) for record in records]
+    means = {"load_cv2": [load_cv2(one) if one.any() else None for one in counts]}
     if threshold is None:
         tails = [tail_of_probs(record.probs, k) for record in records]
     else:
