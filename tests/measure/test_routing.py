@@ -22,11 +22,14 @@ from moecore.measure.exploring.expert_overlay_data import (
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
+from moecore.measure.routing_metrics.sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
 from moecore.training.guide import build_guide
 from moecore.training.method import Method
@@ -117,6 +120,12 @@ def test_where_no_token_takes_part_there_is_no_load(data):
     assert result.sweeps.k[0].load_cv2 is None and "no token chose" in result.roles.skipped
     paid = Cost(batch=2, rounds=2, images=2).measure(subject, compute_without_cache)
     assert paid.routing_flops_per_image < paid.flops_per_image
+
+
+def test_a_sum_of_probabilities_is_no_threshold_of_scores():
+    """The share of tokens without an expert above it is no fallback of top_p."""
+    assert score_threshold(TopP(threshold=0.4)) is None
+    assert score_threshold(Eigenbasis(threshold=0.4)) == 0.4
 
 
 def test_numbers_by_kind(results):

@@ -1,7 +1,7 @@
 """Random views of a batch, made on its device, with their exact affines (volumes: views3d).
 
-B images, C channels, H×W pixels, of views too. Every random number comes from the CPU generator that
-is passed in, so a view is a function of (seed, step) on every device.
+B images, C channels, H×W pixels, as many in a view. Every random number comes from the CPU
+generator that is passed in, so a view is a function of (seed, step) on every device.
 """
 
 import math

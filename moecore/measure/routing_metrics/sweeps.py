@@ -208,6 +208,14 @@ def sweep_threshold(
     return rows
 
 
+def score_threshold(router: Any) -> float | None:
+    """Return what the logit of a chosen expert exceeds; None for routers without such a threshold.
+
+    That of top_p is a sum of probabilities.
+    """
+    return router.threshold if router.has_score_threshold else None
+
+
 def run_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int
 ) -> RoutingSweeps:
@@ -220,7 +228,7 @@ def run_sweeps(
 
 def _values(model: Model, k: int, sample: SweepImages, batch: int) -> dict[str, Any]:
     prediction, records = predict_in_batches(model, sample.images, batch)
-    threshold = getattr(model.experts_and_router.router, "threshold", None)
+    threshold = score_threshold(model.experts_and_router.router)
     scores = sample.task.scores(prediction, sample.labels)
     return {
         "score": float(scores.double().numpy().mean()),

@@ -24,6 +24,7 @@ class Router(Part, ABC):
 
     chooses_per_token: ClassVar[bool] = True  # each token its experts, so that rows are pairs
     has_expert_rows: ClassVar[bool] = True  # it has parameters for each expert, which may be cut
+    has_score_threshold: ClassVar[bool] = False  # ``threshold``, which a chosen logit exceeds
 
     @abstractmethod
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> nn.Module:
