@@ -129,7 +129,7 @@ class StudyDrawer(SettingsDrawer):
         if issubclass(model, ViewSettings) and self.name == "volumes":
             return {"shift": 1, "flip": self.is_drawn(0.5)}
         drawn = super().draw_settings(model, **fixed)
-        if issubclass(model, ViewSettings) and self.is_drawn(0.8):
+        if issubclass(model, ViewSettings) and (self.channels == 3 or self.is_drawn(0.8)):
             drawn["crop"] = {"scale": [0.5, 1.0]}
         return drawn
 
@@ -195,8 +195,10 @@ class StudyDrawer(SettingsDrawer):
             {"kind": "mosaic", **cells},
             {"kind": "digits", "size": 2 * side, "train_limit": 60, "test_limit": 20},
         )
-        photos = (folder | {"size": 2 * side}, folder | {"size": 32, "short_side": 32})
-        return self.random.choice(photos if self.channels == 3 else (*photos, *grey))
+        photos = folder | {"size": 2 * side}
+        if self.channels == 3:
+            return self.random.choice((photos, folder | {"size": 32, "short_side": 32}))
+        return self.random.choice((photos, *grey))
 
 
 def write_raw_data(folder: Path) -> Path:

@@ -92,10 +92,10 @@ def drop_setting(data: dict[str, Any], keys: Sequence[Any]) -> None:
             break
         holder, last = holder[last], key
     part = holder[last] if last == keys[-1] and isinstance(holder, dict) else None
-    if isinstance(part, dict) and len(part) > 1 and KIND in part:
-        holder[last] = {KIND: part[KIND]}
-    elif keys[0] in ("data", "questions"):
+    if keys[0] in ("data", "questions"):
         del data[keys[0]][keys[1]]
+    elif isinstance(part, dict) and len(part) > 1 and KIND in part:
+        holder[last] = {KIND: part[KIND]}
     elif keys[0] == "methods" and (last != keys[-1] or last == KIND):
         del data["methods"][keys[1]]
     elif last == keys[-1]:

@@ -483,6 +483,19 @@ RUN = [
         "finetune.batch",
         "200 training images (20 shots of 10 classes",
     ),
+    *(
+        (
+            IMAGES,
+            {"data.finetune": {"kind": "clusters", "patch": 8, "grid": 3, "train": 100}}
+            | {"finetune.shots": shots},
+            f"finetune.{key}",
+            words,
+        )
+        for shots, key, words in (
+            (15, "batch", "30 training images (15 shots of 2 classes"),
+            (51, "shots", "a class of data.finetune has 50 training images; allowed: 1 to 50"),
+        )
+    ),
     (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch", "1294 training images (data.pretrain)"),
     (IMAGES, {"finetune.shots": 400}, "finetune.shots", "of data.finetune has 125 training images"),
     (

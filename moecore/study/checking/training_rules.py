@@ -109,15 +109,19 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
 
 
 def _training(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
-    numbers = [number for number in preview.counts["train"] if number]
-    images = sum(numbers)
+    counts = preview.counts["train"]
+    images, why = sum(counts), f"data.{phase}"
     shots = getattr(training, "shots", None)
-    why = f"data.{phase}"
-    if shots is not None and len(preview.counts["train"]) > 1:
+    if shots is not None and preview.classes:
+        numbers, named = [number for number in counts if number], "a class"
         least = min(numbers)
+        if len(counts) > 1:
+            named = f"class {preview.classes[counts.index(least)]}"
+        else:  # of drawn data the number of each class is not known yet
+            numbers = [images // len(preview.classes)] * len(preview.classes)
+            least = numbers[0]
         if shots > least:
-            rare = (preview.classes or ())[preview.counts["train"].index(least)]
-            text = f"found {shots}, but class {rare} of data.{phase} has {least} training images"
+            text = f"found {shots}, but {named} of data.{phase} has {least} training images"
             yield (*keys, "shots"), f"{text}; allowed: 1 to {least}, or null"
             return
         images = shots * len(numbers)
