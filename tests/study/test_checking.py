@@ -259,6 +259,24 @@ FILE = [
         "methods.vmoe.regularizers",
         "pretrain.views changes nothing",
     ),
+    (
+        IMAGES,
+        {"methods.vmoe.teacher_router": {}},
+        "methods.vmoe.teacher_router",
+        "nothing of the method is guided by a teacher's router; allowed: leave it out, or the reg",
+    ),
+    *(
+        (IMAGES, {f"{section}.views": {key: value}}, f"{section}.views.{key}", words)
+        for section in ("pretrain", "finetune", "teacher.training", "routing")
+        for key, value, words in (
+            ("affine", {}, "found one that changes nothing; allowed: null, or other degrees, tr"),
+            ("jitter", {}, "found one that changes nothing; allowed: null, or other brightness"),
+            ("randaugment", {"operations": 0}, "found one that changes nothing"),
+            ("randaugment", {"magnitude": 0, "names": ["rotate"]}, "found one that changes noth"),
+            ("fill", "border", "found border, but no view reaches beyond its image; allowed: zer"),
+        )
+    ),
+    (IMAGES, {"pretrain.mix": {"mixup": 1, "probability": 0}}, "pretrain.mix", "mixes nothing"),
     *(
         (
             IMAGES,
@@ -482,6 +500,19 @@ RUN = [
         {"finetune.batch": 401},
         "finetune.batch",
         "200 training images (20 shots of 10 classes",
+    ),
+    *(
+        (
+            IMAGES,
+            {f"{section}.views": {"shift": 1, **colours}},
+            f"{section}.views.{key}",
+            "has grey images, whose saturation nothing changes; allowed: ",
+        )
+        for section in ("pretrain", "finetune", "routing")
+        for key, colours in (
+            ("jitter.saturation", {"jitter": {"saturation": 0.4}}),
+            ("randaugment.names", {"randaugment": {"names": ["saturation"]}}),
+        )
     ),
     *(
         (

@@ -66,6 +66,11 @@ class AffineRanges(Config):
     def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
         return _check_range(scale, math.inf)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether no image is moved."""
+        return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
+
 
 class ViewSettings(Config):
     """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
@@ -94,6 +99,12 @@ class ViewSettings(Config):
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
     )
+
+    @property
+    def leaves_image(self) -> bool:
+        """Whether views show, or interpolate with, what lies outside of the image."""
+        moves = self.randaugment is not None and self.randaugment.moves
+        return bool(self.shift or self.crop or self.affine or moves)
 
     @property
     def on_grid(self) -> bool:

@@ -2,6 +2,7 @@
 
 from moecore.core.files import UserError
 from moecore.core.part_families import list_own_names
+from moecore.data.views.views import ViewSettings
 from moecore.study.checking.routing_rules import routing_misfits
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
@@ -37,6 +38,12 @@ def method_misfits(study: Study) -> Misfits:
         if method.unguided_regularizers and not method.guided_routing:
             text = "no loss of the method needs a teacher, so none is left out; allowed: []"
             yield ("methods", name, "unguided_regularizers"), text
+        if "teacher_router" in method.model_fields_set and not method.guided_routing:
+            text = (
+                "nothing of the method is guided by a teacher's router; allowed: leave it out, or"
+            )
+            place = ("methods", name, "teacher_router")
+            yield place, f"{text} the regularizer router_kl or the router teacher_routed"
         if name in study.run.methods:
             yield from _teacher_keys(study, name, method)
             yield from _same_views(study, name, method)
@@ -86,7 +93,7 @@ def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
 def _same_views(study: Study, name: str, method: Method) -> Misfits:
     """Two views of an image that are always the same teach a router nothing."""
     training = study.pretrain
-    if method.views != 2 or training is None or training.views != type(training.views)():
+    if method.views != 2 or training is None or training.views != ViewSettings():
         return
     kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
     text = f"{kind} compares two views of an image, but pretrain.views changes nothing"

@@ -267,3 +267,43 @@ def test_a_translation_moves_pixels_and_leaves_black():
 def _fixed(affines: torch.Tensor, row: float, column: float) -> None:
     point = torch.tensor([row, column, 1.0], dtype=torch.float64)
     torch.testing.assert_close(affines @ point, point.expand(len(affines), 3))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"affine": {}},
+        {"jitter": {}},
+        {"randaugment": {"operations": 0}},
+        {"randaugment": {"names": ["identity"]}},
+        {"randaugment": {"magnitude": 0, "names": ["rotate", "saturation"]}},
+    ],
+)
+def test_what_is_called_an_identity_changes_no_image(settings):
+    views = ViewSettings.model_validate(settings)
+    (change,) = filter(None, (views.affine, views.jitter, views.randaugment))
+    assert change.is_identity
+    made = make_random_views(IMAGES, views, generator_for(1)).images
+    torch.testing.assert_close(made, IMAGES / 255, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "leaves"),
+    [
+        ({}, False),
+        ({"flip": True, "jitter": {"contrast": 0.5}, "erasing": 0.5}, False),
+        ({"randaugment": {"names": ["contrast", "posterize"]}}, False),
+        ({"randaugment": {"names": ["contrast", "rotate"]}}, True),
+        ({"shift": 1}, True),
+        ({"crop": {"scale": [0.8, 1.0]}}, True),  # it interpolates with what lies beyond the edge
+        ({"affine": {"scale": [0.8, 0.9]}}, True),
+    ],
+)
+def test_what_lies_outside_is_seen_where_views_leave_the_image(settings, leaves):
+    views = ViewSettings.model_validate(settings)
+    assert views.leaves_image == leaves
+    made = [
+        make_random_views(IMAGES, views.model_copy(update={"fill": fill}), generator_for(1)).images
+        for fill in ("zeros", "border")
+    ]
+    assert torch.equal(*made) != leaves

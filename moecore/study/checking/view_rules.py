@@ -1,0 +1,59 @@
+"""Settings of views that change no image: whoever wrote them believes that they do."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moecore.data.expected_data import PlannedData
+from moecore.data.views.views import ViewSettings
+from moecore.study.checking.task_rules import list_training_settings
+from moecore.study.reading.study import Misfits, Study
+
+Views = Iterator[tuple[tuple, str, ViewSettings]]
+
+
+def idle_view_misfits(study: Study) -> Misfits:
+    """Yield changes of images that are none, whatever the data are."""
+    for keys, _, views in _list_views(study):
+        for key in ("affine", "randaugment", "jitter"):
+            change = getattr(views, key)
+            if change is not None and change.is_identity:
+                settings = ", ".join(name for name in type(change).model_fields if name != "names")
+                text = f"found one that changes nothing; allowed: null, or other {settings}"
+                yield (*keys, key), text
+        if views.fill != "zeros" and not views.leaves_image:
+            text = f"found {views.fill}, but no view reaches beyond its image"
+            yield (*keys, "fill"), f"{text}; allowed: zeros, or a shift, a crop or an affine"
+    for keys, _, training in list_training_settings(study):
+        if training.mix is not None and not training.mix.active:
+            text = "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
+            yield (*keys, "mix"), text
+
+
+def grey_view_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield changes of colours that images of one channel do not have."""
+    for keys, phase, views in _list_views(study):
+        preview = previews.get(phase)
+        if preview is None or preview.channels > 1:
+            continue
+        problem = f"but data.{phase} has grey images, whose saturation nothing changes"
+        if views.jitter is not None and views.jitter.saturation:
+            text = f"found {views.jitter.saturation:g}, {problem}; allowed: 0"
+            yield (*keys, "jitter", "saturation"), text
+        if views.randaugment is not None and set(views.randaugment.names) == {"saturation"}:
+            yield (*keys, "randaugment", "names"), f"found saturation, {problem}; allowed: others"
+
+
+def _list_views(study: Study) -> Views:
+    """Yield where views stand, the data that they are of, and the views."""
+    for keys, phase, training in list_training_settings(study):
+        yield (*keys, "views"), phase, training.views
+    measured: dict[str, Any] = {"routing": study.routing, "explorer": study.explorer}
+    for section, settings in measured.items():
+        if settings is None or not study.run.phases:
+            continue
+        phase = study.run.phases[0]
+        if section == "routing":
+            yield (section, "views"), phase, settings.views
+        for index, asked in enumerate(settings.augmentations):
+            if not isinstance(asked, str):
+                yield (section, "augmentations", index, "views"), phase, asked.views
