@@ -98,6 +98,7 @@ CONSTANT = {"kind": "noisy_top_k", "k": 1, "renormalise": True}
 QUANTILE = {"kind": "quantile"}
 L1 = [{"kind": "adaptive_l1"}]
 SWITCH = [{"kind": "switch_balance"}]
+KL = [{"kind": "router_kl"}]
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
 
 # Of the file alone: text, edits, key, words
@@ -258,6 +259,32 @@ FILE = [
         },
         "methods.vmoe.regularizers",
         "pretrain.views changes nothing",
+    ),
+    *(
+        (IMAGES, {f"methods.tgr.{key}": losses}, f"methods.tgr.{key}[{place}]", words)
+        for key, losses, place, words in (
+            (
+                "regularizers",
+                SWITCH + KL + SWITCH,
+                2,
+                "found switch_balance a second time; allowed",
+            ),
+            ("unguided_regularizers", KL, 0, "router_kl needs a teacher"),
+            (
+                "regularizers",
+                [{"kind": "teacher_router"}],
+                0,
+                "which teacher_router: {fit: joint} ",
+            ),
+            ("regularizers", [{"kind": "region_routing"}], 0, "which regions adds; allowed: other"),
+        )
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.unguided_regularizers": [{"kind": "load"}]}
+        | {"methods.vmoe.regularizers": [{"kind": "load"}, {"kind": "router_kl"}]},
+        "methods.vmoe.unguided_regularizers[0]",
+        "found load a second time; allowed: each kind once",
     ),
     (
         IMAGES,

@@ -22,10 +22,17 @@ NEEDED_WORDS = {
 }
 
 
+ADDED_LOSSES = {  # that a method adds by itself, and by what
+    "teacher_router": "teacher_router: {fit: joint}",
+    "region_routing": "regions",
+}
+
+
 def method_misfits(study: Study) -> Misfits:
     """Yield where a method does not find what its parts need."""
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)
+        yield from _repeated_losses(name, method)
         yield from routing_misfits(study, name, method)
         yield from _size(study, name, method)
         if isinstance(method.upcycle, Granular):
@@ -63,6 +70,24 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
         lacking = regularizer.needs & set(NEEDED_WORDS) - method.provided
         for need in sorted(lacking):
             yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}; allowed: others"
+
+
+def _repeated_losses(name: str, method: Method) -> Misfits:
+    """Yield losses that there are already: a step has one term of each kind."""
+    kept = [loss.kind for loss in method.regularizers if "guidance" not in loss.needs]
+    for keys, losses, before in (
+        (("regularizers",), method.regularizers, []),
+        (("unguided_regularizers",), method.unguided_regularizers, kept),
+        (("text", "regularizers"), method.text_losses, []),
+    ):
+        kinds = list(before)
+        for index, loss in enumerate(losses):
+            place = ("methods", name, *keys, index)
+            if loss.kind in kinds:
+                yield place, f"found {loss.kind} a second time; allowed: each kind once"
+            elif added := ADDED_LOSSES.get(loss.kind):
+                yield place, f"found {loss.kind}, which {added} adds; allowed: other losses"
+            kinds.append(loss.kind)
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:
