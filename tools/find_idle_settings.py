@@ -108,7 +108,7 @@ def train_and_measure(study: Study, folder: Path, trained: dict[str, Any]) -> di
 
 
 def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, str]:
-    """Return the trained model of the method, its guide, and the bits of weights and predictions."""
+    """Return the method's trained model, its guide, and the bits of weights and predictions."""
     method = study.methods[METHOD]
     with TemporaryDirectory() as guide:
         torch.manual_seed(1)

@@ -357,6 +357,39 @@ FILE = [
         "robustness.attacks[1].objective",
         "found dlr, which needs classes; allowed: task",
     ),
+    (
+        VOLUMES,
+        {"robustness": GONE, "transfer": {"attack": {"kind": "apgd", "objective": "dlr"}}},
+        "transfer.attack.objective",
+        "found dlr, which needs classes; allowed: task",
+    ),
+    (
+        VOLUMES,
+        {"explorer": {"attack": {"kind": "fgsm", "objective": "cross_entropy"}}}
+        | {"run.measurements": ["explorer"]},
+        "explorer.attack.objective",
+        "found cross_entropy, which needs classes; allowed: task",
+    ),
+    (
+        IMAGES,
+        {"data.pretrain": {"kind": "mosaic", "source": {"kind": "digits"}}}
+        | {"run.phases": ["pretrain"], "run.thorough": [], "run.measurements": []}
+        | {"robustness.attacks.0": {"kind": "pgd", "objective": "dlr"}},
+        "robustness.attacks[0].objective",
+        "found dlr, which needs one label per image; allowed: task",
+    ),
+    (
+        VOLUMES,
+        {"methods.ermoe.regions.experts": ["wm", "skull"]},
+        "methods.ermoe.regions.experts[1]",
+        "found 'skull'; allowed: wm, gm, csf",
+    ),
+    (
+        IMAGES,
+        {"teacher": GONE},
+        "methods.tgr.regularizers[0]",
+        "router_kl needs a teacher, but there is no section teacher; allowed: dense",
+    ),
     (VOLUMES, {"robustness.survivors": True}, "robustness.survivors", "allowed: false"),
     (
         VOLUMES,
@@ -527,6 +560,12 @@ RUN = [
         {"finetune.batch": 401},
         "finetune.batch",
         "200 training images (20 shots of 10 classes",
+    ),
+    (
+        IMAGES,
+        {"finetune.k": 1, "methods.vmoe.router": COMPETITION, "methods.vmoe.regularizers": []},
+        "finetune.k",
+        "found 1, with which the router is refused (diversity_weight: found 0.1, but with k = 1",
     ),
     *(
         (

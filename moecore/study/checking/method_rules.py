@@ -62,7 +62,10 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
         for need in sorted(regularizer.needs & set(NEEDED_WORDS)):
             if need == "guidance":
                 if _has_no_teacher(study) and name in study.run.methods:
-                    yield place, f"{regularizer.kind} needs a teacher, but {_no_teacher_words()}"
+                    yield (
+                        place,
+                        f"{regularizer.kind} needs a teacher, but {_no_teacher_words(study)}",
+                    )
             elif need not in method.provided:
                 yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}, but {_router(method)}"
     for index, regularizer in enumerate(method.unguided_regularizers):
@@ -112,7 +115,7 @@ def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
     }
     for key, asks in asking.items():
         if asks:
-            yield ("methods", name, key), f"needs a teacher, but {_no_teacher_words()}"
+            yield ("methods", name, key), f"needs a teacher, but {_no_teacher_words(study)}"
 
 
 def _same_views(study: Study, name: str, method: Method) -> Misfits:
@@ -133,9 +136,12 @@ def _router(method: Method) -> str:
 
 
 def _has_no_teacher(study: Study) -> bool:
-    return study.teacher is not None and study.teacher.kind == NO_TEACHER
+    return study.teacher is None or study.teacher.kind == NO_TEACHER
 
 
-def _no_teacher_words() -> str:
+def _no_teacher_words(study: Study) -> str:
     allowed = ", ".join(kind for kind in list_own_names(Teacher) if kind != NO_TEACHER)
-    return f"teacher.kind is {NO_TEACHER}; allowed: {allowed}"
+    lack = (
+        "there is no section teacher" if study.teacher is None else f"teacher.kind is {NO_TEACHER}"
+    )
+    return f"{lack}; allowed: {allowed}"

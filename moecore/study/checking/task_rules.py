@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from moecore.attacks.objectives import objective_refusal
 from moecore.core.part_families import part_classes_by_kind
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
@@ -38,8 +39,7 @@ def label_misfits(study: Study) -> Misfits:
     yield from _mixed_label_problems(study, numbers)
     yield from _training(study, tasks)
     yield from _distillation(study, tasks)
-    if numbers:
-        yield from _attacks(study)
+    yield from _attacks(study, tasks)
     yield from _survivors(study, tasks)
     yield from _calibrator(study, kinds)
     yield from _measurements(study, kinds, numbers)
@@ -92,23 +92,29 @@ def _distillation(study: Study, tasks: dict[str, Any]) -> Misfits:
             yield ("methods", name, "distillation"), text
 
 
-def _attacks(study: Study) -> Misfits:
-    """Attacks that need classes, where labels are real numbers."""
-    if study.robustness is None:
-        return
-    attacks: list[tuple[tuple, Any]] = [
-        (("robustness", "attacks", index), attack)
-        for index, attack in enumerate(study.robustness.attacks)
-    ]
+def _attacks(study: Study, tasks: dict[str, Any]) -> Misfits:
+    """Yield attacks that need classes, or one each, where the labels are none."""
+    attacks: list[tuple[tuple, Any]] = []
+    if study.robustness is not None:
+        chosen = enumerate(study.robustness.attacks)
+        attacks += [(("robustness", "attacks", index), attack) for index, attack in chosen]
     if study.transfer is not None:
         attacks.append((("transfer", "attack"), study.transfer.attack))
+    explorer: Any = getattr(study, "explorer", None)
+    if explorer and "explorer" in study.run.measurements:
+        attacks.append((("explorer", "attack"), explorer.attack))
+    asked = [tasks[phase] for phase in study.run.phases if phase in tasks]
     for keys, attack in attacks:
-        if not hasattr(attack, "objective"):
+        objective = getattr(attack, "objective", None)
+        if objective is None and any(task.needs_classes("classes") for task in asked):
             text = f"{attack.kind} needs classes, and the labels are real numbers"
             yield (*keys, "kind"), f"{text}; allowed: fgsm, pgd, apgd"
-        elif attack.objective in ("cross_entropy", "dlr"):
-            allowed = "task (the absolute error), balance, routing_change"
-            text = f"found {attack.objective}, which needs classes; allowed: {allowed}"
+        elif objective and any(objective_refusal(objective, task) for task in asked):
+            needed = "classes"
+            if not any(task.needs_classes("classes") for task in asked):
+                needed = "one label per image"
+            allowed = "task (the loss that is learned), balance, routing_change"
+            text = f"found {objective}, which needs {needed}; allowed: {allowed}"
             yield (*keys, "objective"), text
 
 
