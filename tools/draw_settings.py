@@ -93,16 +93,23 @@ class SettingsDrawer:
         """Return settings of a class as plain data; not everything fits together."""
         drawn: dict[str, Any] = {}
         for name, field in model.model_fields.items():
-            names = [*(f"{one.__name__}.{name}" for one in model.__mro__), name]
+            names = _list_names(model, name)
+            is_written = field.is_required() or is_part(field.annotation) or set(names) & set(SMALL)
             if name in fixed:
                 drawn[name] = fixed[name]
             elif name == KIND:
                 drawn[name] = field.default
-            elif small := next((SMALL[one] for one in names if one in SMALL), None):
-                drawn[name] = self.random.choice(small)
-            elif field.is_required() or is_part(field.annotation) or self._is_written(names):
-                drawn[name] = self.draw_value(field.annotation, field.metadata)
+            elif is_written or self._is_written(names):
+                drawn[name] = self.draw_field(model, name)
         return drawn
+
+    def draw_field(self, model: type[BaseModel], name: str) -> Any:
+        """Return a value of a setting of a class."""
+        for key in _list_names(model, name):
+            if key in SMALL:
+                return self.random.choice(SMALL[key])
+        field = model.model_fields[name]
+        return self.draw_value(field.annotation, field.metadata)
 
     def draw_value(self, annotation: Any, metadata: Sequence[Any] = ()) -> Any:
         """Return a value of an annotation; metadata: its bounds."""
@@ -139,6 +146,11 @@ class SettingsDrawer:
         if set(names) & {*ALWAYS, *LEFT_OUT}:
             return bool(set(names) & set(ALWAYS))
         return self.random.random() < SHARE
+
+
+def _list_names(model: type[BaseModel], name: str) -> list[str]:
+    """Return the names that a setting has in SMALL, ALWAYS and LEFT_OUT."""
+    return [*(f"{one.__name__}.{name}" for one in model.__mro__), name]
 
 
 def is_part(annotation: Any) -> bool:

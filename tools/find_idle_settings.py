@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
@@ -43,28 +42,29 @@ DRAWN = ("run", "data", "model", "methods", "teacher", "teacher_router", "pretra
 
 
 class Leaf(NamedTuple):
-    """A setting: its keys in params.yaml, where it stands in the schema, and its value."""
+    """A setting: its keys in params.yaml, its class, its name there and its value."""
 
     keys: tuple[str | int, ...]
-    name: str  # NoisyTopK.k
-    field: FieldInfo
+    model: type[BaseModel]
+    name: str
     value: Any
 
 
 def list_leaves(settings: BaseModel, keys: tuple[str | int, ...]) -> Iterator[Leaf]:
     """Yield all settings inside of some, those at their default too."""
-    for name, field in type(settings).model_fields.items():
+    for name in type(settings).model_fields:
         value = getattr(settings, name)
         place = (*keys, name)
         if name in (*NO_RESULT, *LEFT_OUT) or f"{type(settings).__name__}.{name}" in LEFT_OUT:
             continue
         if isinstance(value, BaseModel):
             yield from list_leaves(value, place)
-        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        elif isinstance(value, tuple) and any(isinstance(one, BaseModel) for one in value):
             for index, one in enumerate(value):
-                yield from list_leaves(one, (*place, index))
+                if isinstance(one, BaseModel):
+                    yield from list_leaves(one, (*place, index))
         elif not isinstance(value, dict):
-            yield Leaf(place, f"{type(settings).__name__}.{name}", field, value)
+            yield Leaf(place, type(settings), name, value)
 
 
 def set_leaf(data: dict[str, Any], keys: tuple[str | int, ...], value: Any) -> dict[str, Any]:
@@ -135,6 +135,7 @@ def find_idle_leaves(seed: int, folder: Path, raw: Path) -> Iterator[tuple[Leaf,
     data = drawer.draw_study()
     data["run"] |= {"seeds": [0], "phases": ["pretrain"], "thorough": ["pretrain"]}
     data["data"] = {"pretrain": data["data"]["pretrain"]}
+    data["pretrain"] |= {"epochs": 2, "updates": 2}
     data["methods"] = {METHOD: data["methods"][METHOD]}
     measured = data["run"]["measurements"]
     data = {name: data[name] for name in (*DRAWN, *measured, "routing") if name in data}
@@ -149,7 +150,7 @@ def find_idle_leaves(seed: int, folder: Path, raw: Path) -> Iterator[tuple[Leaf,
     for keys, settings in roots.items():
         for leaf in list_leaves(settings, keys):
             for _ in range(TRIES):
-                value = drawer.draw_value(leaf.field.annotation, leaf.field.metadata)
+                value = drawer.draw_field(leaf.model, leaf.name)
                 other = (
                     None
                     if value == leaf.value
@@ -175,10 +176,11 @@ def main() -> None:
             folder = Path(place) / str(seed)
             folder.mkdir()
             for leaf, value, is_different in find_idle_leaves(seed, folder, raw):
-                tried[leaf.name].append(is_different)
+                name = f"{leaf.model.__name__}.{leaf.name}"
+                tried[name].append(is_different)
                 if not is_different:
                     keys = ".".join(map(str, leaf.keys))
-                    print(f"{seed} {keys} ({leaf.name}): {leaf.value} → {value}", flush=True)
+                    print(f"{seed} {keys} ({name}): {leaf.value} → {value}", flush=True)
     for name, changes in sorted(tried.items()):
         if not all(changes):
             print(f"{name}: {sum(changes)} of {len(changes)}")

@@ -99,7 +99,20 @@ QUANTILE = {"kind": "quantile"}
 L1 = [{"kind": "adaptive_l1"}]
 SWITCH = [{"kind": "switch_balance"}]
 KL = [{"kind": "router_kl"}]
+TOP_2 = {"kind": "noisy_top_k", "k": 2}
+ALL_4 = {"kind": "noisy_top_k", "k": 4, "balance": {"kind": "loss_free"}}
+UNSAMPLED = {"kind": "depth", "router": TOP_2, "sampling_weight": 0.5}
+NESTED = {"kind": "frozen_copy", "router": TOP_2 | {"group_size": 4}}
+AVERAGE = {"kind": "group_sparsity", "filter": "average", "sigma_end": 2.0}
+FIXED = {"kind": "group_sparsity", "sigma_start": 3.0, "sigma_end": 3.0, "exponent": 3.0}
+EXPERTS = {"experts": {"kind": "mlp", "number": 4}}
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
+
+
+def grouped(number: int, kept: int) -> dict[str, Any]:
+    """A router with groups of experts."""
+    return {"router": TOP_2 | {"groups": {"number": number, "kept": kept}}}
+
 
 # Of the file alone: text, edits, key, words
 FILE = [
@@ -286,6 +299,51 @@ FILE = [
         "methods.vmoe.unguided_regularizers[0]",
         "found load a second time; allowed: each kind once",
     ),
+    *(
+        (IMAGES, {"methods.other": router | EXPERTS}, f"methods.other.router.{key}", words)
+        for key, router, words in (
+            (
+                "group_size",
+                {"router": TOP_2 | {"group_size": 4}},
+                "found 4, but without a capacity no im",
+            ),
+            ("k", {"router": {"kind": "top_p", "k": 1}}, "found 1: each token then has its first"),
+            ("balance", {"router": ALL_4}, "found loss_free, but every token has all 4 experts"),
+            ("groups.kept", grouped(2, 2), "found 2, and there are as many groups, so that none"),
+            ("groups.kept", grouped(4, 2), "found 2: the groups of the 2 best experts are always"),
+            ("sampling_weight", {"router": UNSAMPLED}, "found 0.5, but without sampling there is"),
+            ("router.group_size", {"router": NESTED}, "found 4, but without a capacity no images"),
+        )
+    ),
+    (
+        IMAGES,
+        {"methods.dense.upcycle": {"kind": "drop"}},
+        "methods.dense.upcycle.kind",
+        "found drop, but a dense method has no experts; allowed: true, false",
+    ),
+    *(
+        (
+            IMAGES,
+            {"methods.vmoe.regularizers": [loss]},
+            f"methods.vmoe.regularizers[0].{key}",
+            words,
+        )
+        for loss, key, words in (
+            (SWITCH[0] | {"group_size": 4}, "group_size", "found 4, but the level is batch; allow"),
+            (AVERAGE, "sigma_end", "found 2.0, but the filter is average; allowed: leave it out"),
+            (FIXED, "exponent", "found 3.0, but σ stays as it is; allowed: leave it out, or anot"),
+        )
+    ),
+    (IMAGES, {"model.depth": 1, "model.drop_path": 0.1}, "model.drop_path", "found 0.1, which gr"),
+    (
+        VOLUMES,
+        {"model": {"kind": "sfcn", "head": "number", "bins": 8}},
+        "model.bins",
+        "found 8, but the head is a number; allowed: leave it out, or head: bins",
+    ),
+    (WORDS, {"methods.smoe.permuted": True}, "methods.smoe.permuted", "the label of a word is"),
+    (WORDS, {"routing": {"views": {"shift": 1}}}, "routing.views", "which has no views; leave it"),
+    (WORDS, {"routing": {"augmentations": ["flip"]}}, "routing.augmentations", "has no views"),
     (
         IMAGES,
         {"methods.vmoe.teacher_router": {}},
@@ -560,6 +618,13 @@ RUN = [
         {"finetune.batch": 401},
         "finetune.batch",
         "200 training images (20 shots of 10 classes",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.regularizers": [{"kind": "pairwise_consistency", "special": True}]}
+        | {"model.pooling": "mean"},
+        "methods.vmoe.regularizers[0].special",
+        "found true, but the model has no class token; allowed: false",
     ),
     (
         IMAGES,

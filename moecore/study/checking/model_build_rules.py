@@ -117,6 +117,7 @@ def _method_problems(
             continue
         yield from _truth_problems(name, learned, phase)
         if learned.moe is not None:
+            yield from _special_token_problems(name, method, model)
             images = _training_of(method, phase).batch * method.views
             yield from layer_misfits(name, learned.moe, images, model)
         if phase.name == "pretrain":
@@ -142,6 +143,16 @@ def _truth_problems(name: str, method: Method, phase: TrainingPhase) -> Misfits:
             why = f"but nobody knows the truth of data.{phase.name}'s tokens"
             text = f"found {regularizer.kind}, {why}; allowed: data whose card says truth"
             yield ("methods", name, "regularizers", index), text
+
+
+def _special_token_problems(name: str, method: Method, model: BackboneModel) -> Misfits:
+    """Yield the losses of two views that pair a class token with itself where there is none."""
+    if any(layout.special for layout in model.layouts):
+        return
+    for index, loss in enumerate(method.regularizers):
+        if getattr(loss, "special", False):
+            place = ("methods", name, "regularizers", index, "special")
+            yield place, "found true, but the model has no class token; allowed: false"
 
 
 def _locate_refusal(

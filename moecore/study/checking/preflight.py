@@ -14,6 +14,7 @@ from moecore.study.checking.data_rules import (
     load_previews,
     misfits_with_pretrain_images,
 )
+from moecore.study.checking.idle_rules import unused_stem_note
 from moecore.study.checking.model_build_rules import model_misfits
 from moecore.study.checking.outside_part_rules import (
     outside_part_misfits,
@@ -88,9 +89,8 @@ def check_study(
         f"{'.'.join(data_source_key_path(phase))}: {describe_planned_data(preview)}"
         for phase, preview in previews.items()
     ]
-    notes += [
-        note for note in (unused_teacher_note(study), gradientless_router_note(study)) if note
-    ]
+    known = (unused_teacher_note, gradientless_router_note, unused_stem_note)
+    notes += [note for tell in known if (note := tell(study))]
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 

@@ -173,11 +173,20 @@ def _models_of_text(study: Study) -> Misfits:
     for section in ("robustness", "transfer", "finetune"):
         if getattr(study, section) is not None:
             yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
+    if study.routing is not None:
+        for key in ("views", "augmentations", "augmentation_images"):
+            if key in study.routing.model_fields_set:
+                text = "data.pretrain is text, which has no views; leave it out"
+                yield ("routing", key), text
     for name, method in study.methods.items():
-        needed = method.views == 2 or method.guided or method.upcycle
-        if needed and name in study.run.methods:
+        if name not in study.run.methods:
+            continue
+        if method.views == 2 or method.guided or method.upcycle:
             text = "the method needs two views or a teacher, and data.pretrain is text"
             yield ("methods", name), f"{text}; take another method"
+        if method.permuted:
+            text = "found true, but the label of a word is the next one (data.pretrain is text)"
+            yield ("methods", name, "permuted"), f"{text}; allowed: false"
 
 
 def _captions(study: Study, kinds: dict[str, str]) -> Misfits:

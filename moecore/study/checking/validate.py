@@ -11,6 +11,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.core.part_families import KIND, Part, part_classes_by_kind
 from moecore.measure.base import Measurement
+from moecore.study.checking.idle_rules import idle_setting_misfits
 from moecore.study.checking.method_rules import method_misfits
 from moecore.study.checking.run_and_claims_rules import selection_misfits
 from moecore.study.checking.task_rules import label_misfits
@@ -87,6 +88,7 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
         yield from volume_misfits(study)
         yield from schedule_misfits(study)
         yield from idle_view_misfits(study)
+        yield from idle_setting_misfits(study)
         yield from _unwritten_kinds(study, data)
 
 
