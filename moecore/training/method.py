@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from moecore.core.config import AnySettings, Config, replace_and_validate
-from moecore.core.files import UserError
+from moecore.core.config import AnySettings, Config, replace_and_validate, validate_again
 from moecore.core.routing_records import Feature
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
@@ -183,7 +182,7 @@ class Method(Config):
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:
-            router = _validate_router(router.with_k(k), f"finetune.k: found {k}")
+            router = validate_again(router.with_k(k), f"finetune.k: found {k}, refused by router")
         return self.model_copy(
             update={
                 "regularizers": kept,
@@ -193,12 +192,3 @@ class Method(Config):
                 "regions": None,
             }
         )
-
-
-def _validate_router(router: Router, problem: str) -> Router:
-    """Return a router whose settings were changed; UserError where they do not fit each other."""
-    try:
-        return type(router).model_validate(router.model_dump())
-    except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UserError(f"{problem}, with which the router is refused ({reason})") from None

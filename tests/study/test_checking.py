@@ -51,6 +51,11 @@ IMAGES = PARAMS
 SPOKEN = {
     "data.pretrain": {"kind": "dialects", "source": {"kind": "digits", "size": 24}, "train": 2000}
 }
+MEASURED = {
+    "pretrain.views": {"shift": 1},
+    "run.phases": ["pretrain"],
+    "run.thorough": ["pretrain"],
+}
 GONE = object()
 
 
@@ -320,6 +325,18 @@ FILE = [
         {"methods.dense.upcycle": {"kind": "drop"}},
         "methods.dense.upcycle.kind",
         "found drop, but a dense method has no experts; allowed: true, false",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.experts.fine": 1},
+        "methods.vmoe.experts.fine",
+        "found 1 piece of each expert, which is the whole; allowed: null, or above 1",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.upcycle": True, "methods.vmoe.experts.init": "flat"},
+        "methods.vmoe.experts.init",
+        "found flat, but the experts begin as the teacher's MLPs; allowed: leave it out, or upc",
     ),
     *(
         (
@@ -630,7 +647,7 @@ RUN = [
         IMAGES,
         {"finetune.k": 1, "methods.vmoe.router": COMPETITION, "methods.vmoe.regularizers": []},
         "finetune.k",
-        "found 1, with which the router is refused (diversity_weight: found 0.1, but with k = 1",
+        "found 1, refused by router: diversity_weight: found 0.1, but with k = 1 no two are",
     ),
     *(
         (
@@ -680,6 +697,18 @@ RUN = [
         "found truth_kl, but nobody knows the truth of data.pretrain's tokens",
     ),
     (IMAGES, SPOKEN | {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "would falsify the truth"),
+    *(
+        (
+            IMAGES,
+            SPOKEN | MEASURED | {f"routing.{key}": value},
+            f"routing.{place}",
+            "would falsify the truth",
+        )
+        for key, value, place in (
+            ("views", {"shift": 1, "jitter": {"contrast": 0.5}}, "views.jitter"),
+            ("augmentations", ["flip"], "augmentations"),
+        )
+    ),
     (
         IMAGES,
         SPOKEN | {"pretrain.views": {"erasing": 0.5}},

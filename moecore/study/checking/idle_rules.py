@@ -13,6 +13,7 @@ from moecore.nn.backbones.sfcn import Sfcn
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.balances.quantile import Quantile
 from moecore.nn.experts.base import Experts
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.noisy_top_k import NoisyTopK
@@ -62,6 +63,10 @@ def _method(keys: tuple, method: Method) -> Idle:
             f"found {method.upcycle.kind}, but a dense method has no experts; allowed: true, false"
         )
         yield (*keys, "upcycle", "kind"), text
+    if method.upcycle and isinstance(method.experts, Mlp):
+        why = "the experts begin as the teacher's MLPs"
+        changed = _list_changed(method.experts, ["init"], why, "upcycle: false")
+        yield from _below((*keys, "experts"), changed)
     for place, tower, losses in (
         ((), method, method.regularizers),
         (("text",), method.text, method.text_losses),
@@ -69,6 +74,13 @@ def _method(keys: tuple, method: Method) -> Idle:
         if tower is not None and tower.router is not None and tower.experts is not None:
             where = (*keys, *place)
             yield from _below((*where, "router"), _router(tower.router, tower.experts))
+            if (
+                isinstance(tower.experts, Mlp)
+                and tower.experts.fine == 1
+                and not tower.experts.shared
+            ):
+                text = "found 1 piece of each expert, which is the whole; allowed: null, or above 1"
+                yield (*where, "experts", "fine"), text
         for index, loss in enumerate(losses):
             yield from _below((*keys, *place, "regularizers", index), _loss(loss))
 

@@ -28,7 +28,7 @@ from moecore.study.checking.training_rules import (
 )
 from moecore.study.checking.trial_step_rules import trial_step_misfits
 from moecore.study.checking.validate import format_misfits, read_study_and_problems
-from moecore.study.checking.view_rules import grey_view_misfits
+from moecore.study.checking.view_rules import image_view_misfits
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.message_format import cap_line_count
 from moecore.study.reading.overlay import list_folder_stages
@@ -70,7 +70,7 @@ def check_study(
     others = [
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
-        *grey_view_misfits(study, previews),
+        *image_view_misfits(study, previews),
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)

@@ -8,6 +8,7 @@ from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import UNEVEN_REFUSAL
 from moecore.study.checking.task_rules import list_training_settings
+from moecore.study.checking.view_rules import FALSIFIED
 from moecore.study.reading.study import Misfits, Study
 
 
@@ -96,8 +97,7 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
         changes = [(*place, "randaugment"), (*place, "jitter"), (*place, "erasing"), (*keys, "mix")]
         settings = (views.randaugment, views.jitter, views.erasing, training.mix)
         for changed in compress(changes, settings):
-            text = f"found a change of pixels, which would falsify the truth of data.{phase}"
-            yield changed, f"{text}; allowed: leave it out"
+            yield changed, f"found a change of pixels, {FALSIFIED.format(phase)}"
     if preview.short_side is None:
         sides = preview.size if isinstance(preview.size, tuple) else (preview.size,)
         if views.shift >= min(sides):

@@ -8,6 +8,7 @@ from moecore.data.views.views import ViewSettings
 from moecore.study.checking.task_rules import list_training_settings
 from moecore.study.reading.study import Misfits, Study
 
+FALSIFIED = "which would falsify the truth of data.{}; allowed: leave it out"
 Views = Iterator[tuple[tuple, str, ViewSettings]]
 
 
@@ -29,18 +30,32 @@ def idle_view_misfits(study: Study) -> Misfits:
             yield (*keys, "mix"), text
 
 
-def grey_view_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
-    """Yield changes of colours that images of one channel do not have."""
+def image_view_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield changes that images of one channel do not have, or that would falsify their truth."""
     for keys, phase, views in _list_views(study):
         preview = previews.get(phase)
-        if preview is None or preview.channels > 1:
+        if preview is None:
             continue
-        problem = f"but data.{phase} has grey images, whose saturation nothing changes"
-        if views.jitter is not None and views.jitter.saturation:
-            text = f"found {views.jitter.saturation:g}, {problem}; allowed: 0"
-            yield (*keys, "jitter", "saturation"), text
-        if views.randaugment is not None and set(views.randaugment.names) == {"saturation"}:
-            yield (*keys, "randaugment", "names"), f"found saturation, {problem}; allowed: others"
+        if preview.channels == 1:
+            yield from _colours_of_grey(keys, phase, views)
+        if preview.truth and keys == ("routing", "views"):  # those of trainings: training_rules.py
+            for key in ("randaugment", "jitter", "erasing"):
+                if getattr(views, key):
+                    yield (*keys, key), f"found a change of pixels, {FALSIFIED.format(phase)}"
+    routing, truths = study.routing, [name for name in study.run.phases if name in previews]
+    for phase in [name for name in truths if previews[name].truth][:1]:
+        if routing and "augmentations" in routing.model_fields_set and routing.augmentations:
+            text = f"found changes of images, {FALSIFIED.format(phase)}"
+            yield ("routing", "augmentations"), text
+
+
+def _colours_of_grey(keys: tuple, phase: str, views: ViewSettings) -> Misfits:
+    problem = f"but data.{phase} has grey images, whose saturation nothing changes"
+    if views.jitter is not None and views.jitter.saturation:
+        text = f"found {views.jitter.saturation:g}, {problem}; allowed: 0"
+        yield (*keys, "jitter", "saturation"), text
+    if views.randaugment is not None and set(views.randaugment.names) == {"saturation"}:
+        yield (*keys, "randaugment", "names"), f"found saturation, {problem}; allowed: others"
 
 
 def _list_views(study: Study) -> Views:
