@@ -25,6 +25,7 @@ from moecore.training.upcycle import upcycle_model
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
 TEACHER_SECTIONS = ("teacher", "model")
+MOVING = "swin, swin_moe, swin_v2, vit, vit3d"  # whose weights fit images of any size
 # What building a model of odd numbers raises, torch's and Python's own errors among it
 REFUSED = (
     UserError,
@@ -127,6 +128,8 @@ def _method_problems(
             yield from _transfer_problems(phase, start, model)
         if method.guided or method.upcycle:
             yield from _guiding_problems(study, name, learned, phase.name, model)
+            if phase.image.size != phases[0].image.size:
+                yield from _teacher_of_one_size(study, phase)
 
 
 def _training_of(method: Method, phase: TrainingPhase) -> Any:
@@ -187,8 +190,7 @@ def _transfer_problems(
     """Yield why a pretrained model cannot be brought to the images of a later phase."""
     if not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
-        allowed = "swin, swin_moe, swin_v2, vit, vit3d"
-        yield ("model", "kind"), f"{text}; allowed with {phase.name}: {allowed}"
+        yield ("model", "kind"), f"{text}; allowed with {phase.name}: {MOVING}"
 
 
 def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
@@ -252,6 +254,14 @@ def _guiding_problems(
             text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
             yield TEACHER_SECTIONS, f"{text}{ours}; allowed: the model's patch and pooling"
             return
+
+
+def _teacher_of_one_size(study: Study, phase: TrainingPhase) -> Misfits:
+    """Yield a teacher that cannot be brought to a later phase's images, which opens it."""
+    teacher, _ = _build_teacher(study, phase.image)
+    if teacher is not None and not teacher.moves:
+        text = f"found {teacher.config.kind}, whose models work at one image size only"
+        yield (*TEACHER_SECTIONS, "kind"), f"{text}; allowed with {phase.name}: {MOVING}"
 
 
 def _missing_block(

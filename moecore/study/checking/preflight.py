@@ -21,6 +21,7 @@ from moecore.study.checking.outside_part_rules import (
     outside_source_misfits,
 )
 from moecore.study.checking.reduction_rules import reduction_misfits
+from moecore.study.checking.task_rules import few_class_misfits
 from moecore.study.checking.training_rules import (
     gradientless_router_note,
     training_image_misfits,
@@ -71,6 +72,7 @@ def check_study(
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
         *image_view_misfits(study, previews),
+        *few_class_misfits(study, previews),
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)

@@ -3,12 +3,13 @@
 Every source says which task its labels are of; the task says why it cannot do without classes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from moecore.attacks.objectives import objective_refusal
+from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
 from moecore.core.part_families import part_classes_by_kind
+from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
@@ -92,8 +93,19 @@ def _distillation(study: Study, tasks: dict[str, Any]) -> Misfits:
             yield ("methods", name, "distillation"), text
 
 
-def _attacks(study: Study, tasks: dict[str, Any]) -> Misfits:
-    """Yield attacks that need classes, or one each, where the labels are none."""
+def few_class_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield attacks whose objective has no meaning for two classes."""
+    for keys, attack in _list_attacks(study):
+        for phase in study.run.phases:
+            number = len(getattr(previews.get(phase), "classes", None) or ())
+            if getattr(attack, "objective", None) == "dlr" and 0 < number < DLR_CLASSES:
+                text = f"found dlr, but data.{phase} has {number} classes, fewer than {DLR_CLASSES}"
+                yield (*keys, "objective"), f"{text}; allowed: task, cross_entropy"
+                break
+
+
+def _list_attacks(study: Study) -> list[tuple[tuple, Any]]:
+    """Return where each attack on trained models stands, and its settings."""
     attacks: list[tuple[tuple, Any]] = []
     if study.robustness is not None:
         chosen = enumerate(study.robustness.attacks)
@@ -103,8 +115,13 @@ def _attacks(study: Study, tasks: dict[str, Any]) -> Misfits:
     explorer: Any = getattr(study, "explorer", None)
     if explorer and "explorer" in study.run.measurements:
         attacks.append((("explorer", "attack"), explorer.attack))
+    return attacks
+
+
+def _attacks(study: Study, tasks: dict[str, Any]) -> Misfits:
+    """Yield attacks that need classes, or one each, where the labels are none."""
     asked = [tasks[phase] for phase in study.run.phases if phase in tasks]
-    for keys, attack in attacks:
+    for keys, attack in _list_attacks(study):
         objective = getattr(attack, "objective", None)
         if objective is None and any(task.needs_classes("classes") for task in asked):
             text = f"{attack.kind} needs classes, and the labels are real numbers"
