@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel
 
 from moecore.core.files import UserError
+from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, find_measurement
 from moecore.nn.backbones.input_spec import ImageSpec
@@ -31,6 +32,7 @@ from moecore.training.artifacts import save_guide, save_no_guide
 from moecore.training.loop import iterate_training
 from moecore.training.phase_trainings import build_pretraining, build_unfitted_guide
 from moecore.training.runtime import tune_runtime
+from moecore.training.teachers.fit_router import iterate_router_fit
 from tools.draw_settings import LEFT_OUT
 from tools.draw_study import StudyDrawer, write_raw_data
 from tools.fuzz_studies import repair_until_accepted, write_study_files
@@ -114,7 +116,11 @@ def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, s
         torch.manual_seed(1)
         if method.guided or method.upcycle:
             teacher = study.teacher.build(ImageSpec.from_card(data.card)).eval()
-            save_guide(Path(guide), build_unfitted_guide(method, study.model, teacher, 0, "cpu"))
+            made = build_unfitted_guide(method, study.model, teacher, 0, "cpu")
+            if len(made.routers) and not made.learns:
+                train, weights = load_split_for_device(data.train, "cpu"), method.teacher_router
+                list(iterate_router_fit(made, train, weights, study.teacher_router, 0))
+            save_guide(Path(guide), made)
         else:
             save_no_guide(Path(guide))
         settings = method.merge_pretrain_settings(study.pretrain)

@@ -247,6 +247,12 @@ FILE = [
     ),
     (
         IMAGES,
+        {"methods.vmoe.router": {"kind": "hash"}},
+        "methods.vmoe.regularizers[0]",
+        "found importance, but the router hash learns nothing; allowed: no such loss, or another",
+    ),
+    (
+        IMAGES,
         {"methods.vmoe.regularizers": [SWITCH[0] | {"level": "group", "group_size": 3}]},
         "methods.vmoe.regularizers[0].group_size",
         "found 3, and a step of pretrain has 64 images; allowed: a divisor of these",
