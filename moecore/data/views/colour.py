@@ -109,7 +109,7 @@ class ColourJitter(Config):
 
     @property
     def is_identity(self) -> bool:
-        """Whether no colour is changed."""
+        """Return whether no colour is changed."""
         return not (self.brightness or self.contrast or self.saturation)
 
 

@@ -50,7 +50,7 @@ class RandAugment(Config):
 
     @property
     def is_identity(self) -> bool:
-        """Whether no image is changed: without operations, or without their strength."""
+        """Return whether no image is changed: without operations, or without their strength."""
         strong = set(self.names) - {"identity"}
         return not self.operations or not (strong if self.magnitude else strong & STRENGTHLESS)
 

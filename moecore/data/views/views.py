@@ -68,7 +68,7 @@ class AffineRanges(Config):
 
     @property
     def is_identity(self) -> bool:
-        """Whether no image is moved."""
+        """Return whether no image is moved."""
         return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
 
 
@@ -102,7 +102,7 @@ class ViewSettings(Config):
 
     @property
     def leaves_image(self) -> bool:
-        """Whether views show, or interpolate with, what lies outside of the image."""
+        """Return whether views show, or interpolate with, what lies outside of the image."""
         moves = self.randaugment is not None and self.randaugment.moves
         return bool(self.shift or self.crop or self.affine or moves)
 
