@@ -81,10 +81,10 @@ def drop_setting(data: dict[str, Any], keys: Sequence[Any]) -> None:
         return
     if keys[:2] in (["data", "pretrain"], ["model", "kind"]):
         keys = ["model"]
+    if keys[0] not in data:
+        return  # another line has named it
     if keys[:2] == ["teacher", "model"]:
         data["teacher"]["model"] = data.get("model")
-        return
-    if keys[0] not in data:
         return
     holder, last = data, keys[0]
     for key in keys[1:]:
