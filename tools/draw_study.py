@@ -30,7 +30,7 @@ COMPANIONS = {  # of a router, the loss without which it does little or is refus
     "dynamic": "diversity_simplicity",
     "teacher_routed": "router_kl",
 }
-COUNTS = {"train": 70, "validation": 60, "test": 60}  # each of ten classes is in every split
+COUNTS = {"train": 100, "validation": 100, "test": 100}  # each of ten classes is in every split
 FLAT = ("vit", "vit", "vit", "swin", "swin_moe", "swin_v2", "single_layer")
 PLAIN = (*FLAT_WITH_CLASSES, "zero_shot", "retrieval", "cohort_checks", "word_swaps")
 CHANCES = {  # of the sections that a study may be without
@@ -191,7 +191,7 @@ class StudyDrawer(SettingsDrawer):
         grey = (
             {"kind": "clusters", "patch": 4, "grid": side // 2, **COUNTS, "seed": seed},
             {"kind": "subspaces", "size": side, "subspaces": 3, "rank": 2, **COUNTS, "seed": seed},
-            {"kind": "dialects", "form": form, "dialects": 2, **cells, "train": 120},
+            {"kind": "dialects", "form": form, "dialects": 2, **cells, "train": 140},
             {"kind": "mosaic", **cells},
             {"kind": "digits", "size": 2 * side, "train_limit": 60, "test_limit": 20},
         )

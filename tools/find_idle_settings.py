@@ -24,6 +24,7 @@ from moecore.core.files import UserError
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, find_measurement
+from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.study.checking.preflight import check_study
@@ -129,6 +130,8 @@ def train_model(study: Study, data: Prepared, folder: Path) -> tuple[Any, Any, s
     for _ in iterate_training(recipe.job, settings, 0, runtime):
         pass
     model = recipe.model.eval()
+    if isinstance(model, BackboneModel):
+        model.remember(0)  # as a saved model: without what a training's streams left
     prediction, records = predict_in_batches(model, data.test.images[:8])
     tensors = [*model.state_dict().values(), prediction, *(one.combine for one in records)]
     bits = [tensor.double().flatten().tolist() for tensor in tensors]

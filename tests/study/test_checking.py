@@ -111,6 +111,7 @@ NESTED = {"kind": "frozen_copy", "router": TOP_2 | {"group_size": 4}}
 AVERAGE = {"kind": "group_sparsity", "filter": "average", "sigma_end": 2.0}
 FIXED = {"kind": "group_sparsity", "sigma_start": 3.0, "sigma_end": 3.0, "exponent": 3.0}
 EXPERTS = {"experts": {"kind": "mlp", "number": 4}}
+NINE_OF_EIGHT = {"router": {"kind": "noisy_top_k", "k": 9}, "experts": {"kind": "mlp"}}
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
 
 
@@ -776,6 +777,18 @@ RUN = [
         {"data.pretrain": {"kind": "image_folder", "root": "~nosuchuser/x"}},
         "data.pretrain.root",
         "~nosuchuser/x",
+    ),
+    (
+        WORDS,
+        {"sizes": {"models": [{"name": "a", "model": {"kind": "sfcn"}}]}},
+        "sizes.models[0].model.kind",
+        "found sfcn, but the images have 2 axes; allowed: another kind, or volumes",
+    ),
+    (
+        WORDS,
+        {"sizes": {"models": [{"name": "a", "model": {"kind": "vit"}, "method": NINE_OF_EIGHT}]}},
+        "sizes.models[0].method.router.k",
+        "but there are 8 experts",
     ),
     (WORDS, {"model": {"kind": "vit"}}, "model.kind", "have 1 axes; allowed: language_model"),
     (

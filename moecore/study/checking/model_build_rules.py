@@ -6,12 +6,14 @@ teacher that lacks the patches, the depth or the size for what it guides.
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.expected_data import PlannedData
+from moecore.measure.sizes import PaperModel, build_on_meta
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.meta_device import meta_device_context
@@ -65,6 +67,25 @@ def model_misfits(study: Study, previews: Mapping[str, PlannedData]) -> list[tup
         for name in study.run.methods:
             misfits += _method_problems(study, name, study.methods[name], phases)
     return list(dict.fromkeys(misfits))
+
+
+def paper_model_misfits(study: Study) -> Misfits:
+    """Yield models of ``sizes`` that cannot be built."""
+    for index, one in enumerate(study.sizes.models if study.sizes is not None else ()):
+        if one.model is not None and (refused := _try_paper_model(one.model_dump_json())):
+            key, text = refused
+            inner = ("method",) if key[:1] in (("router",), ("experts",), ("blocks",)) else ()
+            yield ("sizes", "models", index, *inner, *key), text
+
+
+@cache
+def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
+    """Return what building a model refuses, once: the largest take a second."""
+    try:
+        build_on_meta(PaperModel.model_validate_json(settings))
+    except REFUSED as error:
+        return split_key_and_message(error)
+    return None
 
 
 def image_spec(preview: PlannedData) -> ImageSpec:

@@ -15,7 +15,7 @@ from moecore.study.checking.data_rules import (
     misfits_with_pretrain_images,
 )
 from moecore.study.checking.idle_rules import unused_stem_note
-from moecore.study.checking.model_build_rules import model_misfits
+from moecore.study.checking.model_build_rules import model_misfits, paper_model_misfits
 from moecore.study.checking.outside_part_rules import (
     outside_part_misfits,
     outside_source_misfits,
@@ -76,6 +76,7 @@ def check_study(
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
+        others += paper_model_misfits(study)
         others += reduction_misfits(study, previews)
         if not others:
             others += outside_part_misfits(study, previews, untried)
