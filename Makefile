@@ -27,8 +27,9 @@ test: setup data lint             ## check format, lint, types, studies and clai
 	moecore claims check > /dev/null
 	OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=40
 
-soak: setup data                 ## a hundred and more kills at random moments, thirty edits of code, hundreds of params.yaml; SEED=1 draws others
+soak: setup data                 ## a hundred and more kills at random moments, thirty edits of code, hundreds of params.yaml, a hundred drawn studies; SEED=1 draws others
 	MOECORE_SOAK=100 MOECORE_SOAK_SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 python -m pytest -s tests/pipeline/test_soak.py tests/pipeline/test_what_reruns.py tests/study/test_hostile.py -k "killed or code_that_it_runs or nothing_else or hostile"
+	OMP_NUM_THREADS=1 python -m tools.fuzz_studies --first $(or $(SEED),0)000 --accepted 100 --out .state/fuzzed
 
 lint: setup                      ## format, lint, imports, types
 	ruff format --check moecore stages tests benchmarks tools

@@ -1,6 +1,5 @@
 """Set all methods side by side: a page, its numbers as JSON, its curves as CSV, the claims."""
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,11 +38,9 @@ def compare() -> None:
     document = load_yaml_document(path)
     text = path.read_text(encoding="utf-8")
     results = read_results(params.run, text, stages=list_folder_stages(path.parent))
-    asked, waiting = partial_comparison.split_answerable_comparisons(
-        [*params.claims, *params.questions], params.run
+    asked = partial_comparison.choose_answerable_comparisons(
+        [*params.claims, *params.questions], params.run, results
     )
-    if waiting:
-        print(partial_comparison.describe_waiting_claims(waiting, params.run), file=sys.stderr)
     evaluated = evaluate_claims(asked, results)
     compared = compare_methods(results) | compare_json_claims(evaluated, document.data)
     inputs.refuse_all_edits()

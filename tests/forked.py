@@ -27,7 +27,7 @@ CLIENT = Path(__file__).with_name("command_client.py")
 def server() -> StageServer:
     """The server of this test process, started at the first call."""
     with contextlib.chdir(ROOT):  # there Python finds the module
-        started = start_stage_server(600, "tests.command_server")
+        started = start_stage_server("tests.command_server")
     for name in ("python", "dvc"):
         command = started.commands / name
         words = shlex.join([sys.executable, "-IS", str(CLIENT), sys.executable, name])

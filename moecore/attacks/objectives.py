@@ -20,6 +20,9 @@ Objective = Literal["task", "cross_entropy", "dlr", "balance", "routing_change"]
 Goal = Callable[[ModelOutput], Tensor]  # what a model said of B images → (B,)
 
 
+DLR_CLASSES = 3  # at least, for the third largest logit
+
+
 def objective_refusal(objective: Objective, task: Task) -> str | None:
     """Return why an objective cannot be computed for such labels, in words; None where it can."""
     if objective == "cross_entropy" and (reason := task.needs_classes("classes")):
@@ -67,9 +70,9 @@ def dlr_loss(prediction: Tensor, labels: Tensor) -> Tensor:
     nothing. labels: (B,) classes. Raises UserError for fewer than 3 classes, where the third
     largest logit z_π3 does not exist. Source: Croce & Hein (2020), eq. 6.
     """
-    if prediction.shape[1] < 3:
+    if prediction.shape[1] < DLR_CLASSES:
         raise UserError(
-            f"attack: the dlr objective needs at least 3 classes, and the model has "
+            f"attack: the dlr objective needs at least {DLR_CLASSES} classes, and the model has "
             f"{prediction.shape[1]}; choose cross_entropy"
         )
     ordered, classes = prediction.sort(dim=1)

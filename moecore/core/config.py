@@ -48,6 +48,18 @@ def replace_and_validate(
         raise UserError(f"{section}.{key}: {message}") from None
 
 
+def validate_again(settings: AnySettings, key: str) -> AnySettings:
+    """Settings of which some were changed; UserError at ``key`` where they do not fit each other.
+
+    What a model was built with without this, the file of its settings could not be read again.
+    """
+    try:
+        return settings.__class__.model_validate(settings.model_dump())
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"{key}: {reason}") from None
+
+
 def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySettings:
     """A JSON file as settings; raises UserError that names it where it holds none."""
     try:

@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,25 @@ class UserError(Exception):
     """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
 
 
-class FullDisk(UserError):
+class UnusableFile(UserError):
+    """A file that the system does not let this process read or write."""
+
+
+class FullDisk(UnusableFile):
     """A file that there is no room for; what was there before is untouched."""
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
+# What disks, rights, and files in the place of folders cause, and how a user mends it
+MENDS = {
+    **dict.fromkeys(NO_ROOM, "free some space and start again"),
+    errno.EROFS: "make it writable and start again",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read and write it"),
+    **dict.fromkeys(
+        (errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR), "move it away and start again"
+    ),
+}
 
 
 @contextmanager
@@ -46,47 +63,63 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 def _replace_when_done(path: Path) -> Iterator[Path]:
     temporary = None
     try:
-        with explain_full_disk(path):
+        with explain_file_errors(path):
             temporary = _temporary_path(path)
             yield temporary
             os.replace(temporary, path)
-    except FullDisk as error:  # it names the file as it is called at last
-        raise FullDisk(str(error).replace(str(temporary or path), str(path))) from error.__cause__
+    except UnusableFile as error:  # it names the file as it is called at last
+        text = str(error).replace(str(temporary or path), str(path))
+        raise type(error)(text) from error.__cause__
     finally:
         if temporary is not None:
-            _remove_path(temporary)
+            with suppress(OSError):  # the reason is raised above; the next process removes the rest
+                _remove_path(temporary)
 
 
 @contextmanager
-def explain_full_disk(path: Path | None = None) -> Iterator[None]:
-    """Raise FullDisk where a disk, a quota or a largest file size leaves no room for ``path``."""
+def explain_file_errors(path: Path | None = None) -> Iterator[None]:
+    """Raise UnusableFile for an error of the system that its user can mend; FullDisk without room.
+
+    path: What the block reads or writes, for errors that name no file.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if (number := disk_full_errno(error)) is None:
+        number = file_errno(error)
+        where = _failing_file(error) or path
+        if number in NO_ROOM:
+            where = where or Path.cwd()
+        if number not in MENDS or where is None:
             raise
-        where = _written_file(error) or path or Path.cwd()
-        why = os.strerror(number).lower()
-        mend = "free some space and start again"
-        raise FullDisk(f"{where}: could not be written, {why}; {mend}") from error
+        kind, said = UnusableFile, os.strerror(number).lower()
+        if number in NO_ROOM:
+            kind = FullDisk
+        if number in (*NO_ROOM, errno.EROFS):
+            said = f"could not be written, {said}"
+        raise kind(f"{where}: {said}; {MENDS[number]}") from error
 
 
-def _written_file(error: Exception) -> str | None:
-    """Return the file that could not be written, where the error says it; of a copy, the second."""
+def _failing_file(error: Exception) -> str | None:
+    """Return the file of an error, where the error names it; of a copy, the second."""
     if isinstance(error, shutil.Error):
         return error.args[0][0][1]
+    if str(error).startswith(LOOP_OF_LINKS):
+        return str(error).partition("'")[2].removesuffix("'") or None
     return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
-def disk_full_errno(error: BaseException) -> int | None:
-    """Return the number of an error that says that there is no room; None of any other error."""
-    number = getattr(error, "errno", None)
-    match = re.search(r"(?:Errno|os error) (\d+)|disk is full", str(error))  # by other libraries
-    if number is None and match:
-        number = int(match[1] or errno.ENOSPC)
-    return number if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
+def file_errno(error: BaseException) -> int | None:
+    """Return the number of an error of the system; None of any other error."""
+    if (number := getattr(error, "errno", None)) is not None:
+        return number
+    text = str(error)  # by other libraries, which raise errors of their own
+    if match := re.search(r"(?:Errno|os error) (\d+)", text):
+        return int(match[1])
+    if text.startswith(LOOP_OF_LINKS):
+        return errno.ELOOP
+    return errno.ENOSPC if "disk is full" in text else None
 
 
 def _temporary_path(path: Path) -> Path:
@@ -170,6 +203,8 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
     again = "delete it and run `dvc repro` again"
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
+        has_seal = isinstance(value, dict) and SEAL in value
+        is_intact = has_seal and verify_and_remove_seal(value)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the stage that writes it has not run") from None
     except OSError as error:
@@ -177,10 +212,9 @@ def read_json(path: str | Path, sealed: bool = False) -> Any:
         raise UserError(f"{path}: cannot be read, {why}; {again}") from None
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{path}: not valid JSON ({error}); {again}") from error
-    has_seal = isinstance(value, dict) and SEAL in value
     if sealed and not has_seal:
         raise UserError(f"{path}: damaged, it has no checksum ({SEAL}); {again}")
-    if has_seal and not verify_and_remove_seal(value):
+    if has_seal and not is_intact:
         raise UserError(f"{path}: damaged, its content is not what was written; {again}")
     return value
 

@@ -21,6 +21,7 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 
 from moecore.core.files import UserError
+from moecore.core.rank_watch import RankWatch, announced_meeting
 
 PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
 FAILURE_PATIENCE = timedelta(seconds=10)  # in which ranks that fail alike, unmet, have failed
@@ -87,6 +88,8 @@ def join_ranks() -> None:
         torch.cuda.set_device(local % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     _MeetingPlace.store = _find_store(rank, size, PATIENCE)
+    _MeetingPlace.watch = RankWatch(_MeetingPlace.store, rank, size)
+    _MeetingPlace.watch.start()
     distributed.init_process_group(
         backend, timeout=PATIENCE, world_size=size, rank=rank, store=_MeetingPlace.store
     )
@@ -100,13 +103,16 @@ def _find_store(rank: int, size: int, patience: timedelta) -> distributed.Store:
         ways = "`python -m moecore.run.local_ranks`, torchrun, or a launcher (docs/cluster.md)"
         raise UserError(f"ranks: {problem}; start them by {ways}")
     where = f"file://{meeting}" if meeting else "env://"
-    return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
+    said = meeting or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    with announced_meeting(rank, size, said):
+        return next(distributed.rendezvous(where, rank, size, timeout=patience))[0]
 
 
 class _MeetingPlace:
     """Where the ranks met, and count what happened."""
 
     store: distributed.Store | None = None
+    watch: RankWatch | None = None
 
 
 def print_failure_once(text: str) -> None:
@@ -164,6 +170,9 @@ def _wait_for_count(store: distributed.Store, what: str, number: int) -> None:
 
 def leave_ranks() -> None:
     """End the process group, where there is one."""
+    if _MeetingPlace.watch is not None:
+        _MeetingPlace.watch.stop()
+        _MeetingPlace.watch = None
     if has_process_group():
         distributed.destroy_process_group()
 

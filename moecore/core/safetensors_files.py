@@ -10,10 +10,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moecore.core.files import UserError, disk_full_errno, whole_file
+from moecore.core.files import MENDS, UserError, file_errno, whole_file
 
 CONTENT = "sha256"  # in the metadata, of files written before: of the tensors alone
 WHOLE = "sha256_of_all"  # of the tensors and of all else in the metadata
+MAX_HEADER = 2**22  # bytes of names and metadata: of 40,000 tensors; our largest have 11,000 bytes
 
 
 def write_tensors(
@@ -33,7 +34,7 @@ def write_tensors(
             save_file(ready, temporary, metadata=about)
             temporary.chmod(mode)
         except SafetensorError as error:
-            if disk_full_errno(error):
+            if file_errno(error) in MENDS:
                 raise  # explained by ``whole_file``
             untouched = "what was there before is untouched"
             raise UserError(f"{path}: could not be written ({error}); {untouched}") from error
@@ -46,6 +47,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     ``write_tensors`` wrote the file.
     """
     try:
+        check_header_size(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
@@ -63,6 +65,17 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             "again"
         )
     return tensors, metadata
+
+
+def check_header_size(path: str | Path) -> None:
+    """Raise SafetensorError where a file's header is larger than that of any model.
+
+    A million names take 800 MB and 40 s to read.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER:
+        raise SafetensorError(f"its header has {size:,} bytes; allowed: up to {MAX_HEADER:,}")
 
 
 def tensors_checksum(

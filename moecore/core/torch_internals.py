@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # none is public
 from torch.utils._pytree import tree_leaves as tree_leaves  # a recursion over lists and dicts
 
@@ -26,6 +26,28 @@ def grouped_mm_operator() -> Any:
 def metadata_assertion_operator() -> Any:
     """Return the operator of exported graphs that checks a tensor's dtype and shape."""
     return torch.ops.aten._assert_tensor_metadata.default
+
+
+def is_in_backward_pass() -> bool:
+    """Return whether autograd calls this from a backward pass, as it does to compute checkpointed
+    layers again; a compiled graph never does.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def count_begun_collectives() -> int:
+    """Return how many collectives this process has begun, in all its groups of ranks.
+
+    Those of a backend of several kinds of devices count for each.
+    """
+    groups: list[Any] = list(distributed.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def clone_store(store: Any) -> Any:
+    """Return another connection to a store of torch.distributed, for another thread."""
+    return store.clone()
 
 
 def storage_identity(tensor: Tensor) -> int:

@@ -72,13 +72,13 @@ class MixedSizeImageList:
 
 
 def image_and_view_sizes(
-    images: Tensor | MixedSizeImageList, side: int | None
+    images: Tensor | MixedSizeImageList,
 ) -> tuple[Sequence[int] | tuple[Tensor, Tensor], tuple[int, int]]:
-    """Heights and widths of the images, and of their views, which ``side`` may name."""
+    """Heights and widths of the images, and of their views."""
     if isinstance(images, MixedSizeImageList):
-        return images.extents, (side or images.size, side or images.size)
+        return images.extents, (images.size, images.size)
     height, width = images.shape[2:]
-    return (height, width), (side or height, side or width)
+    return (height, width), (height, width)
 
 
 def warp_uneven_images(

@@ -37,8 +37,9 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
     root = getattr(source, "root", None)
     if root is None:
         return []
-    there = {folder.resolve(): folder for folder in reversed(candidate_folders(root))}
-    return [fingerprint_folder(folder) for path, folder in there.items() if path.is_dir()]
+    # of a loop of links, too, which ``Path.resolve`` refuses
+    there = {os.path.realpath(folder): folder for folder in reversed(candidate_folders(root))}
+    return [fingerprint_folder(folder) for folder in there.values() if folder.is_dir()]
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moecore.core.files import UserError, file_checksum
+from moecore.core.safetensors_files import check_header_size
 from moecore.lens.trace_format import (
     CARD,
     TraceCard,
@@ -123,6 +124,7 @@ class Trace:
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a file of safetensors inside the ``with``; UserError for what is none, or cut off."""
     try:
+        check_header_size(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:

@@ -168,10 +168,10 @@ def _record_module(
 def padding_share(plan: Any) -> float:
     """Share of a plan's rows that nobody reads (see ``SparsePlan``): those that only pad.
 
-    Other plans than a SparsePlan have none.
+    Other plans than a SparsePlan have none, nor has one without rows: no token takes part.
     """
     inner = getattr(plan, "plan", plan)
-    if isinstance(inner, SparsePlan):
+    if isinstance(inner, SparsePlan) and len(inner.order):
         computed = len(inner.rows) if inner.computed is None else int(inner.computed)
         return 1 - computed / len(inner.order)
     return 0.0

@@ -52,6 +52,7 @@ from moecore.measure.routing_metrics.sweeps import (
     SweepImages,
     SweepSettings,
     run_sweeps,
+    score_threshold,
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
     AugmentedRow,
@@ -177,6 +178,8 @@ class Routing(Measurement):
         counted = CountedImages(images)
         with watch_experts(model, counted) as watched:
             _, records = predict_in_batches(model, counted, self.batch, prediction=False)
+        if not all(record.chosen.any() for record in records):
+            return records, Skipped(skipped="in a layer no token chose an expert")
         return records, tell_roles(subject, where, records, watched, self.roles)
 
 
@@ -226,7 +229,7 @@ def routing_metrics_by_layer(
     layers = []
     by_image = []
     for place, (record, (matching, matched)) in enumerate(zip(records, matches, strict=True)):
-        asked = (getattr(router, "threshold", None), getattr(router, "k", None))
+        asked = (score_threshold(router), getattr(router, "k", None))
         use = layer_use_metrics(record, *asked)
         items = use_metrics_by_image(record, *asked) | matched
         layer = RoutingLayer(**use.model_dump(), **matching.model_dump())

@@ -6,7 +6,7 @@ routers are known by the names of their classes.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def build_record(
     logits: (..., E), without noise.  experts: (..., k) integers, those chosen.  weights: (..., k)
     of their outputs, 0 where an expert had no room.  score: how logits become probabilities
     (softmax, sigmoid, sqrt_softplus, relu; all but the first over their sum).  Raises UserError for
-    other shapes, and for experts that have no logits.
+    other shapes and scores, and for experts that have no logits or are chosen twice by a token.
     """
     shapes = [tuple(one.shape) for one in (logits, experts, weights)]
     if shapes[1] != shapes[2] or shapes[0][:-1] != shapes[1][:-1]:
@@ -42,6 +42,14 @@ def build_record(
         problem = f"found {int(wrong[0]) if is_number else experts.dtype}"
         allowed = f"integers from 0 to {logits.shape[-1] - 1}, the columns of logits"
         raise UserError(f"build_record: experts: {problem}; allowed: {allowed}")
+    ordered = experts.sort(dim=-1).values
+    repeated = ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]]
+    if repeated.numel():  # one weight would take the other's place
+        problem = f"found {int(repeated[0])} twice in one token's choice"
+        raise UserError(f"build_record: experts: {problem}; allowed: each expert once")
+    if score not in get_args(Score):
+        allowed = ", ".join(get_args(Score))
+        raise UserError(f"build_record: score: found {score!r}; allowed: {allowed}")
     logits, experts = logits.float(), experts.long()
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, experts, True)
     combine = torch.zeros_like(logits).scatter(-1, experts, weights.float())

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from moecore.core.files import UserError
-from moecore.core.routing_records import RoutingRecord
+from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.foreign_routers import FOREIGN_ROUTERS, RouterAdapter, check_record
 from moecore.nn.layers.standalone_moe import MoELayer
@@ -27,9 +30,11 @@ def routing_collector(
     router, its positional arguments and what it returned that gives the record, such as
     ``lens.build_record`` does.
 
-    Records come in the order of the calls, with fields (B, T, E), and carry gradients. A compiled
-    model runs as if it were not, unless its routers are those of MoELayers. Raises UserError for a
-    model without such routers, and for adapters that are no functions or return no records.
+    Records come in the order of the calls, with fields (B, T, E), and carry gradients, but where
+    gradient checkpointing runs the forward pass without (``use_reentrant=True``); what a backward
+    pass computes again is not recorded again. A compiled model runs as if it were not, unless its
+    routers are those of MoELayers. Raises UserError for a model without such routers, and for
+    adapters that are no functions or return no records.
     """
     adapters = {} if adapters is None else adapters
     check_adapters(adapters)
@@ -49,8 +54,7 @@ def routing_collector(
                 stack.callback(setattr, router, "records", router.records)
                 router.records = records
             elif isinstance(router, Model):
-                see_output = lambda model, inputs, output: records.extend(output.routing)
-                stack.enter_context(router.register_forward_hook(see_output))
+                stack.enter_context(router.register_forward_hook(partial(_see_model, records)))
             else:
                 hook = RouterHook(known[type(router).__name__], records)
                 stack.enter_context(router.register_forward_hook(hook.see_router))
@@ -60,6 +64,14 @@ def routing_collector(
                         block.register_forward_pre_hook(see_block, with_kwargs=True)
                     )
         yield records
+
+
+def _see_model(
+    records: list[RoutingRecord], model: nn.Module, inputs: tuple[Any, ...], output: ModelOutput
+) -> None:
+    """Add the records of a call of one of our models."""
+    if not is_in_backward_pass():
+        records.extend(output.routing)
 
 
 def check_adapters(adapters: Any) -> None:
@@ -102,9 +114,14 @@ class RouterHook:
 
     def see_router(self, router: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Add the record of a call. Raises UserError where the adapter gives something else."""
+        if is_in_backward_pass():
+            return
         where = f"adapters.{type(router).__name__}"
-        record = check_record(self.adapter(router, inputs, output), where)
-        self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
+        # Gradient checkpointing counts what a layer saves, by hooks of its own, and compares it
+        # with what is saved when the layer is computed again, without the record.
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            record = check_record(self.adapter(router, inputs, output), where)
+            self.records.append(RoutingRecord(*map(self.split_batch, record[:5])))
 
     def split_batch(self, field: Tensor) -> Tensor:
         """Return (B · T, E) as (B, T, E), where the block's tokens say so; else one batch of it."""

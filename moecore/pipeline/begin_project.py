@@ -8,16 +8,20 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import WITHOUT_GIT, stage_definitions, study_dvc_yaml_texts
-from moecore.pipeline.project_answers import version_range, write_answers
+from moecore.pipeline.dvc_file import (
+    WITHOUT_GIT,
+    list_our_stages,
+    stage_definitions,
+    study_dvc_yaml_texts,
+)
+from moecore.pipeline.project_answers import moecore_requirement, write_answers
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study.reading.document import parse_yaml_document
 from moecore.study.reading.layers import OVERLAY, Composed
@@ -31,7 +35,7 @@ from moecore.study.writing.write_params import (
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
-VERSION_RANGE = ">=VERSION"  # in the template's pyproject.toml
+REQUIREMENT = "moecore>=VERSION"  # in the template's pyproject.toml
 QUICK_QUESTION = "ours/quick"
 MAIN_STUDY = "main"  # the params.yaml and dvc.yaml of this repository itself
 DVC_HEAD = "# Written by `moecore new` and `moecore upgrade` from moecore's stages.\n"
@@ -114,20 +118,28 @@ def shipped_params_text(study: str) -> str:
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
     """Return path → text of the files that are as moecore writes them, also after an upgrade.
 
-    folder: the project, of which its overlay is read where it has one.
+    folder: the project, of which its overlay is read where it has one, and whose stages stay, as
+    its params.yaml has settings of these.
     """
-    return template_texts(name, is_of_user=False) | _dvc_texts(folder, study)
+    texts = template_texts(name, is_of_user=False)
+    return texts | _dvc_texts(folder, study, list_our_stages(folder))
 
 
-def _dvc_texts(folder: Path, study: str) -> dict[str, str]:
-    """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay."""
+def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
+    """Return path → text of dvc.yaml, and of params.yaml where that comes from an overlay.
+
+    stages: their names; none for those of the study.
+    """
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
-        return {"dvc.yaml": (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")}
+        text = (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")
+        if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
+            return {"dvc.yaml": text}
+        return study_dvc_yaml_texts(stage_definitions(stages), {}, DVC_HEAD)
     composed = compose_shipped_question(study)
-    stages = stage_definitions(composed.stages)
-    return study_dvc_yaml_texts(stages, composed.document.data["run"], DVC_HEAD)
+    definitions = stage_definitions(stages or composed.stages)
+    return study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
@@ -142,9 +154,8 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
     for file in sorted(TEMPLATE.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
             path = file.relative_to(TEMPLATE).as_posix()
-            text = file.read_text(encoding="utf-8").replace(
-                VERSION_RANGE, version_range(version("moecore"))
-            )
+            text = file.read_text(encoding="utf-8")
+            text = text.replace(REQUIREMENT, moecore_requirement())
             if path.startswith(EDITED) == is_of_user:
                 path = path.replace("dot_", ".").replace(TEMPLATE_NAME, name)
                 texts[path] = text.replace(TEMPLATE_NAME, name)

@@ -1,6 +1,5 @@
 """The command ``moecore``: thin functions over what does the work, imported when called."""
 
-import errno
 import os
 import sys
 from contextlib import chdir
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from moecore.core.files import UserError, explain_full_disk, write_json
+from moecore.core.files import UserError, explain_file_errors, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
 from moecore.pipeline.lens_cli import lens_read, lens_record
 from moecore.pipeline.study_cli import (
@@ -48,15 +47,10 @@ class _Group(TyperGroup):
                 from moecore.pipeline.project_answers import refuse_newer_project
 
                 refuse_newer_project()
-            with explain_full_disk():
+            with explain_file_errors():
                 return super().invoke(ctx)
         except UserError as error:
             typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            typer.echo(f"{error.filename}: {str(error.strerror).lower()}", err=True)
             raise typer.Exit(1) from None
 
 

@@ -18,7 +18,8 @@ from ruamel.yaml import YAML
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE as CODES
-from moecore.core.source_layout import SHIPPED
+from moecore.core.source_layout import SHIPPED, list_project_dvc_files
+from moecore.study.reading.document import load_yaml_document
 
 HEAD = "# Written by `moecore study write` from the root's dvc.yaml and pipelines/stages.yaml.\n"
 RUN_CONFIG = """\
@@ -33,6 +34,7 @@ WITHOUT_GIT = "    no_scm = true\n"  # a line of the section [core], which is th
 CODE_STAGE = "code"
 LAST_STAGES = ("compare", "numbers")
 LARGE_STUDY = 500  # stages
+MORE_STAGES = SHIPPED / "pipelines/stages.yaml"
 
 
 def study_dvc_yaml_texts(
@@ -66,10 +68,20 @@ def count_stages(stages: Mapping[str, Any], run: Mapping[str, Any]) -> int:
     return total
 
 
+def list_our_stages(folder: Path) -> list[str]:
+    """Return the stages of the dvc.yaml files of a project that this version defines."""
+    defined = {**_read_yaml(SHIPPED / "dvc.yaml")["stages"], **_read_yaml(MORE_STAGES)["stages"]}
+    names: list[str] = []
+    for file in list_project_dvc_files(folder):
+        data = load_yaml_document(file).data
+        names += (isinstance(data, dict) and data.get("stages")) or ()
+    return [name for name in names if name in defined]
+
+
 def stage_definitions(stages: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the stages of a study. Raises UserError for a stage that is defined nowhere."""
     main = _read_yaml(SHIPPED / "dvc.yaml")["stages"]
-    more = _read_yaml(SHIPPED / "pipelines/stages.yaml")
+    more = _read_yaml(MORE_STAGES)
     defined = {**more["stages"], **main}
     names = list(main if stages is None else stages)
     if unknown := [name for name in names if name not in defined]:

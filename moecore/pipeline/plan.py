@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, explain_full_disk, read_json
+from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
@@ -49,7 +49,7 @@ def query_pipeline_status() -> DvcStatus:
     from dvc.repo import Repo
 
     try:
-        with explain_full_disk(Path(".dvc")), Repo() as repo:
+        with explain_file_errors(Path(".dvc")), Repo() as repo:
             status = repo.status()
             edges = [
                 (_stage_name(before.addressing), _stage_name(after.addressing))
@@ -179,7 +179,7 @@ def past_seconds(folder: Path = Path("artifacts/history")) -> dict[str, float]:
     seconds = {}
     for file in sorted(folder.rglob(HISTORY_FILE)):
         lines = read_lines(file.parent)
-        if len(lines) > 1 and lines[-1].get("status") == "FINISHED":
+        if lines and "uid" in lines[0] and lines[-1].get("status") == "FINISHED":
             seconds[_dvc_stage(lines[0])] = lines[-1]["seconds"]
     return seconds
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
-from moecore.core.files import UserError
+from moecore.core.files import UserError, explain_file_errors
 from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
 from moecore.predict.continuation import Sampling, continue_and_print
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
@@ -61,7 +61,8 @@ def main(words: Sequence[str] | None = None) -> None:
     app = Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=__doc__)(predict_files)
     try:
-        app(words, prog_name="moecore predict")
+        with explain_file_errors():
+            app(words, prog_name="moecore predict")
     except UserError as error:
         sys.exit(str(error))
 

@@ -1,9 +1,10 @@
 """With what a project was begun, in a file of its folder."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 from moecore.core.config import Config, read_json_settings
@@ -60,6 +61,26 @@ def version_range(text: str) -> str:
     """Return the versions that fit a project of version ``text``: ``>=0.2.0,<0.3``."""
     major, minor, *_ = version_numbers(text)
     return f">={text},<{major}.{minor + 1}"
+
+
+def moecore_requirement() -> str:
+    """Return how a project requires the installed moecore: by the wheel, folder or commit that pip
+    installed it from, and by its version where that was an index.
+
+    By its name alone pip would install whatever package an index has under it.
+    """
+    recorded = distribution("moecore").read_text("direct_url.json")  # PEP 610
+    if recorded is None:
+        return f"moecore{version_range(version('moecore'))}"
+    origin = json.loads(recorded)
+    url = origin["url"]
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    checks = list(origin.get("archive_info", {}).get("hashes", {}).items())
+    if "subdirectory" in origin:
+        checks.append(("subdirectory", origin["subdirectory"]))
+    fragment = "&".join(f"{name}={value}" for name, value in checks)
+    return f"moecore @ {url}#{fragment}" if fragment else f"moecore @ {url}"
 
 
 def hash_text(text: str) -> str:

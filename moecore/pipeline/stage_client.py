@@ -17,17 +17,28 @@ PR_SET_PDEATHSIG = 1
 
 def run_on_server(python: str, words: list[str]) -> int:
     """The exit code of the stage; a signal's number is negative, as the shell has it 128 + n."""
-    stage = len(words) > 1 and words[0] == "-m" and words[1].startswith("moecore.stages.")
-    if SOCKET not in os.environ or not stage:
+    is_stage = len(words) > 1 and words[0] == "-m" and words[1].startswith("moecore.stages.")
+    if SOCKET not in os.environ or not is_stage:
         os.execv(python, [python, *words])
     # If DVC is killed this process is too, and then the server ends the stage.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(os.environ[SOCKET])
-        socket.send_fds(line, [b"."], [1, 2])
-        line.sendall((json.dumps([os.getcwd(), words[1:], dict(os.environ)]) + "\n").encode())
-        code = int(line.makefile().readlines()[-1])
+    request = json.dumps([os.getcwd(), words[1:], dict(os.environ)])
+    answers: list[str] = []  # the stage's process id, and at its end its exit code
+    try:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(os.environ[SOCKET])
+            socket.send_fds(line, [b"."], [1, 2])
+            line.sendall(f"{request}\n".encode())
+            answers = line.makefile().readlines()
+    except OSError:
+        pass  # as without an answer
+    if len(answers) < 2:
+        print(
+            f"{' '.join(words[1:])}: the server of stages has ended; start again", file=sys.stderr
+        )
+        return 1
+    code = int(answers[1])
     return code if code >= 0 else 128 - code
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from threadpoolctl import threadpool_limits
 
+from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
 from moecore.core.source_layout import STAGE_MODULES
 from moecore.pipeline.stage_client import SOCKET
@@ -49,12 +50,16 @@ class StageServer(NamedTuple):
         return {"PATH": path, SOCKET: str(self.socket)}
 
 
-def start_stage_server(
-    wait: float = 60.0, module: str = f"{STAGE_MODULES}fork_server"
-) -> StageServer:
-    """Start one that ends with this process; it listens within ``wait`` seconds.
+def start_stage_server(module: str = f"{STAGE_MODULES}fork_server") -> StageServer:
+    """Start a server that ends with this process, and wait until it listens.
 
-    module: that serves. Raises RuntimeError where it does not.
+    Its imports take minutes on a cold or shared disk, so there is no time limit.
+
+    Args:
+        module: The module that serves.
+
+    Raises:
+        UserError: The server ended before it listened.
     """
     folder = Path(tempfile.mkdtemp(prefix="moecore-"))
     server = StageServer(folder / "socket", folder / "bin")
@@ -70,10 +75,14 @@ def start_stage_server(
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(process.kill)
-    until = time.monotonic() + wait
     while not server.socket.exists():
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError("the server of stages did not start")
+        if (code := process.poll()) is not None:
+            end = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            where = f"`{sys.executable} -m {module}`"
+            mend = "its error is printed above; mend that and start again"
+            raise UserError(
+                f"server of stages: {where} ended with {end} before it listened; {mend}"
+            )
         time.sleep(0.02)
     return server
 

@@ -14,8 +14,8 @@ from moecore.pipeline.plan import print_plan
 from moecore.pipeline.project_answers import (
     ProjectAnswers,
     hash_text,
+    moecore_requirement,
     version_numbers,
-    version_range,
     write_answers,
 )
 from moecore.study.reading.layers import OVERLAY
@@ -23,7 +23,7 @@ from moecore.study.reading.questions import PIPELINES
 from moecore.study.writing.renamed_keys import RENAMED_KEYS, rename_keys_in_text
 
 HERE = Path()
-REQUIREMENT = re.compile(r"(?<=[\"'])moecore *[<>=~!][^\"']*")
+REQUIREMENT = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
 class UpgradeChanges(NamedTuple):
@@ -42,7 +42,7 @@ def upgrade_project(answers: ProjectAnswers, is_written: bool) -> None:
     with _files_as(renamed):  # an overlay has to be in order to be read
         texts = upgradable_project_texts(HERE, answers.name, answers.study)
         ours = _changed_texts(answers, texts)
-    changes = renamed | _required_version() | ours.written
+    changes = renamed | _required_moecore() | ours.written
     print(f"moecore {answers.moecore} → {version('moecore')}")
     for path, text in {**changes, **ours.edited}.items():
         print(_diff(path, text), end="")
@@ -74,13 +74,14 @@ def _renamed_texts(answers: ProjectAnswers) -> dict[str, str | None]:
     return texts
 
 
-def _required_version() -> dict[str, str | None]:
-    """pyproject.toml with the installed version as the least, where it names moecore."""
+def _required_moecore() -> dict[str, str | None]:
+    """pyproject.toml with the installed moecore, where it names one."""
     path = Path("pyproject.toml")
     if not path.is_file():
         return {}
     before = path.read_text(encoding="utf-8")
-    after = REQUIREMENT.sub(f"moecore{version_range(version('moecore'))}", before)
+    requirement = moecore_requirement()
+    after = REQUIREMENT.sub(lambda _: requirement, before)
     return {str(path): after} if after != before else {}
 
 

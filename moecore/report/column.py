@@ -55,13 +55,17 @@ class Column(NamedTuple):
     # Whether ``read`` compares the results of two seeds, the lower place first, and gives a float:
     # a method has the mean over its pairs of seeds, with the jackknife's interval over seeds.
     of_pairs: bool = False
+    # Whether any method of a phase will have a value, as far as settings tell it.
+    is_expected: Callable[["PlannedPhase"], bool] = lambda ahead: True
 
     def columns(self, seen: "ColumnContext") -> list["Column"]:
         """Itself: it depends on nothing but the result."""
         return [self]
 
     def foreseen(self, ahead: "PlannedPhase") -> dict[str, PlannedMetric]:
-        """Return its name and what is known before anything runs."""
+        """Return its name and what is known before anything runs; {} where none is expected."""
+        if not self.is_expected(ahead):
+            return {}
         known = (self.form, self.better, self.is_fixed, self.curve, self.of_pairs)
         return {self.name: PlannedMetric(*known)}
 
@@ -71,13 +75,18 @@ class PlannedPhase(NamedTuple):
 
     study: Any  # the whole of params.yaml
     score: str  # as in the names of columns: "accuracy", "mae" or "nats"
+    name: str  # of the phase
+
+    @property
+    def methods(self) -> list[Any]:
+        """The settings of the methods that are trained."""
+        return [self.study.methods[name] for name in self.study.run.methods]
 
     @property
     def layers(self) -> range:
         """Numbers of the MoE layers, from 1, of the method that has most."""
         model = self.study.model
-        methods = [self.study.methods[name] for name in self.study.run.methods]
-        having = [method for method in methods if model is not None and method.moe is not None]
+        having = [method for method in self.methods if model is not None and method.moe is not None]
         numbers = [
             len(method.moe.indices(method.merge_model_settings(model).depth)) for method in having
         ]
@@ -148,6 +157,8 @@ class ColumnPerRow(NamedTuple):
         return read_row
 
     def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
+        if not self.column.is_expected(ahead):
+            return {}
         names = [self.column.name.format(key) for key in self.ahead(ahead)]
         planned = ahead.plan_metrics(names, self.column.form, self.column.better)
         return {name: one._replace(curve=self.column.curve) for name, one in planned.items()}
@@ -243,6 +254,31 @@ class ResultColumn(NamedTuple):
         if self.column.hits is None:
             return None
         return self.column.hits(model)
+
+
+def has_routers(ahead: PlannedPhase) -> bool:
+    """Return whether a method has routers."""
+    return any(method.moe for method in ahead.methods)
+
+
+def has_settling_routers(ahead: PlannedPhase) -> bool:
+    """Return whether a method has routers that are watched from epoch to epoch: in pretraining."""
+    return ahead.name == "pretrain" and has_routers(ahead)
+
+
+def has_finetuned_routers(ahead: PlannedPhase) -> bool:
+    """Return whether a method has routers that are looked at before and after fine-tuning."""
+    return ahead.name in ("finetune", "adversarial") and has_routers(ahead)
+
+
+def has_guided_routers(ahead: PlannedPhase) -> bool:
+    """Return whether a method has routers that learn from a teacher's, or ask it."""
+    return ahead.name == "pretrain" and any(method.guided_routing for method in ahead.methods)
+
+
+def has_score_thresholds(ahead: PlannedPhase) -> bool:
+    """Return whether a method has a router whose scores must exceed a threshold."""
+    return any(method.moe and method.router.has_score_threshold for method in ahead.methods)
 
 
 def score_slug(score: Score) -> str:

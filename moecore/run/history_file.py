@@ -2,7 +2,8 @@
 
 The first line is the header. Then, in any order, lines with exactly one of ``values`` or
 ``routing`` (both with ``step``), ``summary``, ``tags``, ``dataset``, ``model``, ``file`` or
-``resumed``; the last one has ``status``. Each has ``t``, seconds since 1970.
+``resumed``; the last one has ``status``. Each has ``t``, seconds since 1970, and ``clock``, seconds
+of a clock that nobody sets: durations are differences of two of one process.
 """
 
 import hashlib
@@ -17,12 +18,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 import yaml
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, explain_full_disk
+from moecore.core.files import UserError, explain_file_errors
 from moecore.core.outside_packages import allowed_packages
 from moecore.core.package_versions import package_versions
 from moecore.core.plain_values import to_jsonable
@@ -51,8 +53,13 @@ def new_header(stage: str, params: Config | None, **item: Any) -> dict[str, Any]
         "pid": os.getpid(),
         "python": platform.python_version(),
         "versions": package_versions(allowed_packages()),
-        "t": round(time.time(), 3),
+        **read_clocks(),
     }
+
+
+def read_clocks() -> dict[str, float]:
+    """Return when a line is written: ``t`` and ``clock``."""
+    return {"t": round(time.time(), 3), "clock": round(time.monotonic(), 3)}
 
 
 def execution_subpath(stage: str, phase: str | None, method: str | None, seed: int | None) -> str:
@@ -93,7 +100,7 @@ def append_line(path: Path, line: str, sync: bool = False) -> None:
     resumed begins by cutting it off. Raises UserError where it cannot be written.
     """
     try:
-        with explain_full_disk(path), open(path, "ab") as file:
+        with explain_file_errors(path), open(path, "ab") as file:
             file.write(line.encode())
             if sync:
                 file.flush()
@@ -115,8 +122,42 @@ def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tup
         yield line, value
 
 
-def _is_timed(line: Any) -> bool:
-    return isinstance(line, dict) and isinstance(line.get("t"), (int, float))
+NUMBER = (int, float)
+TEXT_OR_NONE = (str, NoneType)
+LINE_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("t", "clock", "seconds"), NUMBER),
+    **dict.fromkeys(("values", "routing", "summary", "tags", "dataset", "params"), dict),
+    **dict.fromkeys(("uid", "stage", "host", "status", "model", "file"), str),
+    **dict.fromkeys(("dvc_stage", "phase", "method"), TEXT_OR_NONE),
+    **dict.fromkeys(("step", "pid"), int),
+    "seed": (int, NoneType),
+}
+REQUIRED_KEYS = {  # of a line with this key
+    "uid": ("stage", "dvc_stage", "phase", "method", "seed", "params", "host", "pid"),
+    **dict.fromkeys(("values", "routing"), ("step",)),
+    "pid": ("host",),
+    "status": ("seconds",),
+}
+MAX_TIME = 1e12  # seconds since 1970; refuses not-finite numbers, too
+
+
+def is_history_line(line: Any) -> bool:
+    """Return whether a value is a line of a history, whose readers rely on these kinds."""
+    if not isinstance(line, dict) or "t" not in line:
+        return False
+    for key, value in line.items():
+        if not isinstance(value, LINE_KINDS.get(key, object)):
+            return False
+        if any(required not in line for required in REQUIRED_KEYS.get(key, ())):
+            return False
+    if not abs(line["t"]) < MAX_TIME:
+        return False
+    try:
+        tuple(logged_points([line]))
+        tuple(routing_points([line]))
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 class GrowingHistory:
@@ -153,7 +194,7 @@ class GrowingHistory:
         if handle.read(len(self._last)) != self._last:
             self._forget()
             handle.seek(0)
-        for line, value in whole_lines(handle.read(), _is_timed):
+        for line, value in whole_lines(handle.read(), is_history_line):
             self.lines.append(value)
             self._size += len(line)
             self._last = line
@@ -173,8 +214,15 @@ def lines_before_step(lines: list[dict], step: int) -> list[dict]:
 
 
 def spent_seconds(lines: list[dict]) -> float:
-    """Return the seconds spent, without the time between a kill and the resume."""
-    spans = (after["t"] - line["t"] for line, after in pairwise(lines) if "resumed" not in after)
+    """Return the seconds spent, without the time between a kill and the resume.
+
+    A line of an earlier version has no ``clock``.
+    """
+    spans = []
+    for line, after in pairwise(lines):
+        if "resumed" not in after:
+            name = "clock" if "clock" in line and "clock" in after else "t"
+            spans.append(after[name] - line[name])
     return round(sum(spans, 0.0), 3)
 
 

@@ -1,4 +1,6 @@
-"""Start one training as several ranks of this machine, which meet in a file: no port is opened.
+"""Start one training as several ranks of this machine, which meet in a file, not at a port.
+
+Then gloo and NCCL listen on ports of 127.0.0.1.
 
 ``python -m moecore.run.local_ranks 2 -m moecore.stages.pretrain vmoe 0``
 """

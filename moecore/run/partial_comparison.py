@@ -1,8 +1,11 @@
 """A study of which a part is run: which claims and questions wait for the rest."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from moecore.report.claims.evaluation import describe_missing_metric
+from moecore.report.typed_results import Results
 from moecore.study.reading.claims_section import Claim, Comparison
 from moecore.study.reading.run_section import Selection
 
@@ -20,6 +23,26 @@ def split_answerable_comparisons(
         enough = len(run.seeds) > 1 or not isinstance(one, Claim)
         (ready if known and enough else waiting).append(one)
     return ready, waiting
+
+
+def choose_answerable_comparisons(
+    comparisons: Iterable[AnyComparison], run: Selection, results: Results
+) -> list[AnyComparison]:
+    """Return the claims and questions that ``results`` answer; say on stderr why not the others.
+
+    Some wait for the rest of a study. Of others a method has no such metric, which ``moecore
+    check`` does not always foresee; that must not cost the answers to the rest.
+    """
+    ready, waiting = split_answerable_comparisons(comparisons, run)
+    if waiting:
+        print(describe_waiting_claims(waiting, run), file=sys.stderr)
+    answerable = []
+    for one in ready:
+        if lack := describe_missing_metric(one, results):
+            print(f"not answered: {one.words}, {one.phase}: {lack}", file=sys.stderr)
+        else:
+            answerable.append(one)
+    return answerable
 
 
 def describe_waiting_claims(waiting: Sequence[Comparison], run: Selection) -> str:

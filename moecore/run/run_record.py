@@ -8,14 +8,13 @@ import os
 import platform
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.core.files import FullDisk, whole_folder, write_json, write_sealed, write_whole
+from moecore.core.files import UnusableFile, whole_folder, write_json, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
 from moecore.run.history_file import (
     HISTORY_FILE,
@@ -28,6 +27,7 @@ from moecore.run.history_file import (
     lines_before_step,
     logged_points,
     new_header,
+    read_clocks,
     read_lines,
     routing_points,
     spent_seconds,
@@ -116,12 +116,12 @@ class Run:
 
     def end(self, status: str, error: str | None = None) -> None:
         """The last line: FINISHED, FAILED or KILLED, and the seconds spent."""
-        spent = spent_seconds([*read_lines(self.folder), {"t": time.time()}])
+        spent = spent_seconds([*read_lines(self.folder), read_clocks()])
         reason = {} if error is None else {"error": error}
         self._write(status=status, seconds=spent, **reason)
 
     def _write(self, **line: Any) -> None:
-        line = {"t": round(time.time(), 3), **line}
+        line = {**read_clocks(), **line}
         self._lines.append(line)
         append_line(self.folder / HISTORY_FILE, encode_line(line))
 
@@ -168,8 +168,8 @@ def record_run(
         try:
             run.end("KILLED" if interrupted else "FAILED", f"{type(error).__name__}: {error}")
             _publish_history(folder, published)
-        except FullDisk as disk:
-            if not isinstance(error, FullDisk):  # of one full disk, one line tells
+        except UnusableFile as disk:
+            if not isinstance(error, UnusableFile):  # of one full disk, one line tells
                 print(disk, file=sys.stderr)
         raise
     run.end("FINISHED")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError, explain_full_disk
+from moecore.core.files import UserError, explain_file_errors
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.inputs import allow_params_packages
@@ -44,7 +44,7 @@ def run_stage(
         if not trains:
             refuse_several_ranks()
         refuse_other_checkout()
-        with explain_full_disk():
+        with explain_file_errors():
             allow_params_packages()
             function(**values)
     except UserError as error:

@@ -147,14 +147,28 @@ def experiment_name(folder: Path) -> str:
         return "moecore"
     try:
         settings = tomllib.loads(project.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets without end
         raise UserError(f"{project}: not valid TOML: {error}") from None
     return settings.get("project", {}).get("name", folder.name)
 
 
 def get_experiment(client: Any, name: str) -> Any:
-    """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/."""
-    if client.get_experiment_by_name(name) is None:
+    """Return an experiment, made where it does not exist; a sqlite store's files go to mlruns/.
+
+    Raises UserError where it was deleted in MLflow, which keeps its name.
+    """
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None and experiment.lifecycle_stage != "active":
+        store = mask_password(store_address())
+        number = experiment.experiment_id
+        restore = f"MLFLOW_TRACKING_URI={store} mlflow experiments restore -x {number}"
+        stores = f"--backend-store-uri {store} --tracking-uri {store}"
+        remove = f"mlflow gc {stores} --experiment-ids {number}"
+        raise UserError(
+            f"{store}: the experiment {name!r} was deleted in MLflow; restore it (`{restore}`), "
+            f"or remove it for good (`{remove}`), then run `moecore sync`"
+        )
+    if experiment is None:
         files = (project_root() / "mlruns" / name).as_uri() if sqlite_file() else None
         kind = {"mlflow.experimentKind": "custom_model_development"}  # not for chats
         client.create_experiment(name, artifact_location=files, tags=kind)

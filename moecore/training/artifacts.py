@@ -160,7 +160,7 @@ def load_adapted_model(
     if card.image.answers != image.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
     elif card.image.task.head != image.task.head:
-        weights |= _rescaled_head(weights, card.image.task.head, image.task.head)
+        weights |= rescale_head(weights, card.image.task.head, image.task.head)
     unmatched = model.load_state_dict(weights, strict=False)
     names = (*unmatched.missing_keys, *unmatched.unexpected_keys)
     wrong = [name for name in names if not name.startswith("head")]
@@ -187,15 +187,21 @@ def _built(
     return model
 
 
-def _rescaled_head(
+def rescale_head(
     weights: dict[str, Tensor], old: tuple[float, float], new: tuple[float, float]
 ) -> dict[str, Tensor]:
-    """The head that predicts with the ``new`` (mean, deviation) what it did with the ``old``."""
+    """Return the heads that predict with the ``new`` (mean, deviation) what they did with the
+    ``old``. Bins (two or more of an SFCN) have edges in the label's unit and stay.
+    """
     old_mean, old_deviation = old
     new_mean, new_deviation = new
     ratio = old_deviation / new_deviation
     moved = (old_mean - new_mean) / new_deviation
-    heads = {name: ratio * value for name, value in weights.items() if name.startswith("head.")}
+    heads = {
+        name: ratio * value
+        for name, value in weights.items()
+        if name.startswith(("head.", "head_dist.")) and len(value) == 1
+    }
     return heads | {name: value + moved for name, value in heads.items() if name.endswith("bias")}
 
 

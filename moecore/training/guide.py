@@ -126,9 +126,12 @@ def aligned_teacher_blocks(
 
 
 def build_guide(teacher: BackboneModel, method: Method, stages: tuple[int, ...]) -> Guide:
-    """The unfitted guide of a ``method`` whose student has ``stages`` of so many blocks."""
+    """The unfitted guide of a ``method`` whose student has ``stages`` of so many blocks.
+
+    Without routers where nothing of the routing is guided: the teacher may see other tokens then.
+    """
     moe = method.moe
-    if moe is None:
+    if moe is None or not method.guided_routing:
         return Guide(teacher, (), 0, method.teacher_router.features)
     blocks = aligned_teacher_blocks(moe.indices(sum(stages)), stages, teacher.config.stages)
     return Guide(teacher, blocks, moe.experts.choices, method.teacher_router.features, method.joint)

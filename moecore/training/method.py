@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moecore.core.config import AnySettings, Config, replace_and_validate
+from moecore.core.config import AnySettings, Config, replace_and_validate, validate_again
 from moecore.core.routing_records import Feature
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
@@ -182,7 +182,7 @@ class Method(Config):
         share = self.distillation if guided and same_classes else 0.0
         router = None if self.router is None else self.router.for_finetuning()
         if router is not None and k is not None:
-            router = router.with_k(k)
+            router = validate_again(router.with_k(k), f"finetune.k: found {k}, refused by router")
         return self.model_copy(
             update={
                 "regularizers": kept,

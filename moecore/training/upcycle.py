@@ -3,11 +3,14 @@
 Komatsuzaki et al. 2023; MoGE, §3.1. Or a piece of it: see upcycling_kinds.py.
 """
 
-from typing import TypeVar
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
@@ -15,8 +18,10 @@ from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.eigen import EigenExperts
 from moecore.nn.experts.mlp import MlpExperts
+from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.base import Router
+from moecore.training.artifacts import rescale_head
 from moecore.training.upcycling_kinds import (
     WHOLE_MLP,
     Granular,
@@ -58,32 +63,82 @@ def upcycle_model(
     differ. With ``renormalise`` on the router the model then computes what ``dense`` does. Raises
     UserError for what does not fit.
     """
+    _check_settings(model, dense)
+    _check_positions(model, dense)
+    weights = _adapted_weights(model, dense)
+    own = model.state_dict()
+    replaced = dict(dense.named_modules())
+    for name, layer in model.named_modules():
+        if isinstance(layer, FeedForward):
+            _check_activation(layer, replaced.get(name), name)
+        if isinstance(layer, MoEFeedForward):
+            check_no_shared_experts(layer)
+            moe = model.moe_settings_of(name)
+            assert moe is not None  # the layer was built by it
+            pieces = cut_mlp(layer.router, moe.router, moe.experts, kind)
+            fill_experts(layer.experts, weights, f"{name}.", pieces)
+            own = {key: value for key, value in own.items() if not key.startswith(f"{name}.")}
+    if dense.image.answers != model.image.answers:
+        own = {name: value for name, value in own.items() if not name.startswith("head")}
+    for name in dict.fromkeys([*weights, *own]):
+        there, here = (
+            tuple(state[name].shape) if name in state else "absent" for state in (weights, own)
+        )
+        if here != there:
+            problem = f"found {name} {here} in the model, {there} in the teacher"
+            raise UserError(f"upcycle: {problem}; allowed: the same model, but for its MLPs")
+        own[name].copy_(weights[name])
+    return model
+
+
+def _check_settings(model: BackboneModel, dense: BackboneModel) -> None:
+    """Raise UserError where the teacher's weights would compute something else in the model."""
     if dense.config.kind != model.config.kind:
         problem = f"the teacher is a {dense.config.kind}, the model a {model.config.kind}"
         raise UserError(f"upcycle: {problem}; allowed: both of one kind")
-    _check_positions(model, dense)
+    for name, here, there in differing_settings(model.config, dense.config):
+        values = (json.dumps(value, default=str) for value in (here, there))
+        problem = "found {} {} in the model, {} in the teacher".format(name, *values)
+        raise UserError(f"upcycle: {problem}; allowed: the same in both")
+
+
+def differing_settings(ours: Config, theirs: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and both values of each setting that decides what weights compute, and differs
+    between two backbones of one kind.
+    """
+    free = getattr(ours, "free_settings", frozenset())
+    for name in type(ours).model_fields:
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if name in free or here == there:
+            continue
+        if isinstance(here, Config) and type(here) is type(there):
+            for inner, *values in differing_settings(here, there):
+                yield f"{name}.{inner}", *values
+        else:
+            yield name, getattr(here, "kind", here), getattr(there, "kind", there)
+
+
+def _adapted_weights(model: BackboneModel, dense: BackboneModel) -> dict[str, torch.Tensor]:
+    """Return the teacher's weights for the model's images and task; no head for other answers.
+
+    Raises UserError where pixels of other statistics cannot be balanced.
+    """
+    ours, theirs = model.image, dense.image
     weights = dict(dense.state_dict())
-    own = model.state_dict()
-    if dense.image.answers != model.image.answers:
+    if theirs.answers != ours.answers:
         weights = {name: value for name, value in weights.items() if not name.startswith("head")}
-    weights = model.adapt_weights(weights, dense.config, dense.image)
-    weights |= model.renormalise_weights(weights, dense.image)
-    replaced = dict(dense.named_modules())
-    for name, layer in model.named_modules():
-        if isinstance(layer, MoEFeedForward):
-            check_no_shared_experts(layer)
-            _check_activation(layer.experts, replaced.get(name), name)
-            moe = model.experts_and_router
-            pieces = cut_mlp(layer.router, moe.router, moe.experts, kind)
-            fill_experts(layer.experts, weights, f"{name}.", pieces)
-    for name, value in weights.items():
-        if name not in own or own[name].shape != value.shape:
-            here = tuple(own[name].shape) if name in own else "absent"
-            problem = f"{tuple(value.shape)} in the teacher, {here} in the model"
-            needed = "the teacher must have the model's patch, width, depth, heads and pooling"
-            raise UserError(f"upcycle: {name} is {problem}; {needed}")
-        own[name].copy_(value)
-    return model
+    elif theirs.task.head != ours.task.head:
+        weights |= rescale_head(weights, theirs.task.head, ours.task.head)
+    try:
+        weights = model.adapt_weights(weights, dense.config, theirs)
+    except ValueError as error:
+        raise UserError(f"upcycle: {error}") from error
+    changed = model.renormalise_weights(weights, theirs)
+    if not changed and (ours.mean, ours.std) != (theirs.mean, theirs.std):
+        problem = f"the teacher's pixels have means of {theirs.mean} and deviations of {theirs.std}"
+        here = f"the model's {ours.mean} and {ours.std}"
+        raise UserError(f"upcycle: {problem}, {here}; allowed: the same of a {model.config.kind}")
+    return weights | changed
 
 
 def _check_positions(model: BackboneModel, dense: BackboneModel) -> None:
@@ -105,13 +160,18 @@ def check_no_shared_experts(layer: MoEFeedForward) -> None:
         raise UserError(f"experts.shared: {problem}; allowed: 0, or upcycle: false")
 
 
-def _check_activation(experts: ExpertsModule, mlp: nn.Module | None, name: str) -> None:
-    """Raise UserError where a dense MLP has another activation than the experts made of it."""
+def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> None:
+    """Raise UserError where a dense MLP has another activation than what begins as it."""
+    if mlp is None:
+        return  # that there is none is said by name
     there = getattr(mlp, "activation", "gelu")
-    here = getattr(experts, "activation", "gelu")
-    if here != there:
-        problem = f"the teacher's MLP at {name} has {there}, the experts have {here}"
-        raise UserError(f"upcycle: {problem}; set experts.activation: {there}")
+    problem = f"the teacher's MLP at {name} has {there}"
+    if isinstance(layer, MoEFeedForward):
+        if (here := getattr(layer.experts, "activation", "gelu")) != there:
+            mend = f"set experts.activation: {there}"
+            raise UserError(f"upcycle: {problem}, the experts have {here}; {mend}")
+    elif (here := getattr(layer, "activation", "gelu")) != there:
+        raise UserError(f"upcycle: {problem}, the model's {here}; set model.activation: {there}")
 
 
 def cut_mlp(module: nn.Module, router: Router, experts: Experts, kind: Upcycling) -> MlpPieceScales:

@@ -13,6 +13,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import make_random_views
 from moecore.measure import routing
 from moecore.measure.base import MeasuredModel
+from moecore.measure.cost import Cost
 from moecore.measure.exploring.expert_overlay_data import (
     CROPS,
     overlapping_crops,
@@ -21,12 +22,17 @@ from moecore.measure.exploring.expert_overlay_data import (
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
+from moecore.measure.routing_metrics.sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
+from moecore.training.guide import build_guide
+from moecore.training.method import Method
 from tests.measure.subjects import built, compute_without_cache
 from tests.nn.test_correspondence import paired
 from tests.routed import tiny
@@ -86,6 +92,40 @@ def test_every_method_has_every_measurement(results, name):
 def test_the_teacher_decides_and_is_compared(results):
     assert results["teacher_routed"].teacher_agreement == 1, "the same router"
     assert results["vmoe"].teacher_agreement is None
+
+
+@pytest.mark.parametrize("seen", [{"patch": 2, "depth": 2}, {"patch": 4, "depth": 1}])
+def test_a_teacher_that_guides_no_routing_is_not_compared(data, models, seen):
+    """Distillation alone takes one of other patches, or too flat for the student's four blocks."""
+    teacher = Vit(width=16, heads=2, **seen).build(ImageSpec.from_card(data.card))
+    router, experts = {"kind": "noisy_top_k", "k": 2}, {"kind": "mlp", "number": 8}
+    method = Method(router=router, experts=experts, distillation=0.5)
+    subject = MeasuredModel(models["vmoe"], data, build_guide(teacher, method, (4,)))
+    few = Routing(images=4, overlays=0, augmentations=(), sweeps={"k": [], "threshold": []})
+    assert few.measure(subject, compute_without_cache).teacher_agreement is None
+
+
+def test_where_no_token_takes_part_there_is_no_load(data):
+    """A new predictor says 0 of every token, and only those above 0 take part."""
+    router = {"kind": "depth", "sampling": "predictor", "router": {"kind": "noisy_top_k"}}
+    moe = MoESettings.model_validate({"router": router, "experts": {"kind": "mlp", "number": 4}})
+    subject = MeasuredModel(built(Vit(patch=4, width=16, depth=4, heads=2), moe, data, 1), data)
+    sweeps = {"k": [1], "threshold": []}
+    few = Routing(images=20, overlays=0, augmentations=("noise",), sweeps=sweeps, roles={})
+    result = few.measure(subject, compute_without_cache)
+    assert (result.unrouted, result.experts_per_token) == (1, 0)
+    for name in ("load_cv2", "max_violation", "dead", "entropy", "border_load", "corner_load"):
+        assert getattr(result, name) is None and name not in result.items, name
+    assert result.layers[0].load == (0, 0, 0, 0) and result.border_mass == 1
+    assert result.sweeps.k[0].load_cv2 is None and "no token chose" in result.roles.skipped
+    paid = Cost(batch=2, rounds=2, images=2).measure(subject, compute_without_cache)
+    assert paid.routing_flops_per_image < paid.flops_per_image
+
+
+def test_a_sum_of_probabilities_is_no_threshold_of_scores():
+    """The share of tokens without an expert above it is no fallback of top_p."""
+    assert score_threshold(TopP(threshold=0.4)) is None
+    assert score_threshold(Eigenbasis(threshold=0.4)) == 0.4
 
 
 def test_numbers_by_kind(results):

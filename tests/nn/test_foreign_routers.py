@@ -3,10 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from moecore.core.files import UserError
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.foreign_routers import FOREIGN_ROUTERS, build_record
+from moecore.nn.layers.standalone_moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.testing.small_models import small_vit
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 SMALL = {
@@ -132,6 +137,47 @@ def test_records_carry_gradients():
     assert model.model.layers[0].mlp.gate.weight.grad.any()
 
 
+def records_and_gradients(model: nn.Module, is_within: bool, reads_records: bool):
+    """Return the records of a step, whose backward pass is within the trace or after it."""
+    words = torch.randint(50, (2, 4), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    with routing_collector(model) as records:
+        loss = model(input_ids=words).logits.square().mean()
+        if reads_records:
+            loss = loss + sum(record.probs.square().sum() for record in records)
+        if is_within:
+            loss.backward()
+    if not is_within:
+        loss.backward()
+    return records, [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_are_computed_again_are_recorded_once(use_reentrant, is_within):
+    model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"]).train()
+    reads_records = not use_reentrant  # whose forward pass has no gradients
+    _, expected = records_and_gradients(model, is_within, reads_records)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    records, gradients = records_and_gradients(model, is_within, reads_records)
+    assert len(records) == 2
+    torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_our_layers_that_are_computed_again_are_recorded_once(use_reentrant):
+    layers = nn.Sequential(MoELayer(8, NoisyTopK(), Mlp(number=4)), nn.GELU())
+    model = small_vit()
+    calls = (
+        (layers, layers, torch.randn(2, 3, 8, requires_grad=True), 1),
+        (model, lambda x: model(x).prediction, torch.rand(2, 1, 8, 8, requires_grad=True), 2),
+    )
+    for traced, call, inputs, number in calls:
+        with routing_collector(traced) as records:
+            checkpoint(call, inputs, use_reentrant=use_reentrant).square().sum().backward()
+        assert len(records) == number
+
+
 def test_a_router_that_weighs_otherwise_is_refused():
     model = foreign_model("OlmoeForCausalLM", SMALL | MODELS["Olmoe"])
     other = {"OlmoeTopKRouter": FOREIGN_ROUTERS["DeepseekV3TopkRouter"]}
@@ -197,3 +243,15 @@ def test_other_routers_and_adapters_are_refused():
     with pytest.raises(UserError, match="^adapters.OwnGate: found Tensor; allowed: a Routing"):
         with routing_collector(block, {"OwnGate": lambda gate, inputs, output: output[0]}):
             block(tokens=torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize(
+    ("experts", "score", "problem"),
+    [
+        ([[0, 1], [2, 2]], "softmax", "experts: found 2 twice in one token's choice"),
+        ([[3, 1], [2, 0]], "sigmod", "score: found 'sigmod'; allowed: softmax, sigmoid, sqrt_s"),
+    ],
+)
+def test_a_record_of_repeated_experts_or_an_unknown_score_is_refused(experts, score, problem):
+    with pytest.raises(UserError, match=f"^build_record: {problem}"):
+        build_record(torch.randn(2, 4), torch.tensor(experts), torch.full((2, 2), 0.5), score)

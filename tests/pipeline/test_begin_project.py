@@ -6,14 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from moecore.core.files import UserError
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.cli import app
+from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project_answers import hash_text
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.questions import find_question
@@ -67,7 +71,8 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     assert said.exit_code == 0 and said.stdout.startswith(".: begun from quick")
     assert files_below(empty) == WRITTEN and (empty / ".git").is_dir()
     assert moecore("check").exit_code == 0
-    texts = [(empty / file).read_text(encoding="utf-8") for file in WRITTEN]
+    files = WRITTEN - {"pyproject.toml"}  # which says where moecore was installed from
+    texts = [(empty / file).read_text(encoding="utf-8") for file in files]
     assert not [text for text in texts if str(ROOT) in text or "my_study" in text or "../" in text]
     tested = [sys.executable, "-m", "pytest", "-q"]
     done = subprocess.run(tested, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
@@ -75,6 +80,13 @@ def test_a_project_is_in_order_its_part_is_tested_and_it_knows_no_clone(empty):
     assert experiment_name(empty) == "own" and project_root() == empty
     run = ROOT / ".runs/moge.swin.2"
     assert experiment_name(ROOT) == "moecore" and experiment_name(run) == "moge.swin.2"
+
+
+@pytest.mark.parametrize("text", ["[", f"a = {'[' * 5_000}"])
+def test_a_damaged_pyproject_is_one_line(tmp_path, text):
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"pyproject\.toml: not valid TOML"):
+        experiment_name(tmp_path)
 
 
 @pytest.mark.parametrize("study", BEGINNINGS)
@@ -93,6 +105,52 @@ def test_it_may_begin_as_any_study(empty, study):
             expected["methods"]["cosine"] = cosine
             expected["run"]["methods"].append("cosine")
         assert load_yaml_document(empty / "own/params.yaml").data == expected
+
+
+WHEEL = "file:///home/wheels/moecore-0.9.1-py3-none-any.whl"
+CLONE = "https://example.org/lab/moecore.git"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "requirement"),
+    [
+        (None, "moecore>=0.9.1,<0.10"),  # pip records nothing of an index
+        ({"url": WHEEL, "archive_info": {}}, f"moecore @ {WHEEL}"),
+        (
+            {"url": WHEEL, "archive_info": {"hash": "sha256=ab", "hashes": {"sha256": "ab"}}},
+            f"moecore @ {WHEEL}#sha256=ab",
+        ),
+        (
+            {"url": "file:///home/moecore", "dir_info": {"editable": True}},
+            "moecore @ file:///home/moecore",
+        ),
+        (
+            {
+                "url": CLONE,
+                "vcs_info": {"vcs": "git", "commit_id": "5ed6621", "requested_revision": "main"},
+                "subdirectory": "code",
+            },
+            f"moecore @ git+{CLONE}@5ed6621#subdirectory=code",
+        ),
+    ],
+)
+def test_a_project_requires_moecore_from_where_ours_came(empty, monkeypatch, recorded, requirement):
+    """As pip records it (PEP 610); of the name alone an index may have another package."""
+    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    metadata = empty.parent / "installed/moecore-0.9.1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: moecore\nVersion: 0.9.1\n")
+    if recorded is not None:
+        (metadata / "direct_url.json").write_text(json.dumps(recorded))
+    sys.path.insert(0, str(metadata.parent))
+    assert moecore("new", "own", ".").exit_code == 0
+    pyproject = empty / "pyproject.toml"
+    written = pyproject.read_text(encoding="utf-8")
+    assert tomllib.loads(written)["project"]["dependencies"] == [requirement]
+    assert Requirement(requirement).name == "moecore"
+    pyproject.write_text(written.replace(requirement, "moecore @ file:///elsewhere"), "utf-8")
+    assert moecore("upgrade", "--yes").exit_code == 0
+    assert pyproject.read_text(encoding="utf-8") == written
 
 
 def test_an_overlay_is_written_again_by_the_same_command(empty):
@@ -160,7 +218,7 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
     (older / ".dvcignore").write_text("mine\n", encoding="utf-8")
     pyproject = older / "pyproject.toml"
     now = pyproject.read_text(encoding="utf-8")
-    pyproject.write_text(re.sub('moecore>=[^"]*', "moecore>=0.0.1,<0.1", now), encoding="utf-8")
+    pyproject.write_text(re.sub('"moecore[^"]*', '"moecore>=0.0.1,<0.1', now), encoding="utf-8")
     before = {file: (older / file).read_text(encoding="utf-8") for file in WRITTEN}
     said = moecore("upgrade")
     assert said.exit_code == 0 and "\n-as it was\n+# Every target" in said.stdout
@@ -173,6 +231,27 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
     assert pyproject.read_text(encoding="utf-8") == now
     again = moecore("upgrade").stdout
     assert "@@" not in again and ".dvcignore" not in again, "it is said once"
+
+
+@pytest.mark.parametrize("study", ["quick", "main"])
+def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, study):
+    """A version began it whose ``quick`` had ``calibrate``, and ``main`` no ``transfer``."""
+    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    moecore("new", "own", ".", "--from", study)
+    dvc, params = Path("dvc.yaml"), Path("params.yaml")
+    stages = {*load_yaml_document(dvc).data["stages"], "calibrate"} - {"transfer"}
+    text = study_dvc_yaml_texts(stage_definitions([*stages]), {})["dvc.yaml"]
+    dvc.write_text(text.replace("    desc: ", "    desc: Older. "), encoding="utf-8")
+    settings = re.sub("(?m)^(transfer:|calibrate:\n ) .*\n", "", params.read_text("utf-8"))
+    params.write_text(f"{settings}calibrate: {{calibrator: {{kind: temperature}}}}\n", "utf-8")
+    answers = json.loads(Path(PROJECT_ANSWERS).read_text("utf-8")) | {"moecore": "0.0.1"}
+    answers["files"]["dvc.yaml"] = hash_text(dvc.read_text("utf-8"))
+    Path(PROJECT_ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
+    assert moecore("check").exit_code == 0
+    assert moecore("upgrade", "--yes").stdout.endswith("written\n")
+    assert {*load_yaml_document(dvc).data["stages"]} == stages
+    assert "Older. " not in dvc.read_text("utf-8")
+    assert moecore("check").exit_code == 0
 
 
 def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):

@@ -64,7 +64,7 @@ def test_a_read_only_project_is_one_line(monkeypatch):
     monkeypatch.setattr("moecore.pipeline.cli.write_json", refuse)
     said = moecore("schema")
     assert said.exit_code == 1 and said.stderr.count("\n") == 1
-    assert "params.schema.json: read-only file system" in said.stderr
+    assert "params.schema.json: could not be written, read-only file system" in said.stderr
 
 
 def test_a_file_in_order_says_what_its_data_are(place):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from moecore.core.files import read_json
+from moecore.core.files import file_checksum, read_json
 from moecore.core.source_layout import ROOT
 from tests.my_lab import write_my_lab
 
@@ -223,4 +223,6 @@ def test_a_patched_wheel_says_what_runs_again_and_then_the_project_is_its(instal
     assert (project / "Makefile").read_text(encoding="utf-8") == before
     assert installed.run("moecore", "upgrade", "--yes", folder=project).endswith("written\n")
     assert (project / "Makefile").read_text(encoding="utf-8").endswith("# patched\n")
-    assert f'"moecore>={new},<' in (project / "pyproject.toml").read_text(encoding="utf-8")
+    (wheel,) = installed.place.glob(f"patched_wheels/moecore-{new}-*.whl")
+    required = f'"moecore @ {wheel.as_uri()}#sha256={file_checksum(wheel)}"'
+    assert required in (project / "pyproject.toml").read_text(encoding="utf-8")

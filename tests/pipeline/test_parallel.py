@@ -5,18 +5,22 @@ forked from a server: they print, exit and end as processes of their own would.
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
 from threading import Event
 
 import pytest
 
-from moecore.core.files import whole_folder, write_json
-from moecore.pipeline import job_resources
+from moecore.core.files import UserError, whole_folder, write_json
+from moecore.pipeline import job_resources, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
+from moecore.pipeline.stage_client import SOCKET
+from moecore.pipeline.stage_fork_server import start_stage_server
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
 from tests import forked
@@ -195,6 +199,50 @@ def test_every_stage_of_the_pipeline_is_served():
     for file in [ROOT / "dvc.yaml", ROOT / "pipelines/stages.yaml"]:
         used |= set(re.findall(r"-m stages\.(\w+)", file.read_text(encoding="utf-8")))
     assert used <= served
+
+
+def write_server(folder: Path, monkeypatch, code: str) -> str:
+    """Return a module of ``folder`` that is started as a server of stages."""
+    (folder / "imitated_server.py").write_text(f"import os, sys, time\n{code}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return "imitated_server"
+
+
+def test_a_server_of_stages_may_take_long_to_import(tmp_path, monkeypatch):
+    """An hour passes with each look at the clock; it is waited for as long as it lives."""
+    monkeypatch.setattr(time, "monotonic", count(0, 3600).__next__)
+    listens = "time.sleep(0.1); open(sys.argv[1], 'w').close(); time.sleep(60)"
+    server = start_stage_server(write_server(tmp_path, monkeypatch, listens))
+    assert server.socket.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "end"), [("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 9)", "signal 9")]
+)
+def test_a_server_of_stages_that_ends_is_said(tmp_path, monkeypatch, code, end):
+    with pytest.raises(UserError, match=f"^server of stages: .* ended with {end} before") as said:
+        start_stage_server(write_server(tmp_path, monkeypatch, code))
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("answer", [b"", b"512\n", None], ids=["none", "pid", "gone"])
+def test_a_stage_whose_server_ends_has_failed(tmp_path, answer):
+    """A process id alone is no exit code: of 512 the shell would see 0. None: nothing listens."""
+    words = [sys.executable, "-IS", stage_client.__file__, "python", "-m", "moecore.stages.code"]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        if answer is not None:
+            listening.listen(1)
+        environment = os.environ | {SOCKET: str(tmp_path / "socket")}
+        client = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+        if answer is not None:
+            line, _ = listening.accept()
+            with line:
+                line.recv(1 << 20)
+                line.sendall(answer)
+        _, printed = client.communicate()
+    assert printed == "moecore.stages.code: the server of stages has ended; start again\n"
+    assert client.returncode == 1
 
 
 def test_nothing_computes_before_a_fork(project):

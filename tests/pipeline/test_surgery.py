@@ -42,6 +42,8 @@ claims: []
 questions:
   - {{metric: accuracy_merge_50, against_metric: accuracy_reap_50, method: pieces, against: pieces,
     better: higher, asks: "is merging better?"}}
+  - {{metric: own_expert, against_metric: own_expert_random, method: pieces, against: pieces,
+    better: higher, asks: "do experts know their tissue?"}}  # digits have none
 """
 
 
@@ -68,6 +70,11 @@ def study(tmp_path_factory) -> Project:
         ),
         ("pieces: 2}", "pieces: 3}", "14:33: methods.pieces.router.k: found 2; .*multiples"),
         ("noise_std: 0,", "", "14:5: methods.pieces.router.noise_std: found 1.*: 0"),
+        (
+            "noise_std: 0,",
+            "noise_std: 0, residual: true,",
+            "14:53: methods.pieces.router.residual: found true.*or merge.fold: false .merge.",
+        ),
         ("kind: mlp", "kind: eigen", "15:15: methods.pieces.experts.kind: found eigen.*: mlp"),
     ],
 )
@@ -100,6 +107,8 @@ def test_reduced_models_are_measured_as_any(study):
     compared = json.loads((study.folder / "artifacts/compare.json").read_text("utf-8"))
     rows = compared["pieces"]
     assert {"accuracy_reap_50", "accuracy_load_50", "accuracy_merge_50"} <= set(rows["pretrain"])
+    assert "not answered: own_expert of pieces" in done.stdout + done.stderr
+    assert len(compared["questions"]) == 1, "the other question is answered"
     for phase in ("prune", "merge"):
         assert {"test_accuracy", "ece_after", "load_cv2"} <= set(rows[phase])
     page = (study.folder / "reports/index.html").read_text("utf-8")

@@ -20,6 +20,7 @@ from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_
 from moecore.report.claims.evaluation import (
     claim_entry,
     compare_json_claims,
+    describe_missing_metric,
     evaluate_claims,
     judge_difference,
     p_of,
@@ -393,6 +394,19 @@ def test_what_is_not_there_is_named(changes, expected):
         evaluate_claims(
             [claim(), claim(**changes)], study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "lack"),
+    [
+        ({}, ""),
+        ({"against": "dense"}, "dense has no match_top1"),
+        ({"metric": "tail_mass"}, "prc has no tail_mass"),  # nor has any other model
+    ],
+)
+def test_a_method_without_the_metric_is_told(changes, lack):
+    results = study(dense=[None, None], vmoe=[0.1, 0.2], prc=[0.3, 0.4])
+    assert describe_missing_metric(claim(**changes), results) == lack
 
 
 def test_an_interval_of_one_model_counts_by_its_value():

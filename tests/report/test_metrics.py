@@ -216,7 +216,14 @@ robustness: {epsilons: [0.01], attacks: [{kind: pgd, steps: 10}]}
 routing: {augmentations: [noise]}
 stability: {}
 corruptions: {names: [gaussian_noise]}
-methods: {vmoe: {}, prc: {}}
+methods:
+  vmoe: &guided
+    router: {kind: eigenbasis}
+    experts: {kind: eigen}
+    regularizers: [{kind: router_kl}]
+  prc: *guided
+  plain: {router: {kind: top_p}, experts: {kind: mlp}}
+  dense: {}
 """
 STAGES = ("pretrain", "robustness", "routing", "measure", "compare")
 ASKED = "asks: so, method: prc, against: vmoe, better: higher"
@@ -238,7 +245,9 @@ def misnamed(metric: str, phase: str = "pretrain", asked=ASKED) -> list[tuple[tu
         "routing_change_pgd-10",
         "match_top1_noise",
         "noise_accuracy",
-        "agreement_before_after",
+        "agreement_with_final",
+        "teacher_agreement",
+        "fallback",
         "training_overhead",
     ],
 )
@@ -256,12 +265,32 @@ def test_a_metric_is_foreseen(metric):
         ("imed", ""),
         ("ece_after", ""),
         ("early_choice", ""),
+        ("agreement_before_after", ", did you mean 'agreement_consecutive'?"),
     ],
 )
 def test_a_metric_that_the_study_will_not_have_is_refused(metric, near):
     ((keys, text),) = misnamed(metric)
     assert keys == ("questions", 0, "metric")
     assert text.startswith(f"found {metric!r}{near}") and "; allowed in pretrain: test_acc" in text
+
+
+@pytest.mark.parametrize(
+    ("metric", "method"),
+    [
+        ("agreement_with_final", "dense"),  # without routers
+        ("teacher_agreement", "plain"),  # nothing guides it
+        ("fallback", "plain"),  # top_p's threshold is no threshold of scores
+        ("fallback_threshold_0_5", "plain"),
+    ],
+)
+def test_a_metric_that_one_method_alone_lacks_is_refused(metric, method):
+    text = SETTINGS.replace("[vmoe, prc]", f"[vmoe, {method}]")
+    asked = f"asks: so, metric: {metric}, method: vmoe, against: {method}, better: higher"
+    settings = parse_yaml_document(f"{text}questions: [{{{asked}}}]\n")
+    study = extract_declared_settings(Study, settings)
+    problems = list(unfit_metric_problems(study, STAGES, previews={}))
+    words = f"found {method}, which will have no {metric}; allowed: vmoe"
+    assert problems == [(("questions", 0, "against"), words)]
 
 
 @pytest.mark.parametrize("metric", ["parameters", "border_cells"])
@@ -364,9 +393,13 @@ def test_every_metric_of_a_study_was_foreseen(whole):
 
 def test_columns_of_layers_are_foreseen_for_the_layers_that_the_methods_have():
     study = extract_declared_settings(Study, load_yaml_document(SHIPPED))
-    assert list(PlannedPhase(study, "accuracy").layers) == [1, 2]  # last_2 of four blocks
+    assert list(PlannedPhase(study, "accuracy", "pretrain").layers) == [
+        1,
+        2,
+    ]  # last_2 of four blocks
     known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     assert {"border_load_layer_2", "routing_change_pgd-10_layer_1"} <= set(known)
     assert "border_load_layer_3" not in known
     dense = study.run.model_copy(update={"methods": ("dense",)})
-    assert not PlannedPhase(study.model_copy(update={"run": dense}), "accuracy").layers
+    alone = study.model_copy(update={"run": dense})
+    assert not PlannedPhase(alone, "accuracy", "pretrain").layers

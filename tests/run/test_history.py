@@ -100,8 +100,9 @@ def test_an_error_is_recorded_and_raised():
     with pytest.raises(UserError, match="not finite"), recorded() as run:
         run.log(1, {"loss": 1.0})
         raise UserError("the loss is not finite")
-    assert read_lines(OUT)[-1] | {"t": 0, "seconds": 0} == {
+    assert read_lines(OUT)[-1] | {"t": 0, "clock": 0, "seconds": 0} == {
         "t": 0,
+        "clock": 0,
         "seconds": 0,
         "status": "FAILED",
         "error": "UserError: the loss is not finite",
@@ -254,6 +255,26 @@ def test_the_time_between_kill_and_resume_does_not_count():
     assert spent_seconds([]) == 0.0
 
 
+def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
+    """Two processes, of 4 and 3 seconds, each of which sees the wall clock lose an hour."""
+    wall, clock = [10_000.0], [100.0]
+    monkeypatch.setattr(time, "time", lambda: wall[-1])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
+    work = Path(".state/key")
+    with pytest.raises(KeyboardInterrupt), recorded(work=work) as first:
+        wall.append(6_400.0)
+        clock.append(104.0)
+        first.log(1, {"loss": 1.0})
+        first.end = lambda *_: None  # as where it is killed
+        raise KeyboardInterrupt
+    clock.append(7.0)  # of another machine
+    with recorded(work=work) as second:
+        wall.append(2_800.0)
+        clock.append(10.0)
+        second.log(2, {"loss": 2.0})
+    assert read_lines(OUT)[-1]["seconds"] == 7.0
+
+
 def test_params_are_flat_and_the_scalars_of_a_result_are_its_numbers_outside_of_lists():
     assert flatten_keys({"a": {"b": [1, 2]}, "c": [{"d": None}]}) == {"a.b": [1, 2], "c.0.d": None}
     found = {"a": 1, "b": {"c": [1.0], "d": 0.5}, "e": {"f": "text"}, "g": None, "h": True}
@@ -347,8 +368,27 @@ def test_a_torn_or_deleted_history_beside_a_checkpoint(spoil, kept, said, capsys
     assert [step for step, _ in logged(read_lines(OUT))] == kept
 
 
-@pytest.mark.parametrize("line", [b"null", b'{"t": "x"}', b"[" * 100_000])
-def test_a_line_that_is_no_object_with_a_time_ends_what_is_trusted(tmp_path, line):
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"null",
+        b'{"t": "x"}',
+        b'{"t": NaN}',
+        b'{"t": 1e400}',
+        b'{"t": 1, "step": 1, "values": [1]}',
+        b'{"t": 1, "step": 1, "values": {"loss": {}}}',
+        b'{"t": 1, "step": 1, "values": {"loss": "x"}}',
+        b'{"t": 1, "step": "1", "values": {}}',
+        b'{"t": 1, "values": {}}',
+        b'{"t": 1, "step": 1, "routing": {"layers": 1}}',
+        b'{"t": 1, "summary": [1]}',
+        b'{"t": 1, "status": "FINISHED"}',
+        b'{"t": 1, "uid": "a"}',
+        b'{"t": 1, "pid": 1}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_of_no_history_ends_what_is_trusted(tmp_path, line):
     whole = [encode_line({"t": 1.0, "step": step}).encode() for step in range(3)]
     (tmp_path / HISTORY_FILE).write_bytes(whole[0] + line + b"\n" + whole[1])
     assert [one["step"] for one in read_lines(tmp_path)] == [0]

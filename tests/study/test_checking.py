@@ -51,6 +51,11 @@ IMAGES = PARAMS
 SPOKEN = {
     "data.pretrain": {"kind": "dialects", "source": {"kind": "digits", "size": 24}, "train": 2000}
 }
+MEASURED = {
+    "pretrain.views": {"shift": 1},
+    "run.phases": ["pretrain"],
+    "run.thorough": ["pretrain"],
+}
 GONE = object()
 
 
@@ -98,7 +103,22 @@ CONSTANT = {"kind": "noisy_top_k", "k": 1, "renormalise": True}
 QUANTILE = {"kind": "quantile"}
 L1 = [{"kind": "adaptive_l1"}]
 SWITCH = [{"kind": "switch_balance"}]
+KL = [{"kind": "router_kl"}]
+TOP_2 = {"kind": "noisy_top_k", "k": 2}
+ALL_4 = {"kind": "noisy_top_k", "k": 4, "balance": {"kind": "loss_free"}}
+UNSAMPLED = {"kind": "depth", "router": TOP_2, "sampling_weight": 0.5}
+NESTED = {"kind": "frozen_copy", "router": TOP_2 | {"group_size": 4}}
+AVERAGE = {"kind": "group_sparsity", "filter": "average", "sigma_end": 2.0}
+FIXED = {"kind": "group_sparsity", "sigma_start": 3.0, "sigma_end": 3.0, "exponent": 3.0}
+EXPERTS = {"experts": {"kind": "mlp", "number": 4}}
+NINE_OF_EIGHT = {"router": {"kind": "noisy_top_k", "k": 9}, "experts": {"kind": "mlp"}}
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
+
+
+def grouped(number: int, kept: int) -> dict[str, Any]:
+    """A router with groups of experts."""
+    return {"router": TOP_2 | {"groups": {"number": number, "kept": kept}}}
+
 
 # Of the file alone: text, edits, key, words
 FILE = [
@@ -228,6 +248,12 @@ FILE = [
     ),
     (
         IMAGES,
+        {"methods.vmoe.router": {"kind": "hash"}},
+        "methods.vmoe.regularizers[0]",
+        "found importance, but the router hash learns nothing; allowed: no such loss, or another",
+    ),
+    (
+        IMAGES,
         {"methods.vmoe.regularizers": [SWITCH[0] | {"level": "group", "group_size": 3}]},
         "methods.vmoe.regularizers[0].group_size",
         "found 3, and a step of pretrain has 64 images; allowed: a divisor of these",
@@ -258,6 +284,116 @@ FILE = [
         },
         "methods.vmoe.regularizers",
         "pretrain.views changes nothing",
+    ),
+    *(
+        (IMAGES, {f"methods.tgr.{key}": losses}, f"methods.tgr.{key}[{place}]", words)
+        for key, losses, place, words in (
+            (
+                "regularizers",
+                SWITCH + KL + SWITCH,
+                2,
+                "found switch_balance a second time; allowed",
+            ),
+            ("unguided_regularizers", KL, 0, "router_kl needs a teacher"),
+            (
+                "regularizers",
+                [{"kind": "teacher_router"}],
+                0,
+                "which teacher_router: {fit: joint} ",
+            ),
+            ("regularizers", [{"kind": "region_routing"}], 0, "which regions adds; allowed: other"),
+        )
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.unguided_regularizers": [{"kind": "load"}]}
+        | {"methods.vmoe.regularizers": [{"kind": "load"}, {"kind": "router_kl"}]},
+        "methods.vmoe.unguided_regularizers[0]",
+        "found load a second time; allowed: each kind once",
+    ),
+    *(
+        (IMAGES, {"methods.other": router | EXPERTS}, f"methods.other.router.{key}", words)
+        for key, router, words in (
+            (
+                "group_size",
+                {"router": TOP_2 | {"group_size": 4}},
+                "found 4, but without a capacity no im",
+            ),
+            ("k", {"router": {"kind": "top_p", "k": 1}}, "found 1: each token then has its first"),
+            ("balance", {"router": ALL_4}, "found loss_free, but every token has all 4 experts"),
+            ("groups.kept", grouped(2, 2), "found 2, and there are as many groups, so that none"),
+            ("groups.kept", grouped(4, 2), "found 2: the groups of the 2 best experts are always"),
+            ("sampling_weight", {"router": UNSAMPLED}, "found 0.5, but without sampling there is"),
+            ("router.group_size", {"router": NESTED}, "found 4, but without a capacity no images"),
+        )
+    ),
+    (
+        IMAGES,
+        {"methods.dense.upcycle": {"kind": "drop"}},
+        "methods.dense.upcycle.kind",
+        "found drop, but a dense method has no experts; allowed: true, false",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.experts.fine": 1},
+        "methods.vmoe.experts.fine",
+        "found 1 piece of each expert, which is the whole; allowed: null, or above 1",
+    ),
+    (
+        IMAGES,
+        {"methods.vmoe.upcycle": True, "methods.vmoe.experts.init": "flat"},
+        "methods.vmoe.experts.init",
+        "found flat, but the experts begin as the teacher's MLPs; allowed: leave it out, or upc",
+    ),
+    *(
+        (
+            IMAGES,
+            {"methods.vmoe.regularizers": [loss]},
+            f"methods.vmoe.regularizers[0].{key}",
+            words,
+        )
+        for loss, key, words in (
+            (SWITCH[0] | {"group_size": 4}, "group_size", "found 4, but the level is batch; allow"),
+            (AVERAGE, "sigma_end", "found 2.0, but the filter is average; allowed: leave it out"),
+            (FIXED, "exponent", "found 3.0, but σ stays as it is; allowed: leave it out, or anot"),
+        )
+    ),
+    (IMAGES, {"model.depth": 1, "model.drop_path": 0.1}, "model.drop_path", "found 0.1, which gr"),
+    (
+        VOLUMES,
+        {"model": {"kind": "sfcn", "head": "number", "bins": 8}},
+        "model.bins",
+        "found 8, but the head is a number; allowed: leave it out, or head: bins",
+    ),
+    (WORDS, {"methods.smoe.permuted": True}, "methods.smoe.permuted", "the label of a word is"),
+    (WORDS, {"routing": {"views": {"shift": 1}}}, "routing.views", "which has no views; leave it"),
+    (WORDS, {"routing": {"augmentations": ["flip"]}}, "routing.augmentations", "has no views"),
+    (
+        IMAGES,
+        {"methods.vmoe.teacher_router": {}},
+        "methods.vmoe.teacher_router",
+        "nothing of the method is guided by a teacher's router; allowed: leave it out, or the reg",
+    ),
+    *(
+        (IMAGES, {f"{section}.views": {key: value}}, f"{section}.views.{key}", words)
+        for section in ("pretrain", "finetune", "teacher.training", "routing")
+        for key, value, words in (
+            ("affine", {}, "found one that changes nothing; allowed: null, or other degrees, tr"),
+            ("jitter", {}, "found one that changes nothing; allowed: null, or other brightness"),
+            ("randaugment", {"operations": 0}, "found one that changes nothing"),
+            ("randaugment", {"magnitude": 0, "names": ["rotate"]}, "found one that changes noth"),
+            ("fill", "border", "found border, but no view reaches beyond its image; allowed: zer"),
+        )
+    ),
+    (IMAGES, {"pretrain.mix": {"mixup": 1, "probability": 0}}, "pretrain.mix", "mixes nothing"),
+    *(
+        (
+            IMAGES,
+            {f"{section}.views": {"size": 12}},
+            f"{section}.views.size",
+            "unknown key; allowed: shift, crop, flip, affine",
+        )
+        for section in ("pretrain", "finetune", "teacher.training", "routing")
     ),
     (
         IMAGES,
@@ -302,6 +438,39 @@ FILE = [
         {"robustness.attacks.1": {"kind": "pgd", "objective": "dlr"}},
         "robustness.attacks[1].objective",
         "found dlr, which needs classes; allowed: task",
+    ),
+    (
+        VOLUMES,
+        {"robustness": GONE, "transfer": {"attack": {"kind": "apgd", "objective": "dlr"}}},
+        "transfer.attack.objective",
+        "found dlr, which needs classes; allowed: task",
+    ),
+    (
+        VOLUMES,
+        {"explorer": {"attack": {"kind": "fgsm", "objective": "cross_entropy"}}}
+        | {"run.measurements": ["explorer"]},
+        "explorer.attack.objective",
+        "found cross_entropy, which needs classes; allowed: task",
+    ),
+    (
+        IMAGES,
+        {"data.pretrain": {"kind": "mosaic", "source": {"kind": "digits"}}}
+        | {"run.phases": ["pretrain"], "run.thorough": [], "run.measurements": []}
+        | {"robustness.attacks.0": {"kind": "pgd", "objective": "dlr"}},
+        "robustness.attacks[0].objective",
+        "found dlr, which needs one label per image; allowed: task",
+    ),
+    (
+        VOLUMES,
+        {"methods.ermoe.regions.experts": ["wm", "skull"]},
+        "methods.ermoe.regions.experts[1]",
+        "found 'skull'; allowed: wm, gm, csf",
+    ),
+    (
+        IMAGES,
+        {"teacher": GONE},
+        "methods.tgr.regularizers[0]",
+        "router_kl needs a teacher, but there is no section teacher; allowed: dense",
     ),
     (VOLUMES, {"robustness.survivors": True}, "robustness.survivors", "allowed: false"),
     (
@@ -474,6 +643,45 @@ RUN = [
         "finetune.batch",
         "200 training images (20 shots of 10 classes",
     ),
+    (
+        IMAGES,
+        {"methods.vmoe.regularizers": [{"kind": "pairwise_consistency", "special": True}]}
+        | {"model.pooling": "mean"},
+        "methods.vmoe.regularizers[0].special",
+        "found true, but the model has no class token; allowed: false",
+    ),
+    (
+        IMAGES,
+        {"finetune.k": 1, "methods.vmoe.router": COMPETITION, "methods.vmoe.regularizers": []},
+        "finetune.k",
+        "found 1, refused by router: diversity_weight: found 0.1, but with k = 1 no two are",
+    ),
+    *(
+        (
+            IMAGES,
+            {f"{section}.views": {"shift": 1, **colours}},
+            f"{section}.views.{key}",
+            "has grey images, whose saturation nothing changes; allowed: ",
+        )
+        for section in ("pretrain", "finetune", "routing")
+        for key, colours in (
+            ("jitter.saturation", {"jitter": {"saturation": 0.4}}),
+            ("randaugment.names", {"randaugment": {"names": ["saturation"]}}),
+        )
+    ),
+    *(
+        (
+            IMAGES,
+            {"data.finetune": {"kind": "clusters", "patch": 8, "grid": 3, "train": 100}}
+            | {"finetune.shots": shots},
+            f"finetune.{key}",
+            words,
+        )
+        for shots, key, words in (
+            (15, "batch", "30 training images (15 shots of 2 classes"),
+            (51, "shots", "a class of data.finetune has 50 training images; allowed: 1 to 50"),
+        )
+    ),
     (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch", "1294 training images (data.pretrain)"),
     (IMAGES, {"finetune.shots": 400}, "finetune.shots", "of data.finetune has 125 training images"),
     (
@@ -496,6 +704,18 @@ RUN = [
         "found truth_kl, but nobody knows the truth of data.pretrain's tokens",
     ),
     (IMAGES, SPOKEN | {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "would falsify the truth"),
+    *(
+        (
+            IMAGES,
+            SPOKEN | MEASURED | {f"routing.{key}": value},
+            f"routing.{place}",
+            "would falsify the truth",
+        )
+        for key, value, place in (
+            ("views", {"shift": 1, "jitter": {"contrast": 0.5}}, "views.jitter"),
+            ("augmentations", ["flip"], "augmentations"),
+        )
+    ),
     (
         IMAGES,
         SPOKEN | {"pretrain.views": {"erasing": 0.5}},
@@ -538,6 +758,21 @@ RUN = [
         "methods.dense.upcycle",
         "set experts.factored_output: false",
     ),
+    *(  # all but the first ended in a traceback
+        (IMAGES, {"methods.dense.upcycle": True, key: value}, "methods.dense.upcycle", words)
+        for key, value, words in (
+            ("teacher.model.heads", 1, "found heads 2 in the model, 1 in the teacher"),
+            ("teacher.model.pooling", "mean", 'found pooling "class" in the model, "mean" in'),
+            ("teacher.model.pooling", "class+distillation", '"class+distillation" in the teacher'),
+            ("model.pooling", "mean", 'found pooling "mean" in the model, "class" in'),
+            ("model.pooling", "class+distillation", 'found pooling "class+distillation" in the'),
+            (
+                "teacher.model.position_on_class",
+                False,
+                "position_on_class true in the model, false in",
+            ),
+        )
+    ),
     (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
     (
         IMAGES,
@@ -557,6 +792,18 @@ RUN = [
         {"data.pretrain": {"kind": "image_folder", "root": "~nosuchuser/x"}},
         "data.pretrain.root",
         "~nosuchuser/x",
+    ),
+    (
+        WORDS,
+        {"sizes": {"models": [{"name": "a", "model": {"kind": "sfcn"}}]}},
+        "sizes.models[0].model.kind",
+        "found sfcn, but the images have 2 axes; allowed: another kind, or volumes",
+    ),
+    (
+        WORDS,
+        {"sizes": {"models": [{"name": "a", "model": {"kind": "vit"}, "method": NINE_OF_EIGHT}]}},
+        "sizes.models[0].method.router.k",
+        "but there are 8 experts",
     ),
     (WORDS, {"model": {"kind": "vit"}}, "model.kind", "have 1 axes; allowed: language_model"),
     (

@@ -9,6 +9,7 @@ import sys
 from typing import Annotated, Any, Literal, get_args
 
 import pytest
+from dvc.utils.serialize import YAMLFileCorruptedError, parse_yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
@@ -132,11 +133,33 @@ MERGES = "m0: &m0 {x: 1}\n" + "".join(
         ("a: !!binary aGk=", "params.yaml:1:1", "found bytes"),
         ("a: !!int x", "params.yaml", "not valid YAML: ValueError"),
         ("a: !!bool x", "params.yaml", "not valid YAML: KeyError"),
+        ("a: !", "params.yaml:1:4", "found the tag !;"),
+        ("a: #c\n|\n\n", "params.yaml", "not valid YAML: NotImplementedError"),
         (f"a: {'9' * 5000}", "params.yaml", "not valid YAML"),
         ("a: 1\n? [a, b]\n: 1\n", "params.yaml:2:3", "found a list or mapping as key"),
         (f"? {'k' * 5000}\n: 1", "params.yaml:1:3", "found a word of 5,000 letters"),
         ('"a\\0b": 1', "params.yaml:1:1", "the character NUL"),
         (f"a: {'[' * 70}{']' * 70}", "params.yaml:1:68", "more than 64 levels"),
+        (f"a: {'[' * 5000}", "params.yaml:1:68", "more than 64 levels"),
+        (f"a: {'{' * 5000}", "params.yaml:1:68", "more than 64 levels"),
+        ("- " * 5000, "params.yaml:1:131", "more than 64 levels"),
+        (
+            "# ours\n%YAML 1.1\n---\na: no\n",
+            "params.yaml:2:1",
+            "found %YAML 1.1; allowed: YAML 1.2",
+        ),
+        ("\ufeff%YAML 1.1\r---\ra: 1", "params.yaml:1:1", "found %YAML 1.1; allowed: YAML 1.2"),
+        ("%YAML 1.3\n---\na: 1\n", "params.yaml:1:1", "found %YAML 1.3; allowed: YAML 1.2"),
+        (
+            "a: &x 1\nb: &y 2\nc:\n  - &x 3\n",
+            "params.yaml:4:5",
+            "&x; allowed: another name than in",
+        ),
+        (
+            "a: &x {b: 1}\nb: &x [*x]\n",
+            "params.yaml:2:4",
+            "&x; allowed: another name than in line 1",
+        ),
         (LAUGHS, "params.yaml:1:13", "found more than 100,000 values"),
         ("a: &x {<<: *x}", "params.yaml", ""),
     ],
@@ -146,6 +169,15 @@ def test_faults_of_the_text_have_a_place(text, place, word):
         parse_yaml_document(text)
     (line,) = str(caught.value).split("\n")
     assert line.startswith(f"{place}: ") and word in line
+
+
+def test_dvc_reads_otherwise_what_is_refused():
+    said = "%YAML 1.1\n---\na: no\n"  # by the rules of YAML 1.1 a truth value
+    assert parse_yaml(said, "params.yaml") == {"a": "no"}
+    assert parse_yaml_document(said.replace("1.1", "1.2")).data == {"a": "no"}
+    assert parse_yaml("a: !", "params.yaml") == {"a": ""}
+    with pytest.raises(YAMLFileCorruptedError):
+        parse_yaml("a: &x 1\nb: &x 2\n", "params.yaml")
 
 
 def test_merges_of_merges_are_read_at_once():

@@ -160,12 +160,19 @@ def test_the_last_of_several_assignments_holds():
         ("parts.2=1", "found '2' in parts; allowed: 0, 1"),
         ("pretrain.epochs.x=1", "found 'x' in pretrain.epochs; allowed: nothing"),
         ("pretrain.epochs=[1", "not valid YAML"),
+        ("pretrain.epochs=%YAML 1.1", "found %YAML 1.1"),
     ],
 )
 def test_what_cannot_be_written_is_said(assignment, word):
     with pytest.raises(UserError) as error:
         apply_assignments(TEXT, [assignment])
     assert f"-S {assignment}" in str(error.value) and word in str(error.value)
+
+
+def test_a_long_assignment_is_shortened():
+    with pytest.raises(UserError, match="more than 64 levels") as error:
+        apply_assignments(TEXT, [f"pretrain.epochs={'[' * 5000}"])
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "x\n"])

@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from mlflow.cli import cli as mlflow_cli
 
 from moecore.core.files import UserError
 from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
 from moecore.tracking.metric_names import stage_metrics_and_params
+from moecore.tracking.mlflow_connection import store_address
 from moecore.tracking.sync import Importer, sync_runs
 from moecore.tracking.view import TAG
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
@@ -256,6 +259,30 @@ def test_what_was_deleted_in_the_store_is_imported_again(study):
     for run in study.every_run():
         study.client.delete_run(run.info.run_id)
     assert importer.import_all()["runs added"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "counts"),
+    [
+        (r"(experiments restore -x \d+)", {"current": 1}),
+        (r"(gc .*? --experiment-ids \d+)", {"runs added": 1, "current": 1}),
+    ],
+    ids=["restore", "remove"],
+)
+def test_an_experiment_that_was_deleted_is_one_line_with_what_mends_it(study, command, counts):
+    study.write()
+    import_all()
+    experiment = study.client.get_experiment_by_name(study.folder.name)
+    study.client.delete_experiment(experiment.experiment_id)
+    said = f"{experiment.name!r} was deleted in MLflow; restore it"
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        import_all()
+    assert "\n" not in str(error.value)
+    words = re.search(f"mlflow {command}`", str(error.value))
+    assert words is not None
+    environment = {"MLFLOW_TRACKING_URI": store_address()}
+    assert CliRunner().invoke(mlflow_cli, words[1].split(), env=environment).exit_code == 0
+    assert import_all() == counts
 
 
 def test_an_import_that_was_killed_is_completed_by_the_next(study, monkeypatch):

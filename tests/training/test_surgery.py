@@ -11,6 +11,7 @@ from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.cosine import Cosine
+from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.expert_choice import ExpertChoice
@@ -33,6 +34,7 @@ from moecore.training.surgery.prune import Prune, order_of_pruning
 
 IMAGES = torch.rand(6, 1, 8, 8)
 BIAS = NoisyTopK(score="sigmoid", balance={"kind": "loss_free"})
+RESIDUAL = NoisyTopK(residual=True)
 
 
 def settings(router=None, experts=None) -> MoESettings:
@@ -96,7 +98,7 @@ def test_weights_and_probs_are_summed_within_clusters():
         None,
         settings(Eigenbasis()),
         settings(BIAS, Mlp(number=4, shared=1)),
-        *map(settings, (NoisyTopK(), Cosine(), TopP(), Relu())),
+        *map(settings, (NoisyTopK(), Cosine(), TopP(), Relu(), RESIDUAL)),
     ],
 )
 @pytest.mark.parametrize("by", ["reap", "load"])
@@ -106,11 +108,17 @@ def test_a_pruned_model_is_the_whole_one_that_never_chooses_the_others(moe, by, 
     prune = Prune(left=0.75, by=by)
     save_model(tmp_path, prune.reduce_experts(model, uses))
     pruned = load_model(tmp_path)(IMAGES)
+    dropped_before = None
     for name, use in uses.items():
         kept = prune.kept_experts(model.moe, use)
         dropped = ~torch.isin(torch.arange(4), kept)
         assert dropped[(use.reap if by == "reap" else use.counts).argmin()]
-        _never_choose(model.get_submodule(name), dropped)
+        layer = model.get_submodule(name)
+        # of the map of the logits of the layer before, those of its dropped experts are gone
+        if getattr(layer.router, "residual", None) is not None and dropped_before is not None:
+            layer.router.residual.data[:, dropped_before] = 0
+        _never_choose(layer, dropped)
+        dropped_before = dropped
     whole = model(IMAGES)
     torch.testing.assert_close(pruned.prediction, whole.prediction, atol=1e-5, rtol=1e-4)
     assert torch.equal(pruned.routing[-1].chosen, whole.routing[-1].chosen[..., kept])
@@ -161,8 +169,16 @@ def test_equal_experts_merge_without_a_change(fold, tmp_path):
         (Prune(), settings(Hash()), "router.kind: found hash.*allowed: routers that learn"),
         (Prune(), settings(ExpertChoice()), "router.kind: found expert_choice.*by which tokens"),
         (Merge(), settings(TeacherRouted()), "router.kind: found teacher_routed.*allowed"),
+        (
+            Prune(),
+            settings(experts=Mlp(number=4, shared=3)),
+            "experts.number: found 2 that are left: shared: found 3; allowed: 0 to 1",
+        ),
         (Merge(), settings(BIAS), "router.balance: found loss_free.*or merge.fold: false"),
         (Merge(), settings(Dynamic()), "router.kind: found dynamic.*or merge.fold: false"),
+        (Merge(), settings(RESIDUAL), "router.residual: found true.*or merge.fold: false"),
+        (Merge(), settings(Depth()), "router.kind: found depth.*or merge.fold: false"),
+        (Prune(), settings(Folded(router=Hash())), "router.kind: found folded.*allowed"),
         (Merge(), settings(experts=Eigen(number=4)), "experts.kind: found eigen.*allowed: mlp"),
     ],
 )

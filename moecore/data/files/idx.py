@@ -10,6 +10,7 @@ import numpy as np
 from moecore.core.files import UserError
 
 GZIP = b"\x1f\x8b"
+MAX_BYTES = 2**26  # unpacked; the largest published file has 47 million
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
@@ -19,11 +20,14 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
     Raises UserError naming the file where it cannot be read or its content is another one.
     """
     try:
-        content = path.read_bytes()
-        if content.startswith(GZIP):
-            content = gzip.decompress(content)
+        with open(path, "rb") as file:
+            is_packed = file.read(2) == GZIP
+            file.seek(0)
+            content = (gzip.GzipFile(fileobj=file) if is_packed else file).read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path}: found more than {MAX_BYTES:,} bytes; fetch the file again")
     if (digest := hashlib.sha256(content).hexdigest()) != sha256:
         raise UserError(
             f"{path}: its content has sha256 {digest}; the published file has {sha256}. Fetch the "

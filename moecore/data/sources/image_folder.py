@@ -1,5 +1,6 @@
 """Any image classification set kept as class folders."""
 
+import os
 from typing import Literal
 
 from pydantic import Field
@@ -36,7 +37,7 @@ class ImageFolder(ImageFilesSource):
 
     def facts(self) -> tuple[str, str, str]:
         """Name, licence and source."""
-        name = self.name or candidate_folders(self.root)[0].resolve().name
+        name = self.name or os.path.basename(os.path.realpath(candidate_folders(self.root)[0]))
         return name, self.licence, self.root
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:

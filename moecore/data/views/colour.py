@@ -107,6 +107,11 @@ class ColourJitter(Config):
         0.0, ge=0, description="Blended with the grey image; 0 leaves it out, as a grey image does"
     )
 
+    @property
+    def is_identity(self) -> bool:
+        """Return whether no colour is changed."""
+        return not (self.brightness or self.contrast or self.saturation)
+
 
 JITTERED = (adjust_brightness, adjust_contrast, adjust_saturation)
 

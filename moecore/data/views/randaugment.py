@@ -26,6 +26,7 @@ Colour = Literal[
     "solarize",
     "invert",
 ]
+STRENGTHLESS = frozenset({"autocontrast", "equalize", "invert"})  # alike at all magnitudes
 STANDARD = (*get_args(Geometric), *(name for name in get_args(Colour) if name != "invert"))
 
 
@@ -46,6 +47,12 @@ class RandAugment(Config):
     names: tuple[Geometric | Colour, ...] = Field(
         STANDARD, min_length=1, description="Operations to draw from; all but invert by default"
     )
+
+    @property
+    def is_identity(self) -> bool:
+        """Return whether no image is changed: without operations, or without their strength."""
+        strong = set(self.names) - {"identity"}
+        return not self.operations or not (strong if self.magnitude else strong & STRENGTHLESS)
 
     @property
     def moves(self) -> bool:

@@ -1,7 +1,7 @@
 """Random views of a batch, made on its device, with their exact affines (volumes: views3d).
 
-B images, C channels, H×W original, h×w view. Every random number comes from the CPU generator that
-is passed in, so a view is a function of (seed, step) on every device.
+B images, C channels, H×W pixels, as many in a view. Every random number comes from the CPU
+generator that is passed in, so a view is a function of (seed, step) on every device.
 """
 
 import math
@@ -66,6 +66,11 @@ class AffineRanges(Config):
     def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
         return _check_range(scale, math.inf)
 
+    @property
+    def is_identity(self) -> bool:
+        """Return whether no image is moved."""
+        return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
+
 
 class ViewSettings(Config):
     """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
@@ -94,20 +99,21 @@ class ViewSettings(Config):
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
     )
-    size: int | None = Field(
-        None, ge=4, le=2**14, description="Height and width of the view; without it the image's own"
-    )
+
+    @property
+    def leaves_image(self) -> bool:
+        """Return whether views show, or interpolate with, what lies outside of the image."""
+        moves = self.randaugment is not None and self.randaugment.moves
+        return bool(self.shift or self.crop or self.affine or moves)
 
     @property
     def on_grid(self) -> bool:
         """Whether views are whole-pixel moves and flips only, so that nothing is interpolated."""
-        return not (
-            self.crop or self.affine or self.size or (self.randaugment and self.randaugment.moves)
-        )
+        return not (self.crop or self.affine or (self.randaugment and self.randaugment.moves))
 
 
 class ViewsWithAffines(NamedTuple):
-    """Views fp32 (B, C, h, w) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
+    """Views fp32 (B, C, H, W) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
 
     Of volumes: (B, C, D, H, W) and (B, 4, 4).
     """
@@ -132,7 +138,7 @@ def make_random_views(
     count = len(images)
     if isinstance(images, MixedSizeImageList) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
-    original, size = image_and_view_sizes(images, settings.size)
+    original, size = image_and_view_sizes(images)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame_affines(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw

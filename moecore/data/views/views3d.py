@@ -78,7 +78,7 @@ def _grid(theta: Tensor, size: torch.Size) -> Tensor:
 
 
 def _refuse(settings: Any) -> None:
-    flat = ("crop", "randaugment", "jitter", "erasing", "size")
+    flat = ("crop", "randaugment", "jitter", "erasing")
     given = [name for name in flat if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
         given.append("affine.shear")

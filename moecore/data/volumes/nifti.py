@@ -1,7 +1,9 @@
 """One NIfTI or FreeSurfer (.mgz) file to an array in canonical orientation."""
 
 import math
+import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from moecore.core.files import UserError
 # two affines are the same where they put every corner of the volume closer than this
 APART_MM = 0.1
 MOST = 512**3  # voxels: a head at 0.5 mm; their values take half a gigabyte
+MAX_HEADER = 2**26  # bytes before the values; extensions of scanners take a few thousand
 NUMBERS = "biuf"  # numpy's kinds that are real numbers; not complex ones, not colours
 
 
@@ -42,21 +45,31 @@ def load_volume(path: Path) -> Volume:
     if not path.is_file():  # reading a pipe would wait for ever
         raise UnusableVolume(f"{path}: {'no file' if path.exists() else 'no such file'}")
     damage = (
-        *(OSError, EOFError, ValueError, OverflowError, zlib.error),
+        *(OSError, EOFError, ValueError, OverflowError, zlib.error, struct.error),
+        *(KeyError, TypeError),  # nibabel's, of unknown numbers of kinds, and of short files
         nibabel.filebasedimages.ImageFileError,
         nibabel.spatialimages.HeaderDataError,
+        nibabel.freesurfer.mghformat.MGHError,
+        nibabel.orientations.OrientationError,
     )
     try:
-        image: Any = nibabel.load(path)
-        if why := _header_problem(image):
-            raise UnusableVolume(f"{path}: {why}")
-        values = np.asarray(image.dataobj, dtype=np.float32).reshape(image.shape[:3])
+        return _read_volume(path)
     except damage as error:
         why = " ".join(str(error).split())
         raise UnusableVolume(f"{path}: cannot be read, damaged or truncated ({why})") from error
+
+
+def _read_volume(path: Path) -> Volume:
+    import nibabel
+
+    header, file = _read_header(path)
+    if why := _header_problem(header):
+        raise UnusableVolume(f"{path}: {why}")
+    stored: Any = nibabel.arrayproxy.ArrayProxy(file, header)
+    values = np.asarray(stored, dtype=np.float32).reshape(stored.shape[:3])
     if bad := int((~np.isfinite(values)).sum()):
         raise UnusableVolume(f"{path}: {bad} voxels are no numbers (NaN or infinite)")
-    image = nibabel.as_closest_canonical(nibabel.Nifti1Image(values, image.affine))
+    image = nibabel.as_closest_canonical(nibabel.Nifti1Image(values, header.get_best_affine()))
     zooms = tuple(float(side) for side in np.linalg.norm(image.affine[:3, :3], axis=0))
     return Volume(np.ascontiguousarray(image.dataobj, dtype=np.float32), zooms, image.affine)
 
@@ -73,19 +86,53 @@ def place_mismatch(one: Volume, other: Volume) -> str | None:
     return None
 
 
-def _header_problem(image: Any) -> str | None:
+def _read_header(path: Path) -> tuple[Any, Any]:
+    """Return nibabel's header, without extensions, and the file of the values.
+
+    ``nibabel.load`` unpacks extensions, which nothing here needs, of any length that the file says,
+    and skips as many values of .mgz; a few megabytes of gzip hold gigabytes of zeros.
+    """
+    from nibabel import MGHImage, Nifti1Image, Nifti1Pair, Nifti2Image, Nifti2Pair
+
+    start = None  # bytes that tell kinds of files apart
+    for kind in (Nifti1Pair, Nifti1Image, Nifti2Pair, Nifti2Image):
+        is_kind, start = kind.path_maybe_image(path, start)
+        if is_kind:
+            files = kind.filespec_to_file_map(path)
+            with files["header" if "header" in files else "image"].get_prepare_fileobj() as file:
+                header = kind.header_class(file.read(kind.header_class.sizeof_hdr))
+            if not 0 <= (offset := header.get_data_offset()) <= MAX_HEADER:
+                said = f"its values begin at byte {offset:,}; allowed: up to {MAX_HEADER:,}"
+                raise UnusableVolume(f"{path}: {said}")
+            return header, files["image"].filename
+    if not MGHImage.path_maybe_image(path)[0]:
+        raise UnusableVolume(f"{path}: neither NIfTI nor .mgz, or damaged")
+    surfer: Any = MGHImage.filespec_to_file_map(path)["image"]
+    with surfer.get_prepare_fileobj() as file:
+        shape = struct.unpack(">4i", file.read(20)[4:])
+        if math.prod(shape) > MOST:
+            raise UnusableVolume(f"{path}: {_voxel_count_problem(shape)}")
+        file.seek(0)
+        return MGHImage.header_class.from_fileobj(file), path
+
+
+def _voxel_count_problem(shape: Sequence[int]) -> str:
+    return f"has the shape {tuple(shape)}; allowed: up to {MOST:,} voxels"
+
+
+def _header_problem(header: Any) -> str | None:
     """Return what is wrong with shape, kind of values or orientation; no value is read."""
-    shape = image.shape
+    shape = header.get_data_shape()
     if len(shape) < 3 or min(shape) < 1 or any(length != 1 for length in shape[3:]):
         return f"has the shape {shape}; allowed: one 3-D volume"
     if math.prod(shape) > MOST:
-        return f"has the shape {shape}; allowed: up to {MOST:,} voxels"
-    if image.get_data_dtype().kind not in NUMBERS:
-        return f"its values are {image.get_data_dtype()}; allowed: whole and real numbers"
-    if image.header.get("sform_code", 1) == 0 and image.header.get("qform_code", 1) == 0:
+        return _voxel_count_problem(shape)
+    if header.get_data_dtype().kind not in NUMBERS:
+        return f"its values are {header.get_data_dtype()}; allowed: whole and real numbers"
+    if header.get("sform_code", 1) == 0 and header.get("qform_code", 1) == 0:
         return (
             "says no orientation (sform_code and qform_code are 0); left and right cannot be known"
         )
-    if not abs(np.linalg.det(image.affine[:3, :3])) >= 1e-6:  # NaN is not, either
+    if not abs(np.linalg.det(header.get_best_affine()[:3, :3])) >= 1e-6:  # NaN is not, either
         return "its affine is singular or has values that are no numbers"
     return None

@@ -42,10 +42,10 @@ class BorderShares(Config):
     of two experts at most is all border: it has no inside, whose values are None.
     """
 
-    border_load: float
+    border_load: float | None  # None, as every load, where no token chose an expert
     border_mass: float
     border_cells: float
-    corner_load: float
+    corner_load: float | None
     corner_mass: float
     corner_cells: float
     inner_load: float | None
@@ -54,14 +54,17 @@ class BorderShares(Config):
 
 
 class Use(BorderShares):
-    """One MoE layer's values, or the means over layers of those that all of them have."""
+    """One MoE layer's values, or the means over layers of those that all of them have.
 
-    load_cv2: float
-    max_violation: float
-    dead: float  # share of experts with under 1 % of the mean load
+    Where no token chose an expert, as the router depth may decide, the load has no values.
+    """
+
+    load_cv2: float | None
+    max_violation: float | None
+    dead: float | None  # share of experts with under 1 % of the mean load
     experts_per_token: float  # chosen, before capacity
     unrouted: float  # share of tokens that chose none
-    entropy: float
+    entropy: float | None
     token_entropy: float
     tail_of_probs: float | None = None  # routers with k only
     fallback: float | None = None  # routers with a threshold only, as the next two
@@ -72,12 +75,12 @@ class Use(BorderShares):
 class LayerUse(Use):
     """One MoE layer's."""
 
-    load: tuple[float, ...]  # share of the choices per expert
+    load: tuple[float, ...]  # share of the choices per expert; zeros where there is no choice
     confidence: Confidence
 
 
 def map_border_shares(load: Tensor, mass: Tensor) -> BorderShares:
-    """Return where on ``map_shape`` load and mass, both (E,) of sum 1, lie."""
+    """Return where on ``map_shape`` load and mass, both (E,) of sum 1, lie; or a load of zeros."""
     rows, columns = map_shape(len(load))
     row = torch.arange(rows)[:, None]
     column = torch.arange(columns)[None]
@@ -92,7 +95,8 @@ def map_border_shares(load: Tensor, mass: Tensor) -> BorderShares:
         ("inner", ~border),
     ):
         for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
-            values[f"{place}_{name}"] = float(shares[where].sum()) if where.any() else None
+            is_known = where.any() and shares.any()
+            values[f"{place}_{name}"] = float(shares[where].sum()) if is_known else None
     return BorderShares.model_validate(values)
 
 
@@ -116,16 +120,16 @@ def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | No
         if k is not None:
             below_k = below_k_eligible_rate(layer.logits, threshold, k)
             tail = eligible_tail_mass(layer.logits, threshold, k)
-    load = counts.double() / counts.sum()
+    load = counts.double() / counts.sum().clamp(min=1)
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
     return LayerUse(
         **map_border_shares(load, mass / mass.sum()).model_dump(),
         load=load.tolist(),
-        load_cv2=load_cv2(counts),
-        max_violation=max_load_violation(counts),
-        dead=dead_expert_share(counts),
+        load_cv2=load_cv2(counts) if counts.any() else None,
+        max_violation=max_load_violation(counts) if counts.any() else None,
+        dead=dead_expert_share(counts) if counts.any() else None,
         **{name: float(one.mean()) for name, one in choices_by_image(layer.chosen).items()},
-        entropy=normalised_load_entropy(counts),
+        entropy=normalised_load_entropy(counts) if counts.any() else None,
         confidence=routing_confidence(layer.probs),
         token_entropy=mean_token_entropy(layer.probs),
         tail_of_probs=None if k is None else tail_of_probs(layer.probs, k),
@@ -156,18 +160,20 @@ def use_metrics_by_image(
     def entropy(mean: Tensor) -> Tensor:
         return torch.special.entr(mean / mean.sum()).sum() / math.log(experts)
 
-    metrics = {
-        "load_cv2": linearize_mean(cv2, counts),
-        "max_violation": linearize_mean(violation, counts),
-        "entropy": torch.ones(len(counts), dtype=torch.float64),
+    metrics = {}
+    if counts.any():
+        metrics["load_cv2"] = linearize_mean(cv2, counts)
+        metrics["max_violation"] = linearize_mean(violation, counts)
+        metrics["entropy"] = torch.ones(len(counts), dtype=torch.float64)
+        if experts > 1:
+            metrics["entropy"] = linearize_mean(entropy, counts)
+    metrics |= {
         "confidence_highest": ordered[:, 0],
         "confidence_second": ordered[:, 1:2].sum(dim=1),
         "confidence_others": ordered[:, 2:].sum(dim=1),
         "token_entropy": torch.special.entr(probs).sum(dim=-1).mean(dim=1),
         **choices_by_image(layer.chosen),
     }
-    if experts > 1:
-        metrics["entropy"] = linearize_mean(entropy, counts)
     if k is not None:
         metrics["tail_of_probs"] = tail_by_token(layer.probs, k).mean(dim=1)
     if threshold is not None:

@@ -112,7 +112,7 @@ class SettingOutcome(Config):
     """What a model predicts under one setting, and the means over its MoE layers."""
 
     score: float  # the task's
-    load_cv2: float
+    load_cv2: float | None  # None where no token of a layer chose an expert
     tail_mass: float | None
     """Eq. 12 with a threshold (None where no token of a layer has an eligible expert), else the
     share of the probs outside the best k."""
@@ -208,6 +208,14 @@ def sweep_threshold(
     return rows
 
 
+def score_threshold(router: Any) -> float | None:
+    """Return what the logit of a chosen expert exceeds; None for routers without such a threshold.
+
+    That of top_p is a sum of probabilities.
+    """
+    return router.threshold if router.has_score_threshold else None
+
+
 def run_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int
 ) -> RoutingSweeps:
@@ -220,7 +228,7 @@ def run_sweeps(
 
 def _values(model: Model, k: int, sample: SweepImages, batch: int) -> dict[str, Any]:
     prediction, records = predict_in_batches(model, sample.images, batch)
-    threshold = getattr(model.experts_and_router.router, "threshold", None)
+    threshold = score_threshold(model.experts_and_router.router)
     scores = sample.task.scores(prediction, sample.labels)
     return {
         "score": float(scores.double().numpy().mean()),
@@ -232,7 +240,8 @@ def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
 ) -> dict[str, Any]:
     """Means over the MoE layers of what ``SettingOutcome`` has."""
-    means = {"load_cv2": [load_cv2(expert_counts(record.chosen)) for record in records]}
+    counts = [expert_counts(record.chosen) for record in records]
+    means = {"load_cv2": [load_cv2(one) if one.any() else None for one in counts]}
     if threshold is None:
         tails = [tail_of_probs(record.probs, k) for record in records]
     else:

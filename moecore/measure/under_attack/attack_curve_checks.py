@@ -11,7 +11,6 @@ from moecore.measure.under_attack.curves import (
     Curves,
     format_score,
     is_equal_or_worse,
-    is_share,
     unevaluated_audit_line,
 )
 from moecore.tasks.base import Task
@@ -37,23 +36,22 @@ def check_pgd_beats_fgsm(task: Task, curves: Curves, attacks: Sequence[Attack]) 
 
 
 def check_apgd_beats_pgd(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:
-    """APGD reaches at least what PGD does, on average."""
+    """APGD reaches at least PGD's mean loss, or leaves a score that is no better.
+
+    A few images that PGD drives far raise its mean loss, though APGD breaks as many; an image that
+    is right or wrong hides how far an attack went. An attack that is too weak falls short of both.
+    """
     best = _strongest_row(curves, attacks, _is_of_kind("apgd"))
     plain = _strongest_row(curves, attacks, _is_of_kind("pgd"))
     if best is None or plain is None:
         return unevaluated_audit_line("apgd_beats_pgd", f"apgd and pgd on the task's loss {BOTH}")
-    where = f"at ε = {best.epsilon:g}"
-    # An image that is right or wrong hides how far an attack went; the loss shows it.
-    if is_share(task):
-        text = f"mean loss {best.loss:.4g} under apgd, {plain.loss:.4g} under pgd, {where}"
-        return AuditLine(name="apgd_beats_pgd", holds=best.loss >= plain.loss, text=text)
     text = (
+        f"mean loss {best.loss:.4g} under apgd, {plain.loss:.4g} under pgd; "
         f"{task.score.label} {format_score(task, best.score)} under apgd, "
-        f"{format_score(task, plain.score)} under pgd, {where}"
+        f"{format_score(task, plain.score)} under pgd, at ε = {best.epsilon:g}"
     )
-    return AuditLine(
-        name="apgd_beats_pgd", holds=is_equal_or_worse(task, best.score, plain.score), text=text
-    )
+    holds = best.loss >= plain.loss or is_equal_or_worse(task, best.score, plain.score)
+    return AuditLine(name="apgd_beats_pgd", holds=holds, text=text)
 
 
 def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) -> AuditLine:

@@ -22,7 +22,11 @@ from moecore.core.routing_records import (
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.layers.moe import MoESettings, update_routers
-from moecore.nn.layers.patch_embed import Interpolation, cut_patches
+from moecore.nn.layers.patch_embed import (
+    Interpolation,
+    cut_patches,
+    renormalise_patch_embedding,
+)
 from moecore.tasks.base import Reduction
 
 BYTES_FROM = 16.0  # a pixel value that no image in [0, 1] comes near, whatever was added to it
@@ -59,6 +63,10 @@ class Encoded(NamedTuple):
 
 class Backbone(Part, ABC):
     """The settings of a backbone, a family of parts; ``depth`` is a setting or a property."""
+
+    # Names of settings that training alone reads, or that weights show by names and shapes: models
+    # that are equal in all others compute the same with the same weights (upcycling goes by it)
+    free_settings: ClassVar[frozenset[str]] = frozenset()
 
     if TYPE_CHECKING:
 
@@ -135,11 +143,14 @@ class Model(nn.Module, ABC):
         """The routing records of images, where nobody asks for predictions."""
         return self(images).routing
 
+    def moe_settings_of(self, name: str) -> MoESettings | None:
+        """Return the settings of the MoE layer with the parameter or module of this name."""
+        return self.moe
+
     def share_of(self, name: str) -> float:
         """Share of the experts' parameter of this name that a token uses."""
-        if self.moe is None:
-            return 1.0
-        return self.moe.active_share
+        moe = self.moe_settings_of(name)
+        return 1.0 if moe is None else moe.active_share
 
     @property
     def router_wants(self) -> frozenset[str]:
@@ -244,8 +255,15 @@ class BackboneModel(Model):
     def renormalise_weights(
         self, weights: dict[str, Tensor], image: ImageSpec
     ) -> dict[str, Tensor]:
-        """Return the ``weights`` that change with the statistics that pixels are normalised by."""
-        return {}
+        """Return the ``weights`` that change with the statistics that pixels are normalised by:
+        those of a patch embedding ``patch_embed``, where there is one.
+        """
+        weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
+        if weight not in weights:
+            return {}
+        old, new = (image.mean, image.std), (self.image.mean, self.image.std)
+        patch_weights = renormalise_patch_embedding(weights[weight], weights[bias], old, new)
+        return dict(zip((weight, bias), patch_weights, strict=True))
 
     def remember(self, streams: int, length: int | None = None) -> None:
         """Keep what so many streams of this length leave from step to step; 0: nothing."""

@@ -4,7 +4,7 @@ B streams or windows, C blocks of M tokens each, L tokens of the span, d width, 
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -30,6 +30,8 @@ KINDS = {"smoe": LanguageBlock, "momentum": MomentumBlock, "adam": MomentumBlock
 
 class LanguageModel(Backbone):
     """Settings of a language model with span attention and a cache of what came before."""
+
+    free_settings: ClassVar[frozenset[str]] = frozenset({"mlp_ratio", "dropout"})
 
     kind: Literal["language_model"] = "language_model"
     width: int = Field(128, ge=1, le=2**16, description="width of a token, d")

@@ -24,11 +24,7 @@ from moecore.nn.layers.block import (
     trunc_normal_linear,
 )
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
-from moecore.nn.layers.patch_embed import (
-    Interpolation,
-    renormalise_patch_embedding,
-    resize_positions,
-)
+from moecore.nn.layers.patch_embed import Interpolation, resize_positions
 
 
 class PatchTransformer(BackboneModel):
@@ -109,17 +105,6 @@ class PatchTransformer(BackboneModel):
         new, old = self.config.grid(self.image), config.grid(image)
         positions = resize_positions(weights["pos_embed"], self.positioned_tokens, new, mode, old)
         return weights | {"pos_embed": positions}
-
-    def renormalise_weights(
-        self, weights: dict[str, Tensor], image: ImageSpec
-    ) -> dict[str, Tensor]:
-        """The patch embedding's."""
-        weight, bias = "patch_embed.proj.weight", "patch_embed.proj.bias"
-        if weight not in weights:
-            return {}
-        old, new = (image.mean, image.std), (self.image.mean, self.image.std)
-        patch_weights = renormalise_patch_embedding(weights[weight], weights[bias], old, new)
-        return dict(zip((weight, bias), patch_weights, strict=True))
 
     def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
         tokens = self.embed(self.normalised(images))

@@ -6,7 +6,7 @@ bins. Source: Peng et al. 2021, and their code (github.com/ha-ha-ha-han/UKBioban
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -25,6 +25,8 @@ from moecore.tasks.regression import Regression
 
 class Sfcn(Backbone):
     """Settings of an SFCN, by default in the widths and with the bins that were published."""
+
+    free_settings: ClassVar[frozenset[str]] = frozenset({"dropout", "bin_deviation"})
 
     kind: Literal["sfcn"] = "sfcn"
     channels: tuple[int, ...] = Field(

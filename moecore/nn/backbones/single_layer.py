@@ -4,7 +4,7 @@ B images, C channels, H × W pixels, d = C·H·W the width of the token, K class
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +19,8 @@ from moecore.nn.layers.moe import MoESettings
 
 class SingleLayer(Backbone):
     """One feed-forward layer without residual or norm, then a classifier (MoGE, §2.4)."""
+
+    free_settings: ClassVar[frozenset[str]] = frozenset({"hidden", "activation"})
 
     kind: Literal["single_layer"] = "single_layer"
     hidden: int = Field(64, ge=1, description="hidden width of a dense model's layer")

@@ -1,6 +1,6 @@
 """Swin V1 (Liu et al. 2021), and the settings that it shares with Swin-MoE's and with V2."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,11 @@ from moecore.nn.layers.windows import Grid, merged_grid, window_and_shift
 
 class SwinSettings(Backbone):
     """What the settings of the three kinds have in common."""
+
+    # windows: their positions are interpolated, or count in windows that upcycling compares
+    free_settings: ClassVar[frozenset[str]] = frozenset(
+        {"window", "pretrained_windows", "mlp_ratio", "drop_path"}
+    )
 
     kind: SwinKind
     patch: int = Field(4, ge=1, description="side of a patch, pixels")

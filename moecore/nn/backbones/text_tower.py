@@ -4,7 +4,7 @@ al. 2021), dense or with experts.
 B captions of M tokens, d width, w numbers of an embedding.
 """
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -23,6 +23,10 @@ MARK = 2**23  # marks are below: fp32 holds them exactly
 
 class TextTowerSettings(Config):
     """Settings of a transformer over captions."""
+
+    free_settings: ClassVar[frozenset[str]] = frozenset(
+        {"mlp_ratio", "activation", "frozen", "moe"}
+    )
 
     width: int = Field(64, ge=8, le=2**16, description="width of a token")
     depth: int = Field(2, ge=1, le=1000, description="number of blocks")

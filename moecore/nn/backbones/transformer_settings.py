@@ -1,6 +1,6 @@
 """What a transformer of images and one of volumes read of their settings."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,10 @@ from moecore.nn.layers.block import Activation, HiddenRatio
 
 class TransformerSettings(Backbone):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
+
+    free_settings: ClassVar[frozenset[str]] = frozenset(
+        {"mlp_ratio", "activation", "layer_scale", "drop_path"}
+    )
 
     patch: int = Field(16, ge=1, description="side of a patch, pixels or voxels")
     width: int = Field(192, ge=8, le=2**16, description="width of a token")

@@ -231,7 +231,6 @@ class TwoTowerModel(BackboneModel):
         """The captions, which a training step reads too."""
         return (labels,)
 
-    def share_of(self, name: str) -> float:
-        """Return the share of its own tower's experts that a token uses."""
-        moe = self.config.text.moe if name.startswith("text.") else self.moe
-        return 1.0 if moe is None else moe.active_share
+    def moe_settings_of(self, name: str) -> MoESettings | None:
+        """Return the settings of its own tower."""
+        return self.config.text.moe if name.startswith("text.") else self.moe

@@ -104,6 +104,8 @@ class BlockState(NamedTuple):
 class ReluMlp(FeedForward):
     """Linear, ReLU, dropout, Linear over (B, M, d) tokens, with torch's initial weights."""
 
+    activation = "relu"
+
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
+from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import build_moe_feed_forward
 from moecore.nn.routers.base import Router
@@ -35,7 +36,7 @@ class MoELayer(nn.Module):
             raise UserError(f"tokens: {problem}; allowed: floating point of shape {allowed}")
         batch = 1 if tokens.ndim == 2 else len(tokens)
         output, (record,) = self.feed_forward(tokens.reshape(batch, -1, self.width))
-        if self.records is not None:
+        if self.records is not None and not is_in_backward_pass():
             self.records.append(record)
         return output.view(tokens.shape)
 

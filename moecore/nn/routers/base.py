@@ -26,6 +26,7 @@ class Router(Part, ABC):
     has_expert_rows: ClassVar[bool] = True  # it has parameters for each expert, which may be cut
     # the kind of a regularizer without which it does not work, and which reads its module
     own_loss: ClassVar[str | None] = None
+    has_score_threshold: ClassVar[bool] = False  # ``threshold``, which a chosen logit exceeds
 
     @abstractmethod
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> nn.Module:

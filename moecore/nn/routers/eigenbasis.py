@@ -4,7 +4,7 @@ B images, T tokens per image, N = B·T, E experts, k chosen per token, d width, 
 rows.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -33,6 +33,8 @@ class Eigenbasis(Router):
     for. B is the experts' where they lend one, else the router's own (`plain weights` of table S3):
     either way the model has a basis.
     """
+
+    has_score_threshold: ClassVar[bool] = True
 
     kind: Literal["eigenbasis"] = "eigenbasis"
     k: int = Field(2, ge=1, description="experts per token, at most")

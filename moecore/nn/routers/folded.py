@@ -3,7 +3,7 @@
 B images, T tokens per image, E experts that it chooses among, M clusters of them, d width.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, WithJsonSchema
@@ -25,6 +25,8 @@ class Folded(Router):
     The stage ``merge`` writes it; which expert is in which cluster is a buffer, which begins as
     equal runs of experts.
     """
+
+    has_expert_rows: ClassVar[bool] = False  # they are of the experts that there were
 
     kind: Literal["folded"] = "folded"
     router: Annotated[Router, WithJsonSchema({"type": "object"})] = Field(  # itself among them
@@ -51,10 +53,25 @@ class Folded(Router):
         if not least <= experts <= self.experts:
             allowed = f"{least} (router.k) to {self.experts} (router.experts)"
             raise UserError(f"experts.number: found {experts}; allowed: {allowed}")
-        if not self.router.chooses_per_token:
-            problem = f"found {self.router.kind}, by which tokens choose nothing"
-            raise UserError(f"router.router.kind: {problem}; allowed: others")
+        refuse_unfoldable_router(self.router, "router.router")
         return FoldedRouter(self, width, experts, basis)
+
+
+def refuse_unfoldable_router(router: Router, key: str, or_else: str = "") -> None:
+    """Raise UserError, with the router's key, where clusters cannot stand for its experts.
+
+    The record of a folded router lacks the logits of the experts that there were, which a router
+    with ``residual`` would read in the next layer. or_else: what else is allowed.
+    """
+    if not router.chooses_per_token:
+        problem = f"found {router.kind}, by which tokens choose nothing"
+        raise UserError(f"{key}.kind: {problem}; allowed: others{or_else}")
+    if "previous" in router.wants:
+        problem = "found true, but the layer before has no logits of single experts any more"
+        raise UserError(f"{key}.residual: {problem}; allowed: false{or_else}")
+    if router.kind == "depth":
+        problem = "found depth, whose tokens do not all use experts"
+        raise UserError(f"{key}.kind: {problem}; allowed: others{or_else}")
 
 
 class FoldedRouter(nn.Module):

@@ -11,7 +11,7 @@ from moecore.core.files import UserError
 from moecore.report.claims.significance import LEVEL, crossed_or_paired_difference, paired_values
 from moecore.report.column import ResultColumn
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
-from moecore.report.tables.metrics_by_method import build_table
+from moecore.report.tables.metrics_by_method import build_table, phase_result_columns
 from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
@@ -60,6 +60,19 @@ def evaluate_claims(asked: Sequence[Claim | Question], results: Results) -> list
         evaluated.append(_evaluate(claim, place, metrics, models))
     corrected = correct_by_paper([(one.claim, one.p) for one in evaluated])
     return [one._replace(p_holm=p) for one, p in zip(evaluated, corrected, strict=True)]
+
+
+def describe_missing_metric(asked: Comparison, results: Results) -> str:
+    """Return which method lacks the metric that is asked of it; "" where both have theirs."""
+    phase = results.phases[asked.phase]
+    metrics = {metric.name: metric for metric in phase_result_columns(phase)}
+    for method, name in (
+        (asked.method, asked.metric),
+        (asked.against, asked.against_metric or asked.metric),
+    ):
+        if name not in metrics or not method_cells_over_seeds(metrics[name], phase.models)[method]:
+            return f"{method} has no {name}"
+    return ""
 
 
 def drop_questions(evaluated: Sequence[EvaluatedClaim]) -> list[EvaluatedClaim]:

@@ -15,6 +15,8 @@ from moecore.report.column import (
     ContextDependentColumns,
     PlannedPhase,
     column_slug,
+    has_guided_routers,
+    has_score_thresholds,
     mean_or_none,
 )
 from moecore.report.figures.expert_figures import (
@@ -135,6 +137,14 @@ TEACHER = ("teacher_agreement", "Agreement with teacher", "", "share")
 AGREED = "tokens that agree on the first expert"
 ermoe_column = partial(routing_column, paper="ermoe")
 tgr_column = partial(routing_column, paper="tgr")
+
+
+def threshold_column(name: str, label: str, better: str, form: str, note: str) -> Column:
+    """A number of routers whose scores must exceed a threshold."""
+    column = ermoe_column(name, label, better, form, note)
+    return column._replace(is_expected=has_score_thresholds)
+
+
 COLUMNS = (
     *(
         routing_column(
@@ -177,24 +187,28 @@ COLUMNS = (
     routing_column(
         "unrouted", "Unrouted", "", "share", "tokens that chose no expert, mean over layers"
     ),
-    ermoe_column(
+    threshold_column(
         "fallback", "Fallback", "lower", "share", "tokens with no expert above the threshold"
     ),
-    ermoe_column(
+    threshold_column(
         "below_k",
         "Fewer than k",
         "",
         "share",
         "tokens with fewer than k experts above the threshold",
     ),
-    ermoe_column(
-        "tail_mass", "Tail mass", "lower", note="weight above the threshold but outside the best k"
+    threshold_column(
+        "tail_mass",
+        "Tail mass",
+        "lower",
+        "number",
+        "weight above the threshold but outside the best k",
     ),
     ermoe_column(
         "tail_of_probs", "Tail of the probabilities", note="probability outside the best k"
     ),
-    tgr_column(*TEACHER, f"{AGREED}; mean over layers"),
-    layer_columns(*TEACHER, AGREED, "tgr", detail=False),
+    tgr_column(*TEACHER, f"{AGREED}; mean over layers")._replace(is_expected=has_guided_routers),
+    layer_columns(*TEACHER, AGREED, "tgr", detail=False, is_expected=has_guided_routers),
     tgr_column(
         "entropy",
         "Expert entropy",

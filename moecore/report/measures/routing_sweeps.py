@@ -1,6 +1,6 @@
 """Sweeps over the router's settings, and what the pictures of routing show, in a line each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 import numpy as np
@@ -8,7 +8,15 @@ import numpy as np
 from moecore.measure.cost import Result as Cost
 from moecore.measure.exploring.expert_overlay_data import parse_expert_grid
 from moecore.measure.routing import Result, RoutingLayer
-from moecore.report.column import Column, ColumnContext, ColumnPerRow, PlannedPhase, score_title
+from moecore.report.column import (
+    Column,
+    ColumnContext,
+    ColumnPerRow,
+    PlannedPhase,
+    has_routers,
+    has_score_thresholds,
+    score_title,
+)
 from moecore.report.figures.charts import ChartSpec
 from moecore.report.measures.result_display import draw_method_curves, items_reader
 from moecore.report.page.view import Picture
@@ -141,6 +149,7 @@ def swept_columns(
         "ermoe",
         detail=True,
         curve=f"{name}_{setting}" if is_monotone else "",
+        is_expected=has_score_thresholds if setting == "threshold" else has_routers,
     )
     foreseen = lambda ahead: map(setting_slug, getattr(ahead.study.routing.sweeps, setting))
     return ColumnPerRow(values, column, foreseen, lambda key, point: [f"{point[0]:g}"])
@@ -175,6 +184,7 @@ def fallback_threshold_slope_columns() -> list[Column]:
             note=f"more fallback for T higher by 1: from {at} to the {end} T tried (figure S3)",
             paper="ermoe",
             detail=True,
+            is_expected=has_score_thresholds,
         )
         for side, end in (("below", "lowest"), ("above", "highest"))
     ]
@@ -193,6 +203,7 @@ def layer_columns(
     paper: str,
     detail: bool = True,
     field: str = "",
+    is_expected: Callable[[PlannedPhase], bool] = lambda ahead: True,
 ) -> ColumnPerRow:
     """A column for each MoE layer that has the value, from 1; field: of it, if not its name."""
     column = Column(
@@ -205,6 +216,7 @@ def layer_columns(
         paper,
         items=items_reader(name),
         detail=detail,
+        is_expected=is_expected,
     )
     return ColumnPerRow(layers_of, column, lambda ahead: map(str, ahead.layers))
 

@@ -12,6 +12,8 @@ from moecore.report.column import (
     ColumnContext,
     ContextDependentColumns,
     decode_items,
+    has_finetuned_routers,
+    has_settling_routers,
     mean_or_none,
     score_interval_kind,
     score_slug,
@@ -156,6 +158,7 @@ COLUMNS = (
         "tokens, once half of training is done",
         "tgr",
         items=agreement_items_reader("with_final_half"),
+        is_expected=has_settling_routers,
     ),
     Column(
         "saturation",
@@ -165,6 +168,7 @@ COLUMNS = (
         "share",
         "experts of a token at the end that it has once half of training is done; k/E by chance",
         items=agreement_items_reader("saturation_half"),
+        is_expected=has_settling_routers,
     ),
     Column(
         "agreement_consecutive",
@@ -175,6 +179,7 @@ COLUMNS = (
         "tokens, between the last two epochs",
         "tgr",
         items=agreement_items_reader("consecutive_last"),
+        is_expected=has_settling_routers,
     ),
     Column(
         "agreement_consecutive_early",
@@ -185,6 +190,7 @@ COLUMNS = (
         "tokens, between an epoch and the next once a quarter of training is done",
         "tgr",
         items=agreement_items_reader("consecutive_quarter"),
+        is_expected=has_settling_routers,
         detail=True,
     ),
     Column(
@@ -196,6 +202,7 @@ COLUMNS = (
         "tokens, between an epoch and the next, mean over training",
         "tgr",
         items=agreement_items_reader("consecutive_mean"),
+        is_expected=has_settling_routers,
         detail=True,
     ),
     Column(
@@ -207,6 +214,7 @@ COLUMNS = (
         "tokens whose first expert survives fine-tuning",
         "tgr",
         items=agreement_items_reader("before_after"),
+        is_expected=has_finetuned_routers,
     ),
     Column(
         "training_step_ms",

@@ -194,33 +194,59 @@ def unfit_metric_problems(
             if metrics := known.get(one.phase):
                 for key, text in _metric_problems(one, metrics, len(study.run.seeds)):
                     yield (section, index, key), text
-                for key, text in _lacking_methods(study, one, metrics, previews):
+                for key, text in _lacking_methods(study, stages, one, metrics, previews):
                     yield (section, index, key), text
 
 
 def _lacking_methods(
     study: Study,
+    stages: Collection[str],
     asked: Comparison,
     metrics: Mapping[str, PlannedMetric],
     previews: Mapping[str, PlannedData],
 ) -> Iterator[tuple[str, str]]:
     """Yield a key of a claim or question, and why that method will not have its metric."""
-    preview = previews.get(asked.phase)
-    if preview is None:
-        return
     other = asked.against_metric or asked.metric
     for key, method, name in (
         ("method", asked.method, asked.metric),
         ("against", asked.against, other),
     ):
         planned = metrics.get(name)
-        if planned and planned.stage in (*study.run.measurements, "routing"):
-            model = build_phase_model(study, method, asked.phase, image_spec(preview))
-            refusal = planned.refusal or find_measurement(planned.stage).model_refusal
-            reason = model and refusal(model)
-            if reason:
-                text = f"found {method}, which will have no {name}: {reason}"
-                yield key, f"{text}; allowed: methods that {planned.stage} measures"
+        if planned is None:
+            continue
+        text = f"found {method}, which will have no {name}"
+        if reason := _refusal_of_model(study, method, asked.phase, planned, previews):
+            yield key, f"{text}: {reason}; allowed: methods that {planned.stage} measures"
+            continue
+        having = [
+            one for one in study.run.methods if name in _metrics_of(study, stages, asked.phase, one)
+        ]
+        if method in study.run.methods and method not in having:
+            yield key, f"{text}; allowed: {', '.join(having)}"
+
+
+def _metrics_of(
+    study: Study, stages: Collection[str], phase: PhaseName, method: str
+) -> dict[str, PlannedMetric]:
+    """Return the metrics that one method will have, as far as settings tell it."""
+    alone = study.run.model_copy(update={"methods": (method,)})
+    return expected_metrics(study.model_copy(update={"run": alone}), stages, phase)
+
+
+def _refusal_of_model(
+    study: Study,
+    method: str,
+    phase: PhaseName,
+    planned: PlannedMetric,
+    previews: Mapping[str, PlannedData],
+) -> str | None:
+    """Return why what measures the metric refuses the method's models; None where it does not."""
+    preview = previews.get(phase)
+    if preview is None or planned.stage not in (*study.run.measurements, "routing"):
+        return None
+    model = build_phase_model(study, method, phase, image_spec(preview))
+    refusal = planned.refusal or find_measurement(planned.stage).model_refusal
+    return None if model is None else refusal(model)
 
 
 def _metric_problems(
@@ -258,7 +284,8 @@ def expected_metrics(
 ) -> dict[str, PlannedMetric]:
     """Return the metrics that a phase will have, before anything has run."""
     task: Any = study.data[phase].task  # a class; it answers what it needs
-    ahead = PlannedPhase(study, SCORES.get(task.model_fields["kind"].default, "accuracy"))
+    score = SCORES.get(task.model_fields["kind"].default, "accuracy")
+    ahead = PlannedPhase(study, score, phase)
     measured = stages_and_measurements(stages, study.run)
     metrics: dict[str, PlannedMetric] = {}
     for shown in list_displays():

@@ -2,6 +2,7 @@
 
 from moecore.core.files import UserError
 from moecore.core.part_families import list_own_names
+from moecore.data.views.views import ViewSettings
 from moecore.study.checking.routing_rules import routing_misfits
 from moecore.study.reading.study import Misfits, Study
 from moecore.training.method import Method
@@ -21,10 +22,17 @@ NEEDED_WORDS = {
 }
 
 
+ADDED_LOSSES = {  # that a method adds by itself, and by what
+    "teacher_router": "teacher_router: {fit: joint}",
+    "region_routing": "regions",
+}
+
+
 def method_misfits(study: Study) -> Misfits:
     """Yield where a method does not find what its parts need."""
     for name, method in study.methods.items():
         yield from _regularizers(study, name, method)
+        yield from _repeated_losses(name, method)
         yield from routing_misfits(study, name, method)
         yield from _size(study, name, method)
         if isinstance(method.upcycle, Granular):
@@ -37,6 +45,12 @@ def method_misfits(study: Study) -> Misfits:
         if method.unguided_regularizers and not method.guided_routing:
             text = "no loss of the method needs a teacher, so none is left out; allowed: []"
             yield ("methods", name, "unguided_regularizers"), text
+        if "teacher_router" in method.model_fields_set and not method.guided_routing:
+            text = (
+                "nothing of the method is guided by a teacher's router; allowed: leave it out, or"
+            )
+            place = ("methods", name, "teacher_router")
+            yield place, f"{text} the regularizer router_kl or the router teacher_routed"
         if name in study.run.methods:
             yield from _teacher_keys(study, name, method)
             yield from _same_views(study, name, method)
@@ -48,7 +62,10 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
         for need in sorted(regularizer.needs & set(NEEDED_WORDS)):
             if need == "guidance":
                 if _has_no_teacher(study) and name in study.run.methods:
-                    yield place, f"{regularizer.kind} needs a teacher, but {_no_teacher_words()}"
+                    yield (
+                        place,
+                        f"{regularizer.kind} needs a teacher, but {_no_teacher_words(study)}",
+                    )
             elif need not in method.provided:
                 yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}, but {_router(method)}"
     for index, regularizer in enumerate(method.unguided_regularizers):
@@ -56,6 +73,24 @@ def _regularizers(study: Study, name: str, method: Method) -> Misfits:
         lacking = regularizer.needs & set(NEEDED_WORDS) - method.provided
         for need in sorted(lacking):
             yield place, f"{regularizer.kind} needs {NEEDED_WORDS[need]}; allowed: others"
+
+
+def _repeated_losses(name: str, method: Method) -> Misfits:
+    """Yield losses that there are already: a step has one term of each kind."""
+    kept = [loss.kind for loss in method.regularizers if "guidance" not in loss.needs]
+    for keys, losses, before in (
+        (("regularizers",), method.regularizers, []),
+        (("unguided_regularizers",), method.unguided_regularizers, kept),
+        (("text", "regularizers"), method.text_losses, []),
+    ):
+        kinds = list(before)
+        for index, loss in enumerate(losses):
+            place = ("methods", name, *keys, index)
+            if loss.kind in kinds:
+                yield place, f"found {loss.kind} a second time; allowed: each kind once"
+            elif added := ADDED_LOSSES.get(loss.kind):
+                yield place, f"found {loss.kind}, which {added} adds; allowed: other losses"
+            kinds.append(loss.kind)
 
 
 def _size(study: Study, name: str, method: Method) -> Misfits:
@@ -80,13 +115,13 @@ def _teacher_keys(study: Study, name: str, method: Method) -> Misfits:
     }
     for key, asks in asking.items():
         if asks:
-            yield ("methods", name, key), f"needs a teacher, but {_no_teacher_words()}"
+            yield ("methods", name, key), f"needs a teacher, but {_no_teacher_words(study)}"
 
 
 def _same_views(study: Study, name: str, method: Method) -> Misfits:
     """Two views of an image that are always the same teach a router nothing."""
     training = study.pretrain
-    if method.views != 2 or training is None or training.views != type(training.views)():
+    if method.views != 2 or training is None or training.views != ViewSettings():
         return
     kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
     text = f"{kind} compares two views of an image, but pretrain.views changes nothing"
@@ -101,9 +136,12 @@ def _router(method: Method) -> str:
 
 
 def _has_no_teacher(study: Study) -> bool:
-    return study.teacher is not None and study.teacher.kind == NO_TEACHER
+    return study.teacher is None or study.teacher.kind == NO_TEACHER
 
 
-def _no_teacher_words() -> str:
+def _no_teacher_words(study: Study) -> str:
     allowed = ", ".join(kind for kind in list_own_names(Teacher) if kind != NO_TEACHER)
-    return f"teacher.kind is {NO_TEACHER}; allowed: {allowed}"
+    lack = (
+        "there is no section teacher" if study.teacher is None else f"teacher.kind is {NO_TEACHER}"
+    )
+    return f"{lack}; allowed: {allowed}"

@@ -6,12 +6,14 @@ teacher that lacks the patches, the depth or the size for what it guides.
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.expected_data import PlannedData
+from moecore.measure.sizes import PaperModel, build_on_meta
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.meta_device import meta_device_context
@@ -25,6 +27,7 @@ from moecore.training.upcycle import upcycle_model
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
 TEACHER_SECTIONS = ("teacher", "model")
+MOVING = "swin, swin_moe, swin_v2, vit, vit3d"  # whose weights fit images of any size
 # What building a model of odd numbers raises, torch's and Python's own errors among it
 REFUSED = (
     UserError,
@@ -64,6 +67,25 @@ def model_misfits(study: Study, previews: Mapping[str, PlannedData]) -> list[tup
         for name in study.run.methods:
             misfits += _method_problems(study, name, study.methods[name], phases)
     return list(dict.fromkeys(misfits))
+
+
+def paper_model_misfits(study: Study) -> Misfits:
+    """Yield models of ``sizes`` that cannot be built."""
+    for index, one in enumerate(study.sizes.models if study.sizes is not None else ()):
+        if one.model is not None and (refused := _try_paper_model(one.model_dump_json())):
+            key, text = refused
+            inner = ("method",) if key[:1] in (("router",), ("experts",), ("blocks",)) else ()
+            yield ("sizes", "models", index, *inner, *key), text
+
+
+@cache
+def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
+    """Return what building a model refuses, once: the largest take a second."""
+    try:
+        build_on_meta(PaperModel.model_validate_json(settings))
+    except REFUSED as error:
+        return split_key_and_message(error)
+    return None
 
 
 def image_spec(preview: PlannedData) -> ImageSpec:
@@ -117,6 +139,7 @@ def _method_problems(
             continue
         yield from _truth_problems(name, learned, phase)
         if learned.moe is not None:
+            yield from _special_token_problems(name, method, model)
             images = _training_of(method, phase).batch * method.views
             yield from layer_misfits(name, learned.moe, images, model)
         if phase.name == "pretrain":
@@ -126,6 +149,8 @@ def _method_problems(
             yield from _transfer_problems(phase, start, model)
         if method.guided or method.upcycle:
             yield from _guiding_problems(study, name, learned, phase.name, model)
+            if phase.image.size != phases[0].image.size:
+                yield from _teacher_of_one_size(study, phase)
 
 
 def _training_of(method: Method, phase: TrainingPhase) -> Any:
@@ -142,6 +167,16 @@ def _truth_problems(name: str, method: Method, phase: TrainingPhase) -> Misfits:
             why = f"but nobody knows the truth of data.{phase.name}'s tokens"
             text = f"found {regularizer.kind}, {why}; allowed: data whose card says truth"
             yield ("methods", name, "regularizers", index), text
+
+
+def _special_token_problems(name: str, method: Method, model: BackboneModel) -> Misfits:
+    """Yield the losses of two views that pair a class token with itself where there is none."""
+    if any(layout.special for layout in model.layouts):
+        return
+    for index, loss in enumerate(method.regularizers):
+        if getattr(loss, "special", False):
+            place = ("methods", name, "regularizers", index, "special")
+            yield place, "found true, but the model has no class token; allowed: false"
 
 
 def _locate_refusal(
@@ -176,8 +211,7 @@ def _transfer_problems(
     """Yield why a pretrained model cannot be brought to the images of a later phase."""
     if not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
-        allowed = "swin, swin_moe, swin_v2, vit, vit3d"
-        yield ("model", "kind"), f"{text}; allowed with {phase.name}: {allowed}"
+        yield ("model", "kind"), f"{text}; allowed with {phase.name}: {MOVING}"
 
 
 def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
@@ -241,6 +275,14 @@ def _guiding_problems(
             text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
             yield TEACHER_SECTIONS, f"{text}{ours}; allowed: the model's patch and pooling"
             return
+
+
+def _teacher_of_one_size(study: Study, phase: TrainingPhase) -> Misfits:
+    """Yield a teacher that cannot be brought to a later phase's images, which opens it."""
+    teacher, _ = _build_teacher(study, phase.image)
+    if teacher is not None and not teacher.moves:
+        text = f"found {teacher.config.kind}, whose models work at one image size only"
+        yield (*TEACHER_SECTIONS, "kind"), f"{text}; allowed with {phase.name}: {MOVING}"
 
 
 def _missing_block(

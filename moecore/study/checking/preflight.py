@@ -14,12 +14,14 @@ from moecore.study.checking.data_rules import (
     load_previews,
     misfits_with_pretrain_images,
 )
-from moecore.study.checking.model_build_rules import model_misfits
+from moecore.study.checking.idle_rules import unused_stem_note
+from moecore.study.checking.model_build_rules import model_misfits, paper_model_misfits
 from moecore.study.checking.outside_part_rules import (
     outside_part_misfits,
     outside_source_misfits,
 )
 from moecore.study.checking.reduction_rules import reduction_misfits
+from moecore.study.checking.task_rules import few_class_misfits
 from moecore.study.checking.training_rules import (
     gradientless_router_note,
     training_image_misfits,
@@ -27,6 +29,7 @@ from moecore.study.checking.training_rules import (
 )
 from moecore.study.checking.trial_step_rules import trial_step_misfits
 from moecore.study.checking.validate import format_misfits, read_study_and_problems
+from moecore.study.checking.view_rules import image_view_misfits
 from moecore.study.reading.document import Document, load_yaml_document
 from moecore.study.reading.layers import list_folder_stages
 from moecore.study.reading.message_format import cap_line_count
@@ -79,9 +82,12 @@ def check_study_document(
     others = [
         *misfits_with_pretrain_images(study, previews),
         *training_image_misfits(study, previews),
+        *image_view_misfits(study, previews),
+        *few_class_misfits(study, previews),
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_misfits(study, previews)
+        others += paper_model_misfits(study)
         others += reduction_misfits(study, previews)
         if not others:
             others += outside_part_misfits(study, previews, untried)
@@ -97,9 +103,8 @@ def check_study_document(
         f"{'.'.join(data_source_key_path(phase))}: {describe_planned_data(preview)}"
         for phase, preview in previews.items()
     ]
-    notes += [
-        note for note in (unused_teacher_note(study), gradientless_router_note(study)) if note
-    ]
+    known = (unused_teacher_note, gradientless_router_note, unused_stem_note)
+    notes += [note for tell in known if (note := tell(study))]
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 

@@ -32,7 +32,7 @@ def routing_misfits(study: Study, name: str, method: Method) -> Misfits:
             router = scale_router_k(tower.router, tower.experts)
         except UserError:
             continue  # building the model says it
-        for rule in (_balance, _constant_weight, _aim_of_relu, _constant_loss):
+        for rule in (_balance, _constant_weight, _aim_of_relu, _constant_loss, _unlearned_router):
             for place, text in rule(router, tower.experts, losses):
                 yield ("methods", name, *keys, *place), text
 
@@ -111,6 +111,14 @@ def _constant_loss(router: Router, experts: Experts, losses: Sequence[Regularize
             problem = f"found {loss.kind}, a constant beside the router {router.kind}, which uses"
             allowed = "a router whose tokens choose, or another loss"
             yield ("regularizers", index), f"{problem} all experts alike; allowed: {allowed}"
+
+
+def _unlearned_router(router: Router, experts: Experts, losses: Sequence[Regularizer]) -> Misfits:
+    """Yield losses on the choice of a router that learns nothing."""
+    for index, loss in enumerate(losses):
+        if not router.has_expert_rows and not loss.needs & TEACHING_NO_CHOICE:
+            problem = f"found {loss.kind}, but the router {router.kind} learns nothing"
+            yield ("regularizers", index), f"{problem}; allowed: no such loss, or another router"
 
 
 def _groups_of_images(study: Study, name: str, method: Method) -> Misfits:

@@ -3,11 +3,13 @@
 Every source says which task its labels are of; the task says why it cannot do without classes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
 from moecore.core.part_families import part_classes_by_kind
+from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
@@ -38,8 +40,7 @@ def label_misfits(study: Study) -> Misfits:
     yield from _mixed_label_problems(study, numbers)
     yield from _training(study, tasks)
     yield from _distillation(study, tasks)
-    if numbers:
-        yield from _attacks(study)
+    yield from _attacks(study, tasks)
     yield from _survivors(study, tasks)
     yield from _calibrator(study, kinds)
     yield from _measurements(study, kinds, numbers)
@@ -92,23 +93,45 @@ def _distillation(study: Study, tasks: dict[str, Any]) -> Misfits:
             yield ("methods", name, "distillation"), text
 
 
-def _attacks(study: Study) -> Misfits:
-    """Attacks that need classes, where labels are real numbers."""
-    if study.robustness is None:
-        return
-    attacks: list[tuple[tuple, Any]] = [
-        (("robustness", "attacks", index), attack)
-        for index, attack in enumerate(study.robustness.attacks)
-    ]
+def few_class_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield attacks whose objective has no meaning for two classes."""
+    for keys, attack in _list_attacks(study):
+        for phase in study.run.phases:
+            number = len(getattr(previews.get(phase), "classes", None) or ())
+            if getattr(attack, "objective", None) == "dlr" and 0 < number < DLR_CLASSES:
+                text = f"found dlr, but data.{phase} has {number} classes, fewer than {DLR_CLASSES}"
+                yield (*keys, "objective"), f"{text}; allowed: task, cross_entropy"
+                break
+
+
+def _list_attacks(study: Study) -> list[tuple[tuple, Any]]:
+    """Return where each attack on trained models stands, and its settings."""
+    attacks: list[tuple[tuple, Any]] = []
+    if study.robustness is not None:
+        chosen = enumerate(study.robustness.attacks)
+        attacks += [(("robustness", "attacks", index), attack) for index, attack in chosen]
     if study.transfer is not None:
         attacks.append((("transfer", "attack"), study.transfer.attack))
-    for keys, attack in attacks:
-        if not hasattr(attack, "objective"):
+    explorer: Any = getattr(study, "explorer", None)
+    if explorer and "explorer" in study.run.measurements:
+        attacks.append((("explorer", "attack"), explorer.attack))
+    return attacks
+
+
+def _attacks(study: Study, tasks: dict[str, Any]) -> Misfits:
+    """Yield attacks that need classes, or one each, where the labels are none."""
+    asked = [tasks[phase] for phase in study.run.phases if phase in tasks]
+    for keys, attack in _list_attacks(study):
+        objective = getattr(attack, "objective", None)
+        if objective is None and any(task.needs_classes("classes") for task in asked):
             text = f"{attack.kind} needs classes, and the labels are real numbers"
             yield (*keys, "kind"), f"{text}; allowed: fgsm, pgd, apgd"
-        elif attack.objective in ("cross_entropy", "dlr"):
-            allowed = "task (the absolute error), balance, routing_change"
-            text = f"found {attack.objective}, which needs classes; allowed: {allowed}"
+        elif objective and any(objective_refusal(objective, task) for task in asked):
+            needed = "classes"
+            if not any(task.needs_classes("classes") for task in asked):
+                needed = "one label per image"
+            allowed = "task (the loss that is learned), balance, routing_change"
+            text = f"found {objective}, which needs {needed}; allowed: {allowed}"
             yield (*keys, "objective"), text
 
 
@@ -167,11 +190,20 @@ def _models_of_text(study: Study) -> Misfits:
     for section in ("robustness", "transfer", "finetune"):
         if getattr(study, section) is not None:
             yield (section,), "data.pretrain is text, which this stage does not take; leave it out"
+    if study.routing is not None:
+        for key in ("views", "augmentations", "augmentation_images"):
+            if key in study.routing.model_fields_set:
+                text = "data.pretrain is text, which has no views; leave it out"
+                yield ("routing", key), text
     for name, method in study.methods.items():
-        needed = method.views == 2 or method.guided or method.upcycle
-        if needed and name in study.run.methods:
+        if name not in study.run.methods:
+            continue
+        if method.views == 2 or method.guided or method.upcycle:
             text = "the method needs two views or a teacher, and data.pretrain is text"
             yield ("methods", name), f"{text}; take another method"
+        if method.permuted:
+            text = "found true, but the label of a word is the next one (data.pretrain is text)"
+            yield ("methods", name, "permuted"), f"{text}; allowed: false"
 
 
 def _captions(study: Study, kinds: dict[str, str]) -> Misfits:

@@ -8,6 +8,7 @@ from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import UNEVEN_REFUSAL
 from moecore.study.checking.task_rules import list_training_settings
+from moecore.study.checking.view_rules import FALSIFIED
 from moecore.study.reading.study import Misfits, Study
 
 
@@ -96,8 +97,7 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
         changes = [(*place, "randaugment"), (*place, "jitter"), (*place, "erasing"), (*keys, "mix")]
         settings = (views.randaugment, views.jitter, views.erasing, training.mix)
         for changed in compress(changes, settings):
-            text = f"found a change of pixels, which would falsify the truth of data.{phase}"
-            yield changed, f"{text}; allowed: leave it out"
+            yield changed, f"found a change of pixels, {FALSIFIED.format(phase)}"
     if preview.short_side is None:
         sides = preview.size if isinstance(preview.size, tuple) else (preview.size,)
         if views.shift >= min(sides):
@@ -106,21 +106,22 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
         return
     if views.crop is None:
         yield (*place, "crop"), f"found null, but in data.{phase} {UNEVEN_REFUSAL}"
-    if views.size is not None and views.size > preview.short_side:
-        text = f"found {views.size}, but data.{phase} keeps images with a short side of "
-        yield (*place, "size"), f"{text}{preview.short_side}; allowed: at most that, or null"
 
 
 def _training(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
-    numbers = [number for number in preview.counts["train"] if number]
-    images = sum(numbers)
+    counts = preview.counts["train"]
+    images, why = sum(counts), f"data.{phase}"
     shots = getattr(training, "shots", None)
-    why = f"data.{phase}"
-    if shots is not None and len(preview.counts["train"]) > 1:
+    if shots is not None and preview.classes:
+        numbers, named = [number for number in counts if number], "a class"
         least = min(numbers)
+        if len(counts) > 1:
+            named = f"class {preview.classes[counts.index(least)]}"
+        else:  # of drawn data the number of each class is not known yet
+            numbers = [images // len(preview.classes)] * len(preview.classes)
+            least = numbers[0]
         if shots > least:
-            rare = (preview.classes or ())[preview.counts["train"].index(least)]
-            text = f"found {shots}, but class {rare} of data.{phase} has {least} training images"
+            text = f"found {shots}, but {named} of data.{phase} has {least} training images"
             yield (*keys, "shots"), f"{text}; allowed: 1 to {least}, or null"
             return
         images = shots * len(numbers)

@@ -11,10 +11,12 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.core.part_families import KIND, Part, part_classes_by_kind
 from moecore.measure.base import Measurement
+from moecore.study.checking.idle_rules import idle_setting_misfits
 from moecore.study.checking.method_rules import method_misfits
 from moecore.study.checking.run_and_claims_rules import selection_misfits
 from moecore.study.checking.task_rules import label_misfits
 from moecore.study.checking.training_rules import schedule_misfits
+from moecore.study.checking.view_rules import idle_view_misfits
 from moecore.study.checking.volume_rules import volume_misfits
 from moecore.study.reading.document import Document
 from moecore.study.reading.message_format import cap_line_count
@@ -85,6 +87,8 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
         yield from label_misfits(study)
         yield from volume_misfits(study)
         yield from schedule_misfits(study)
+        yield from idle_view_misfits(study)
+        yield from idle_setting_misfits(study)
         yield from _unwritten_kinds(study, data)
 
 

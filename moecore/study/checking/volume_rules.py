@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from moecore.data.volumes.stored_volumes import REGIONS
 from moecore.measure.routing_metrics.two_view_augmentations import OF_VOLUMES
 from moecore.study.checking.task_rules import format_non_default_settings, list_training_settings
 from moecore.study.reading.study import Misfits, Study
@@ -10,7 +11,7 @@ from moecore.study.reading.study import Misfits, Study
 VOLUME_MODELS = ("vit3d", "sfcn")
 VOLUME_VIEWS = "shift, flip, affine and fill"
 # of ViewSettings, for flat images only
-FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing", "size")
+FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")
 
 
 def volume_misfits(study: Study) -> Misfits:
@@ -56,14 +57,19 @@ def _flat_views(keys: tuple, views: Any) -> Misfits:
 
 
 def _regions(study: Study) -> Misfits:
-    """Region experts need tissue maps, which a cohort of one's own may lack."""
+    """Region experts need tissue maps, which a cohort of one's own may lack, and no others."""
     source: Any = study.data.get("pretrain")
-    if not (hasattr(source, "maps") and source.maps is None and source.dseg is None):
-        return
+    lacks_maps = hasattr(source, "maps") and source.maps is None and source.dseg is None
     for name, method in study.methods.items():
-        if name in study.run.methods and method.regions is not None:
+        if name not in study.run.methods or method.regions is None:
+            continue
+        if lacks_maps:
             text = "needs tissue maps, but maps and dseg of data.pretrain are null"
             yield ("methods", name, "regions"), f"{text}; allowed: null, or such maps"
+        for index, tissue in enumerate(method.regions.experts):
+            if tissue not in REGIONS and source is not None and "." not in source.kind:
+                place = ("methods", name, "regions", "experts", index)
+                yield place, f"found {tissue!r}; allowed: {', '.join(REGIONS)}"
 
 
 def _models(study: Study, volumes: bool) -> Misfits:

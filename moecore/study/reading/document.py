@@ -5,6 +5,7 @@ twice in one mapping is an error.
 """
 
 import datetime
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,18 +14,30 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
 from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import question_folders
-from moecore.study.reading.message_format import did_you_mean, shorten_to_one_line
+from moecore.study.reading.message_format import (
+    SHOWN_LETTERS,
+    did_you_mean,
+    shorten_to_one_line,
+)
 
 Mark = tuple[int, int]  # line and column, from 0
 
 LEVELS = 64  # of a file
+DEEP = f"nested more than {LEVELS} levels deep; allowed: fewer"
 BYTES = 300_000  # of a file: ours have 30 thousand
 VALUES = 100_000  # of a file, those that aliases repeat among them
+OTHER_VERSION = re.compile(r"(?:\A\ufeff?|(?<=[\n\r]))%YAML\s(?!\s*1\.2(\s|\Z))[^\n\r]*")
+# ruamel raises Python's own of a tag that does not fit its value, such as `!!int x`, and of
+# comments on both sides of a value
+PYTHON_ERRORS = (ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
+READER_ERRORS = (YAMLError, *PYTHON_ERRORS)
 LETTERS = 255  # of a word: no file has a longer name
 
 
@@ -108,11 +121,19 @@ def load_yaml_document(path: str | Path) -> Document:
 def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
     """Read one YAML 1.2 document.
 
-    Raises UserError for a syntax error or a key that is written twice: file, line and column.
+    Raises UserError for a syntax error, a key or an anchor that is written twice, and for another
+    version of YAML: file, line and column.
     """
+    if other := OTHER_VERSION.search(text):
+        where = _place(path, (text.count("\n", 0, other.start()), 0))
+        directive = shorten_to_one_line(other[0].strip("\ufeff "), SHOWN_LETTERS)
+        allowed = "YAML 1.2, as DVC reads every file; remove this line"
+        raise UserError(f"{where}: found {directive}; allowed: {allowed}")
     try:
         node = _load_nodes(text)
         return Document(path, _PlainData(path).convert(node, (0, 0), 0), node)
+    except _UnfitNode as error:
+        raise UserError(shorten_to_one_line(f"{_place(path, error.mark)}: {error}")) from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = _place(path, (mark.line, mark.column)) if mark else path
@@ -120,15 +141,48 @@ def parse_yaml_document(text: str, path: str = "params.yaml") -> Document:
         raise UserError(shorten_to_one_line(f"{where}: {reason}")) from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; allowed: {LEVELS} levels") from None
-    except (YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
-        # Of a tag that does not fit its value, such as `!!int x`, ruamel raises Python's own
+    except READER_ERRORS as error:
         reason = f"not valid YAML: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(shorten_to_one_line(f"{path}: {reason}")) from None
 
 
 @lru_cache(maxsize=16)  # one command reads the same few files again and again; nobody edits nodes
 def _load_nodes(text: str) -> Any:
-    return YAML(typ="rt").load(text)
+    reader = YAML(typ="rt")
+    reader.Composer = _Composer
+    return reader.load(text)
+
+
+class _UnfitNode(Exception):
+    """What a file of settings may not have, though it is YAML; ``mark``: where."""
+
+    def __init__(self, mark: Any, text: str) -> None:
+        super().__init__(text)
+        self.mark = (mark.line, mark.column)
+
+
+class _Composer(Composer):
+    """Refuses, as a file is read, what DVC reads otherwise or not at all, and endless brackets."""
+
+    level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return a node. Raises _UnfitNode."""
+        event = self.parser.peek_event()
+        if self.level > LEVELS:
+            raise _UnfitNode(event.start_mark, DEEP)
+        if getattr(event, "tag", None) == "!":  # None here, a text to DVC where nothing follows
+            raise _UnfitNode(event.start_mark, "found the tag !; allowed: values without one")
+        if not isinstance(event, AliasEvent) and event.anchor in self.anchors:
+            first = self.anchors[event.anchor].start_mark.line + 1
+            allowed = f"another name than in line {first}: DVC reads no anchor twice"
+            raise _UnfitNode(
+                event.start_mark, f"found the anchor &{event.anchor}; allowed: {allowed}"
+            )
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
 
 
 class _PlainData:
@@ -148,7 +202,7 @@ class _PlainData:
         if self.left < 0:
             raise self._refuse(mark, f"found more than {VALUES:,} values; allowed: fewer")
         if level > LEVELS:
-            raise self._refuse(mark, f"nested more than {LEVELS} levels deep; allowed: fewer")
+            raise self._refuse(mark, DEEP)
         if getattr(getattr(node, "tag", None), "value", None):
             raise self._refuse(mark, f"found the tag {node.tag.value}; allowed: values without one")
         if isinstance(node, CommentedMap):

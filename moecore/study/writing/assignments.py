@@ -11,7 +11,11 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from moecore.core.files import UserError, write_whole
 from moecore.study.checking.preflight import check_study
 from moecore.study.reading.document import load_yaml_document, parse_yaml_document
-from moecore.study.reading.message_format import did_you_mean
+from moecore.study.reading.message_format import (
+    SHOWN_LETTERS,
+    did_you_mean,
+    shorten_to_one_line,
+)
 from moecore.study.writing.write_params import list_changes
 
 
@@ -38,7 +42,7 @@ def write_assignments(path: Path, assignments: Sequence[str]) -> list[str]:
         check_study(path)
     except UserError as error:
         write_whole(path, old)
-        words = " ".join(f"-S {assignment}" for assignment in assignments)
+        words = shorten_to_one_line(" ".join(f"-S {assignment}" for assignment in assignments))
         raise UserError(f"{error}\n{path}: left as it was ({words})") from None
     return list(list_changes(before.data, load_yaml_document(path).data))
 
@@ -55,7 +59,7 @@ def apply_assignments(text: str, assignments: Sequence[str]) -> str:
         name, equals, value = assignment.partition("=")
         if not (name.strip() and equals and value.strip()):
             raise UserError(f"-S {assignment}: expected key=value, such as pretrain.epochs=3")
-        parse_yaml_document(value, f"-S {assignment}")
+        parse_yaml_document(value, f"-S {shorten_to_one_line(assignment, SHOWN_LETTERS)}")
         _set_value(data, name.strip().split("."), writer.load(value), assignment)
     stream = io.StringIO()
     writer.dump(data, stream)

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, validate_again
 from moecore.core.files import UserError
 from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import Model
@@ -89,6 +89,7 @@ def build_reduced_model(model: Model, moe: MoESettings, weights: Mapping[str, Te
 
 
 def with_number(moe: MoESettings, number: int) -> MoESettings:
-    """Return the settings with another number of experts."""
-    experts = moe.experts.model_copy(update={"number": number})
+    """Return the settings with another number of experts; UserError where these refuse it."""
+    fewer = moe.experts.model_copy(update={"number": number})
+    experts = validate_again(fewer, f"experts.number: found {number} that are left")
     return moe.model_copy(update={"experts": experts})

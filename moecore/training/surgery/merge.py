@@ -14,7 +14,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.routers.folded import Folded
+from moecore.nn.routers.folded import Folded, refuse_unfoldable_router
 from moecore.training.surgery.expert_reduction import (
     ExpertReduction,
     build_reduced_model,
@@ -60,6 +60,7 @@ class Merge(ExpertReduction):
             raise UserError(f"router.balance: found {balance.kind}, {problem}; {allowed}")
         if moe.router.kind in WITH_THRESHOLDS:
             raise UserError(f"router.kind: found {moe.router.kind}, {problem}; {allowed}")
+        refuse_unfoldable_router(moe.router, "router", ", or merge.fold: false")
         router = Folded(router=moe.router, experts=moe.experts.number)
         return with_number(moe.model_copy(update={"router": router}), number)
 

@@ -22,6 +22,9 @@ from moecore.training.surgery.expert_reduction import (
 )
 from moecore.training.surgery.expert_use import ExpertUse
 
+# A router's map of the logits of the MoE layer before: (E of this layer, E of that one)
+MAP_OF_PREVIOUS_LOGITS = "router.residual"
+
 
 class Prune(ExpertReduction):
     """The experts of the lowest score leave each layer, with all that its router has of them."""
@@ -38,7 +41,7 @@ class Prune(ExpertReduction):
         """Return the settings with fewer experts; UserError for routers without rows to drop."""
         check_token_choice(moe, "pruned")
         if not moe.router.has_expert_rows:
-            problem = f"found {moe.router.kind}, which learns nothing of single experts"
+            problem = f"found {moe.router.kind}, which has no parameters of each expert"
             raise UserError(f"router.kind: {problem}; allowed: routers that learn to choose")
         router = moe.router.fix_sizes(moe.experts.number)
         return with_number(moe.model_copy(update={"router": router}), self.number_left(moe))
@@ -76,15 +79,21 @@ def select_expert_weights(
     model: Model, moe: MoESettings, kept: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the weights of ``model`` for fewer experts: the kept ones, (M,) by layer, along every
-    axis that has another length in a model of the settings ``moe``.
+    axis that has another length in a model of the settings ``moe``. Layers are in their order.
     """
     fresh = rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
+    previous: Tensor | None = None
     for layer, own in kept.items():
         for name in [one for one in weights if one.startswith(f"{layer}.")]:
             value = weights[name]
+            columns = own
+            if previous is not None and name == f"{layer}.{MAP_OF_PREVIOUS_LOGITS}":
+                columns = previous
             for axis, (there, here) in enumerate(zip(value.shape, fresh[name].shape, strict=True)):
                 if there != here:
-                    value = value.index_select(axis, own.to(value.device))
+                    experts = own if axis == 0 else columns
+                    value = value.index_select(axis, experts.to(value.device))
             weights[name] = value
+        previous = own
     return weights

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.raw_data_lookup import find_teacher_checkpoint
+from moecore.core.safetensors_files import check_header_size
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
@@ -131,9 +132,11 @@ class Timm(Teacher):
         """timm's model with its weights."""
         timm = self._import_timm()
         overlay = None
-        if self.checkpoint is not None:
-            overlay = {"file": str(find_teacher_checkpoint(self.checkpoint)), "custom_load": False}
         try:
+            if self.checkpoint is not None:
+                path = find_teacher_checkpoint(self.checkpoint)
+                check_header_size(path)
+                overlay = {"file": str(path), "custom_load": False}
             return timm.create_model(
                 self.name,
                 pretrained=True,

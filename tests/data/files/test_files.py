@@ -44,9 +44,10 @@ def test_round_trip(tmp_path_factory, array, packed):
         (idx_bytes(IMAGES)[:-1], "its content has sha256"),
         (gzip.compress(idx_bytes(IMAGES))[:-9], "cannot be read"),
         (b"another file", "its content has sha256"),
+        (gzip.compress(bytes(2**27), 1), "found more than 67,108,864 bytes"),
         (None, "No such file"),
     ],
-    ids=["truncated", "truncated gzip", "foreign", "missing"],
+    ids=["truncated", "truncated gzip", "foreign", "gzip of zeros", "missing"],
 )
 def test_damage_is_named(tmp_path, content, said):
     path = tmp_path / "train-images-idx3-ubyte"

@@ -18,6 +18,7 @@ from moecore.data.files.cifar_files import SETS
 from moecore.data.files.decode import UnreadableImage, decode_image
 from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Prepared
+from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import cifar, fashion_mnist
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
@@ -227,8 +228,12 @@ def test_wrong_folders_are_named(tmp_path):
     (tmp_path / "empty/b").mkdir()
     with pytest.raises(UserError, match="no image in class a, b"):
         ImageFolder(root=str(tmp_path / "empty")).prepare(tmp_path / "out")
-    with pytest.raises(UserError, match="no such folder"):
-        ImageFolder(root=str(tmp_path / "nowhere")).prepare(tmp_path / "out")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    for name in ("nowhere", "itself"):
+        source = ImageFolder(root=str(tmp_path / name))
+        assert source.facts()[0] == name and not scan_raw_folders(source)
+        with pytest.raises(UserError, match="no such folder"):
+            source.prepare(tmp_path / "out")
 
 
 def test_short_side_and_centre_crop(tmp_path):

@@ -79,8 +79,6 @@ CASES = {
     "shift_flip": ViewSettings(shift=5, flip=True),
     "crop": ViewSettings(crop=CropRanges(scale=(0.2, 1.0))),
     "crop_flip_shift": ViewSettings(crop=CropRanges(scale=(0.2, 1.0)), flip=True, shift=2),
-    "smaller": ViewSettings(size=16),
-    "larger_crop": ViewSettings(size=48, crop=CropRanges()),
     "rotate": ViewSettings(affine=AffineRanges(degrees=45)),
     "translate": ViewSettings(affine=AffineRanges(translate=0.3)),
     "scale": ViewSettings(affine=AffineRanges(scale=(0.5, 2.0))),
@@ -98,7 +96,6 @@ CASES = {
         randaugment=RandAugment(
             operations=2, magnitude=5, names=("rotate", "translate_x", "shear_y", "identity")
         ),
-        size=24,
     ),
 }
 

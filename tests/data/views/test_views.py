@@ -34,7 +34,6 @@ FULL = ViewSettings(
     affine=AffineRanges(degrees=10),
     randaugment=RandAugment(),
     erasing=0.5,
-    size=16,
 )
 
 
@@ -52,7 +51,7 @@ def test_same_generator_same_views_and_global_state_untouched():
         torch.get_rng_state(), before
     )
     assert (
-        first.images.shape == (32, 3, 16, 16)
+        first.images.shape == (32, 3, 20, 20)
         and first.images.dtype == torch.float32
         and first.affines.shape == (32, 3, 3)
     )
@@ -268,3 +267,43 @@ def test_a_translation_moves_pixels_and_leaves_black():
 def _fixed(affines: torch.Tensor, row: float, column: float) -> None:
     point = torch.tensor([row, column, 1.0], dtype=torch.float64)
     torch.testing.assert_close(affines @ point, point.expand(len(affines), 3))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"affine": {}},
+        {"jitter": {}},
+        {"randaugment": {"operations": 0}},
+        {"randaugment": {"names": ["identity"]}},
+        {"randaugment": {"magnitude": 0, "names": ["rotate", "saturation"]}},
+    ],
+)
+def test_what_is_called_an_identity_changes_no_image(settings):
+    views = ViewSettings.model_validate(settings)
+    (change,) = filter(None, (views.affine, views.jitter, views.randaugment))
+    assert change.is_identity
+    made = make_random_views(IMAGES, views, generator_for(1)).images
+    torch.testing.assert_close(made, IMAGES / 255, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "leaves"),
+    [
+        ({}, False),
+        ({"flip": True, "jitter": {"contrast": 0.5}, "erasing": 0.5}, False),
+        ({"randaugment": {"names": ["contrast", "posterize"]}}, False),
+        ({"randaugment": {"names": ["contrast", "rotate"]}}, True),
+        ({"shift": 1}, True),
+        ({"crop": {"scale": [0.8, 1.0]}}, True),  # it interpolates with what lies beyond the edge
+        ({"affine": {"scale": [0.8, 0.9]}}, True),
+    ],
+)
+def test_what_lies_outside_is_seen_where_views_leave_the_image(settings, leaves):
+    views = ViewSettings.model_validate(settings)
+    assert views.leaves_image == leaves
+    made = [
+        make_random_views(IMAGES, views.model_copy(update={"fill": fill}), generator_for(1)).images
+        for fill in ("zeros", "border")
+    ]
+    assert torch.equal(*made) != leaves

@@ -2,7 +2,11 @@
 splits of a cohort.
 """
 
+import gzip
 import os
+import struct
+import tracemalloc
+from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -23,6 +27,7 @@ from moecore.data.volumes.grids import (
     resample_masked_volume,
     resample_volume,
 )
+from moecore.data.volumes.nifti import load_volume
 from moecore.data.volumes.stored_volumes import (
     VolumeWithTissueShares,
     normalise_intensities,
@@ -75,6 +80,85 @@ def test_read_volume_lists_what_is_wrong(tmp_path):
     save(tmp_path / "small.nii", head()[0])
     with pytest.raises(UserError, match="of the brain lies outside 16×16×16 voxels"):
         read_volume(tmp_path / "small.nii", Grid(voxel_mm=6, size=(16, 16, 16)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("one.nii.gz", nibabel.Nifti1Image),
+        ("two.nii", nibabel.Nifti2Image),
+        ("pair.img", nibabel.Nifti1Pair),
+        ("surfer.mgz", nibabel.MGHImage),
+    ],
+)
+def test_every_kind_of_file_is_read_as_nibabel_reads_it(tmp_path, name, kind):
+    image = kind(head()[0].astype(np.int16), RAS)
+    if kind is not nibabel.MGHImage:
+        image.header.extensions.append(nibabel.nifti1.Nifti1Extension("comment", b"c" * 1000))
+        image.header.set_slope_inter(0.5, 3)
+    image.to_filename(tmp_path / name)
+    loaded = nibabel.load(tmp_path / name)
+    volume = load_volume(tmp_path / name)
+    assert np.array_equal(volume.values, np.asarray(loaded.dataobj, np.float32))
+    assert np.array_equal(volume.affine, loaded.affine) and volume.zooms == (6, 6, 6)
+
+
+def write_nifti_gzip(path: Path, offset: float, length: int, zeros: int) -> None:
+    """Write a volume whose extension says ``length`` bytes, with as many MiB of zeros after it."""
+    header = nibabel.Nifti1Image(np.ones((8, 8, 8), np.int16), RAS).header
+    header["vox_offset"] = offset
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(header.binaryblock)
+        file.write(struct.pack("<4sii", b"\1\0\0\0", length, 6))
+        for _ in range(zeros):
+            file.write(bytes(2**20))
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "said"),
+    [
+        (2**31, 2**31 - 352, "its values begin at byte 2,147,483,648; allowed: up to 67,108,864"),
+        (1e15, 16, "its values begin at byte"),
+        (-16, 16, "vox offset -16 too low"),
+        (368, 40 * 2**20, None),
+        (368, -16, None),
+        (32 * 2**20, 32 * 2**20 - 352, None),
+    ],
+)
+def test_an_extension_takes_no_memory(tmp_path, offset, length, said):
+    """40 MiB of zeros, for the 2 GB that fit into as small a gzip."""
+    path = tmp_path / "bomb.nii.gz"
+    write_nifti_gzip(path, offset, length, 40)
+    tracemalloc.start()
+    try:
+        if said is None:
+            assert load_volume(path).values.shape == (8, 8, 8)
+        else:
+            with pytest.raises(UserError, match=said):
+                load_volume(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("start", "numbers", "said"),
+    [
+        (4, (2**31 - 1, 2**31 - 1, 1, 1), "allowed: up to 134,217,728 voxels"),
+        (4, (0, 8, 8, 1), "cannot be read, damaged"),
+        (20, (77,), "cannot be read, damaged"),  # no kind of values has this number
+        (0, (), "cannot be read, damaged"),
+    ],
+)
+def test_a_damaged_header_of_mgz_is_said(tmp_path, start, numbers, said):
+    nibabel.MGHImage(np.ones((8, 8, 8), np.int16), RAS).to_filename(tmp_path / "one.mgz")
+    content = bytearray(gzip.decompress((tmp_path / "one.mgz").read_bytes()))
+    content[start : start + 4 * len(numbers)] = struct.pack(f">{len(numbers)}i", *numbers)
+    if not numbers:
+        content = content[:100]
+    (tmp_path / "one.mgz").write_bytes(gzip.compress(content))
+    with pytest.raises(UserError, match=f"one.mgz: .*{said}"):
+        load_volume(tmp_path / "one.mgz")
 
 
 @pytest.mark.parametrize(

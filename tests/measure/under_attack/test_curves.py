@@ -165,13 +165,21 @@ def test_pgd_must_reach_fgsms_error():
     assert check_pgd_beats_fgsm(YEARS, curves, other).holds is None
 
 
-def test_apgd_must_reach_pgds_loss():
+def test_apgd_must_reach_pgds_loss_or_its_score():
     both = [Pgd(), Apgd()]
     plain = {"pgd": curve(0.5, loss=2.0)}
     strong = plain | {"apgd": curve(0.9, loss=2.0)}
     assert check_apgd_beats_pgd(CLASSES, strong, both).holds is True
-    weak = plain | {"apgd": curve(0.1, loss=1.9)}
-    assert check_apgd_beats_pgd(CLASSES, weak, both).holds is False
+    # PGD drives the images that it breaks farther, and breaks fewer: accuracy 0.5 against 0.1
+    sound = plain | {"apgd": curve(0.1, loss=1.9)}
+    assert check_apgd_beats_pgd(CLASSES, sound, both).holds is True
+    weak = plain | {"apgd": curve(0.6, loss=1.9)}
+    line = check_apgd_beats_pgd(CLASSES, weak, both)
+    said = "mean loss 1.9 under apgd, 2 under pgd; accuracy 60.0% under apgd, 50.0% under pgd, at ε"
+    assert line.holds is False and line.text == f"{said} = 0.1"
+    years = {"pgd": curve(3, loss=20.0), "apgd": curve(2.9, loss=21.0)}
+    assert check_apgd_beats_pgd(YEARS, years, both).holds is True
+    assert check_apgd_beats_pgd(YEARS, years | {"apgd": curve(2.9)}, both).holds is False
     assert check_apgd_beats_pgd(CLASSES, plain, [Pgd()]).holds is None
     other = plain | {"apgd-dlr": curve(0.1, loss=1.0)}
     assert check_apgd_beats_pgd(CLASSES, other, [Pgd(), Apgd(objective="dlr")]).holds is None

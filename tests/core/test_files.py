@@ -1,0 +1,67 @@
+"""Errors of the system and files from elsewhere: one line that names the file."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from moecore.core.files import (
+    FullDisk,
+    UnusableFile,
+    UserError,
+    explain_file_errors,
+    read_json,
+    whole_file,
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EROFS, "x/y: could not be written, read-only file system; make it writable"),
+        (errno.EACCES, "x/y: permission denied; let this user"),
+        (errno.EPERM, "x/y: operation not permitted; let this user"),
+        (errno.ELOOP, "x/y: too many levels of symbolic links; move it away"),
+        (errno.ENOTDIR, "x/y: not a directory; move it away"),
+        (errno.EISDIR, "x/y: is a directory; move it away"),
+    ],
+)
+def test_what_a_user_can_mend_is_said(number: int, said: str):
+    with pytest.raises(UnusableFile, match=f"^{said}") as error, explain_file_errors():
+        raise OSError(number, os.strerror(number), "x/y")
+    assert not isinstance(error.value, FullDisk)
+    with pytest.raises(UnusableFile, match=f"^{said}"), explain_file_errors(Path("x/y")):
+        raise RuntimeError(f"of another library (os error {number})")
+    with pytest.raises(RuntimeError), explain_file_errors():  # which file is not known
+        raise RuntimeError(f"of another library (os error {number})")
+
+
+def test_a_loop_of_links_is_said_and_a_missing_file_is_not(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "a")
+    said = f"^{tmp_path / 'a'}: too many levels of symbolic links"
+    with pytest.raises(UnusableFile, match=said), explain_file_errors():
+        (tmp_path / "a").resolve(strict=True)
+    with pytest.raises(FileNotFoundError), explain_file_errors():
+        open(tmp_path / "nothing")
+
+
+def test_the_file_is_named_as_it_is_called_at_last(tmp_path, monkeypatch):
+    """Where nothing may be written, nothing may be removed either."""
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    name = f"{tmp_path / 'out'}: could not be written, read-only file system"
+    with pytest.raises(UnusableFile, match=f"^{name}"), whole_file(tmp_path / "out") as temporary:
+        refuse(temporary)
+
+
+def test_endless_brackets_are_no_json(tmp_path):
+    """Of 981 to 999 Python reads some that it cannot write again, as the checksum wants them."""
+    for number in (*range(970, 1000), 5_000):
+        text = f'{{"content_sha256": "x", "a": {"[" * number}{"]" * number}}}'
+        (tmp_path / "deep.json").write_text(text)
+        with pytest.raises(UserError, match=r"deep\.json: (not valid JSON|damaged)"):
+            read_json(tmp_path / "deep.json")

@@ -1,0 +1,87 @@
+"""Who is said to be waited for, and how many collectives ranks have begun."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+from torch.distributed import FileStore
+
+from moecore.core import rank_watch
+from moecore.core.rank_watch import RankWatch, announced_meeting
+from moecore.core.source_layout import ROOT
+
+HANGING = """
+import os, sys, time, torch
+from torch import distributed
+from moecore.core import rank_watch
+from moecore.core.ranks import join_ranks, leave_ranks
+
+rank_watch.INTERVAL, rank_watch.QUESTION_AFTER, rank_watch.ANSWERS_AFTER = 0.05, 0.2, 1.0
+join_ranks()
+distributed.all_reduce(torch.ones(1))
+if os.environ["RANK"] == "1":
+    sys.stdin.read()
+distributed.all_reduce(torch.ones(1))
+leave_ranks()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "begun", "answers", "said"),
+    [
+        (0, 5, [5, 3, 5], "rank 0 of 3: has waited 60 s for rank 1 (process 101 on here), which"),
+        (2, 5, [5, 3, 5], ""),  # rank 0 says it
+        (1, 5, [3, 5, 5], "rank 1 of 3: has waited 60 s for rank 0 (process 100 on here), which"),
+        (0, 5, [5, None, 5], "rank 0 of 3: has waited 60 s for rank 1, which has not come or"),
+        (2, 5, [4, None, 5], "for rank 0 (process 100 on here), which runs and for rank 1, which"),
+        (0, 5, [5, 5, 5], ""),  # all compute
+        (1, 3, [5, 3, 5], ""),  # the others wait for this one
+    ],
+)
+def test_ranks_that_have_begun_fewer_collectives_are_late(
+    tmp_path, capsys, rank, begun, answers, said
+):
+    watch = RankWatch(FileStore(str(tmp_path / "meeting"), 3), rank, 3, lambda: begun)
+    for number, answer in enumerate(answers):
+        if answer is not None:
+            watch.store.set(f"watch/0/{number}", f"{answer} {100 + number} here")
+    watch._print_late_ranks(begun, 0)
+    assert said in (printed := capsys.readouterr().err)
+    assert printed.count("\n") == bool(said)
+
+
+def test_a_hanging_rank_is_named_while_the_others_wait():
+    words = ["-m", "moecore.run.local_ranks", "2", "-c", HANGING]
+    ranks = subprocess.Popen(
+        [sys.executable, *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert ranks.stderr is not None
+    line = ranks.stderr.readline()  # rank 1 hangs until it is read
+    assert re.match(
+        r"rank 0 of 2: has waited 1 s for rank 1 \(process \d+ on .*\), which runs", line
+    )
+    listening = [
+        connection.laddr.ip
+        for process in psutil.Process(ranks.pid).children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) == {"127.0.0.1"}, "as docs/cluster.md says"
+    _, rest = ranks.communicate()
+    assert ranks.returncode == 0 and not rest
+
+
+def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(rank_watch, "ANSWERS_AFTER", 0.0)
+    with announced_meeting(1, 2, "there:1234"):
+        for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
+            timer.join()
+    assert capsys.readouterr().err == "rank 1 of 2: has waited 0 s for the others at there:1234\n"

@@ -1,0 +1,217 @@
+"""A random study of images, volumes, text, or images with captions: every section of params.yaml.
+
+Data are small: 24 to 60 images, drawn or out of the files that ``write_raw_data`` writes.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from PIL import Image
+from pydantic import BaseModel
+
+from moecore.core.part_families import find_class, list_own_names
+from moecore.data.views.views import ViewSettings
+from moecore.measure.calibrators.base import Calibrator
+from moecore.nn.backbones.base_model import Backbone
+from moecore.nn.experts.base import Experts
+from moecore.nn.routers.base import Router
+from moecore.study.checking.task_rules import FLAT_WITH_CLASSES
+from moecore.study.reading.study import MEASURED_SECTIONS, Study
+from moecore.training.method import Method
+from moecore.training.regularizers.base import Regularizer
+from moecore.training.settings import Training
+from moecore.training.teachers.dense import Dense
+from moecore.training.text_tower_method import TextTowerMethod
+from tools.draw_settings import SettingsDrawer
+
+COMPANIONS = {  # of a router, the loss without which it does little or is refused
+    "relu": "adaptive_l1",
+    "dynamic": "diversity_simplicity",
+    "teacher_routed": "router_kl",
+}
+COUNTS = {"train": 100, "validation": 100, "test": 100}  # each of ten classes is in every split
+FLAT = ("vit", "vit", "vit", "swin", "swin_moe", "swin_v2", "single_layer")
+PLAIN = (*FLAT_WITH_CLASSES, "zero_shot", "retrieval", "cohort_checks", "word_swaps")
+CHANCES = {  # of the sections that a study may be without
+    "teacher_router": 1,
+    "finetune": 0.5,
+    "adversarial": 0.2,
+    "prune": 0.25,
+    "merge": 0.25,
+    "monitor": 0.3,
+    "calibrate": 0.6,
+    "robustness": 0.4,
+    "transfer": 0.2,
+    "routing": 0.7,
+    "linear_experts": 0.02,
+    "sizes": 0.02,
+    "out_of_fold": 0.5,
+}
+
+
+class World(NamedTuple):
+    """What a study is about, how often, which parts it may have and which sections not."""
+
+    share: float
+    backbones: tuple[str, ...]
+    calibrators: tuple[str, ...]
+    without: tuple[str, ...]
+
+
+WORLDS = {
+    "images": World(6, FLAT, ("temperature",), (*PLAIN[-4:], "out_of_fold")),
+    "volumes": World(1, ("vit3d", "sfcn"), ("linear", "gap_on_age"), PLAIN[:-2]),
+    "text": World(
+        1.5,
+        ("language_model",),
+        ("temperature",),
+        (*PLAIN[:-1], "out_of_fold", "robustness", "transfer", "finetune", "adversarial"),
+    ),
+    "captions": World(1.5, ("two_towers",), (), (*FLAT_WITH_CLASSES, "out_of_fold", "calibrate")),
+}
+
+
+class StudyDrawer(SettingsDrawer):
+    """Draws the whole params.yaml of one seed; raw: the folder of ``write_raw_data``."""
+
+    def __init__(self, seed: int, raw: Path) -> None:
+        super().__init__(seed)
+        self.raw = raw
+        shares = [world.share for world in WORLDS.values()]
+        self.channels = self.random.choice((1, 1, 3))
+        self.name = self.random.choices(list(WORLDS), shares)[0]
+        self.world = WORLDS[self.name]
+        self.kinds = {
+            Calibrator: self.world.calibrators,
+            Router: [kind for kind in list_own_names(Router) if kind != "folded"],
+        }
+
+    def draw_study(self) -> dict[str, Any]:
+        """Return the study as plain data."""
+        model, source = self.draw_model(self.world.backbones), self.draw_source()
+        methods = {f"m{index}": self.draw_method() for index in range(self.random.choice((2, 3)))}
+        is_same = self.is_drawn(0.7) or any(one.get("upcycle") for one in methods.values())
+        teacher = model if is_same else self.draw_model(self.world.backbones)
+        study: dict[str, Any] = {
+            "data": {"pretrain": source},
+            "model": model,
+            "methods": methods,
+            "teacher": self._draw_teacher(teacher),
+            "pretrain": self.draw_settings(Training),
+        }
+        measured = self.random.sample(MEASURED_SECTIONS, self.random.choice((0, 1, 2, 3)))
+        asked = [name for name, chance in CHANCES.items() if self.is_drawn(chance)]
+        drawn = [name for name in (*asked, *measured) if name not in self.world.without]
+        for name in drawn:
+            section, *_ = get_args(Study.model_fields[name].annotation)
+            study[name] = self.draw_value(section)
+            if name == "zero_shot":
+                study[name]["source"] = {"kind": "digits", "size": source["source"]["size"] * 2}
+        phases = ["pretrain"]
+        for name in ("finetune", "adversarial", "prune", "merge"):
+            if name in study:
+                same = name in ("prune", "merge") or self.is_drawn(0.3)
+                study["data"][name] = source if same else self.draw_source()
+                phases.append(name)
+        run = {"methods": list(methods), "seeds": self.random.choice(([0], [0], [0, 1]))}
+        run |= {"phases": phases, "measurements": [name for name in measured if name in study]}
+        return {"run": run | {"thorough": phases}, **study}
+
+    def is_drawn(self, chance: float) -> bool:
+        """Return True with this probability."""
+        return self.random.random() < chance
+
+    def draw_settings(self, model: type[BaseModel], /, **fixed: Any) -> dict[str, Any]:
+        """Return settings of a class; views are of the study's world and mostly do something."""
+        if issubclass(model, ViewSettings) and self.name == "text":
+            return {}
+        if issubclass(model, ViewSettings) and self.name == "volumes":
+            return {"shift": 1, "flip": self.is_drawn(0.5)}
+        drawn = super().draw_settings(model, **fixed)
+        if issubclass(model, ViewSettings) and (self.channels == 3 or self.is_drawn(0.8)):
+            drawn["crop"] = {"scale": [0.5, 1.0]}
+        return drawn
+
+    def _draw_teacher(self, model: dict[str, Any]) -> dict[str, Any]:
+        if self.is_drawn(0.2):
+            return {"kind": "no_teacher"}
+        return self.draw_settings(Dense, model=model, data=None)
+
+    def draw_model(self, kinds: tuple[str, ...]) -> dict[str, Any]:
+        """Return a backbone of one of these kinds."""
+        kind, fixed = self.random.choice(kinds), {}
+        if kind.startswith("swin"):
+            fixed["depths"] = self.random.choice(([1, 1], [2], [1, 2]))
+            fixed["heads"] = [self.random.choice((1, 2)) for _ in fixed["depths"]]
+        if kind == "two_towers":
+            fixed["image"] = self.draw_model(FLAT[:-1])
+        return self.draw_settings(find_class(Backbone, kind), **fixed)
+
+    def draw_method(self) -> dict[str, Any]:
+        """Return an entry of ``methods``, a dense one among eight."""
+        fixed: dict[str, Any] = self._draw_routing() if self.is_drawn(0.88) else {}
+        fixed |= {"upcycle": self.is_drawn(0.1), "model": {}, "pretrain": {}, "text": None}
+        fixed |= {"regions": None, "teacher_router": {}}
+        if self.name == "captions" and self.is_drawn(0.5):
+            fixed["text"] = self.draw_settings(TextTowerMethod, **self._draw_routing())
+        if self.name == "volumes" and fixed.get("experts") and self.is_drawn(0.4):
+            regions = {"experts": ["wm", "gm"], "warm_start_epochs": 1, "isolated": 0.5}
+            fixed["regions"] = regions
+        method = self.draw_settings(Method, **{"router": None, "experts": None} | fixed)
+        if any(loss["kind"] == "router_kl" for loss in method.get("regularizers", ())):
+            settings = Method.model_fields["teacher_router"].annotation
+            method["teacher_router"] = self.draw_value(settings)
+            method["unguided_regularizers"] = self.random.choice(
+                ([], [self.draw_part(Regularizer)])
+            )
+        return {name: value for name, value in method.items() if value not in (None, {}, [])}
+
+    def _draw_routing(self) -> dict[str, Any]:
+        router = self.draw_part(Router)
+        losses = [self.draw_part(Regularizer) for _ in range(self.random.choice((0, 1, 2)))]
+        if loss := COMPANIONS.get(router["kind"]):
+            losses.append({"kind": loss})
+        return {"router": router, "experts": self.draw_part(Experts), "regularizers": losses}
+
+    def draw_source(self) -> dict[str, Any]:
+        """Return a data set of the study's world."""
+        seed, side = self.random.randrange(100), self.random.choice((4, 8))
+        if self.name == "volumes":
+            return {"kind": "phantom", "subjects": 24, "seed": seed}
+        if self.name == "text":
+            text = {"kind": "wikitext", "root": str(self.raw / "text")}
+            return text | {"block": 8, "context": self.random.choice((0, 2))}
+        cells = {"source": {"kind": "digits", "size": side}, **COUNTS, "seed": seed}
+        if self.name == "captions":
+            return {"kind": "captioned_mosaic", **cells, "captions": 2}
+        folder = {"kind": "image_folder", "root": str(self.raw / "photos"), "seed": seed}
+        folder |= {"validation": 0.25, "test": 0.25, "channels": self.channels}
+        form = self.random.choice(("image", "mosaic", "cells"))
+        grey = (
+            {"kind": "clusters", "patch": 4, "grid": side // 2, **COUNTS, "seed": seed},
+            {"kind": "subspaces", "size": side, "subspaces": 3, "rank": 2, **COUNTS, "seed": seed},
+            {"kind": "dialects", "form": form, "dialects": 2, **cells, "train": 140},
+            {"kind": "mosaic", **cells},
+            {"kind": "digits", "size": 2 * side, "train_limit": 60, "test_limit": 20},
+        )
+        photos = folder | {"size": 2 * side}
+        if self.channels == 3:
+            return self.random.choice((photos, folder | {"size": 32, "short_side": 32}))
+        return self.random.choice((photos, *grey))
+
+
+def write_raw_data(folder: Path) -> Path:
+    """Write 42 photographs of three classes and a text; return the folder, which may exist."""
+    random = np.random.default_rng(0)
+    for number in range(42):
+        path = folder / "photos" / "abc"[number % 3] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (36, 40, 3), np.uint8)).save(path)
+    (folder / "text").mkdir(exist_ok=True)
+    for split, words in (("train", 1500), ("valid", 300), ("test", 300)):
+        lines = [
+            " ".join(f"w{word}" for word in random.integers(0, 30, 12)) for _ in range(words // 12)
+        ]
+        (folder / f"text/wiki.{split}.tokens").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
