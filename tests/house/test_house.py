@@ -78,7 +78,7 @@ def class_lines(node: ast.ClassDef) -> str:
 
 
 def test_files_and_functions_are_short():
-    limits = {path: 60 if path.startswith("stages/") else 400 for path in source_files()}
+    limits = {path: 60 if path.startswith("stages/") else 500 for path in source_files()}
     long = [path for path, text in source_files().items() if text.count("\n") > limits[path]]
     assert long == []
 
