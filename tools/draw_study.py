@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel
 
-from moecore.core.part_families import find_class, list_own_names
+from moecore.core.config import find_class, list_own_names
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone

@@ -1,7 +1,9 @@
 """What every other room uses; it imports none of them.
 
-``config`` frozen settings · ``records`` what routers and models return · ``files`` ``inside``
-whole files, errors that a user can mend, paths that stay inside · ``tensors`` ``encoded_arrays``
-``plain`` values as safetensors, short text and JSON · ``streams`` random draws of (seed, step) ·
-``ranks`` the processes of one training · ``sources`` ``roots`` where code and data lie.
+``config`` frozen settings, and families of parts · ``files`` whole files, errors that a user can
+mend, paths that stay inside, where raw data lie · ``outside_packages`` packages with parts, and
+versions · ``plain_values`` values as JSON and short text · ``safetensors_files`` named tensors ·
+``routing_records`` what routers and models return · ``streams`` random draws of (seed, step) ·
+``ranks`` the processes of one training · ``source_layout`` where code lies ·
+``operating_system`` ``torch_internals`` what not every system, and no public name, offers.
 """

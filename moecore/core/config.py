@@ -1,12 +1,47 @@
-"""The base of every configuration object."""
+"""Settings: the base of every configuration object, and families of parts.
 
+A family is a base class and the folder around its file. ``kind: noisy_top_k`` in params.yaml is the
+class NoisyTopK of the file noisy_top_k.py in that folder; ``kind: my_lab.cosine`` is the class
+Cosine of the module my_lab.cosine, of a package that the file lists under ``packages``. A part is
+imported when it is named; nothing else is, by name.
+"""
+
+import importlib
+import inspect
+import json
+import re
+import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import (
+    CoreSchema,
+    PydanticCustomError,
+    PydanticKnownError,
+    SchemaValidator,
+    core_schema,
+)
 
 from moecore.core.files import UserError, read_json
+from moecore.core.outside_packages import (
+    DOTTED_NAME,
+    import_module_of_package,
+    list_allowed_modules,
+)
+from moecore.core.source_layout import ROOT
+
+KIND = "kind"
+UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
 
 
 class Config(BaseModel):
@@ -69,3 +104,192 @@ def read_json_settings(path: Path, kind: type[AnySettings], what: str) -> AnySet
         problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         again = "run the stage that writes it again"
         raise UserError(f"{path}: not {what} of this version ({problem}); {again}") from error
+
+
+class Part(Config):
+    """Settings that a ``kind`` names; in a field of a family's type it says which part it is."""
+
+    family: ClassVar[type["Part"] | None] = None  # of a child of this class it is the child itself
+
+    kind: Any  # a literal: the file's stem, or the dotted name of a module from outside
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.family = cls.family or cls
+
+    @classmethod
+    def class_kind(cls) -> str:
+        """Return the kind that stands for this class; "" where it has none."""
+        kind = cls.model_fields[KIND].default
+        return kind if isinstance(kind, str) else ""
+
+    @classmethod
+    def fields_of_kind(cls, kind: str) -> set[str]:
+        """Return the names of the settings of a part of this family; of an unknown kind none."""
+        try:
+            return set(find_class(cls, kind).model_fields)
+        except (KeyError, ValueError):
+            return set()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if cls.family is not cls:
+            return handler(source)
+        return core_schema.with_info_plain_validator_function(
+            lambda value, info: _validate_part(cls, value, info),
+            serialization=core_schema.simple_ser_schema("any"),  # with the fields of the part
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        if cls.family is cls:
+            schema = _tagged_union(*part_classes_by_kind(cls, imports=True).values())
+        return handler(schema)
+
+
+def is_family_base(cls: type) -> bool:
+    """Return whether a field of this type may be any part of a family."""
+    return issubclass(cls, Part) and cls.family is cls
+
+
+def find_class(family: type[AnySettings], name: str) -> type[AnySettings]:
+    """Return the class of a family that a kind, or the name of a section, stands for.
+
+    Raises ValueError, a line, where it is no part from outside, and KeyError for another word.
+    """
+    if DOTTED_NAME.fullmatch(name):
+        return _outside_class(family, name)
+    if part := _own_class(family, name):
+        return part
+    raise KeyError(name)
+
+
+def list_own_names(family: type[Config]) -> list[str]:
+    """Return the names of our parts, by the files in the family's folder."""
+    stems = sorted(file.stem for file in _folder(family).glob("*.py"))
+    return [stem for stem in stems if _own_class(family, stem)]
+
+
+def part_classes_by_kind(
+    family: type[AnySettings], imports: bool = False
+) -> dict[str, type[AnySettings]]:
+    """Return our parts of a family by name, then those of the packages that are allowed.
+
+    imports: also those that were not named yet; ValueError, a line, where one of them has a fault.
+    """
+    named = {name: find_class(family, name) for name in list_own_names(family)}
+    for name in list_allowed_modules(lambda file: bool(_class_lines(file))):
+        if not imports and name not in sys.modules:
+            continue
+        part = getattr(import_module_of_package(name), _class_name(name))
+        if inspect.isclass(part) and issubclass(part, family):
+            named[name] = find_class(family, name)
+    return named
+
+
+def collect_constants_named(package: str, name: str) -> list[Any]:
+    """Return the constants of this name in the files of one of our packages, then in the modules of
+    those that are allowed. Raises ValueError, a line, where one of the latter has a fault.
+    """
+
+    def defines(file: Path) -> bool:
+        return f"\n{name} = " in file.read_text(encoding="utf-8")
+
+    files = sorted((ROOT / package.replace(".", "/")).glob("*.py"))
+    own = [importlib.import_module(f"{package}.{file.stem}") for file in files if defines(file)]
+    others = [import_module_of_package(module) for module in list_allowed_modules(defines)]
+    return [getattr(module, name) for module in (*own, *others)]
+
+
+def find_by_class_name(family: type[AnySettings], word: str) -> type[AnySettings]:
+    """Return a family, or our part of it, by the name of its class. Raises AttributeError."""
+    if word == family.__name__:
+        return family
+    own = list_own_names(family) if word[:1].isupper() else []
+    for name in own:
+        if _class_name(name) == word:
+            return find_class(family, name)
+    raise AttributeError(f"{_folder(family).name} has no attribute {word!r}")
+
+
+def list_class_names(family: type[Config]) -> list[str]:
+    """Return the names of the classes of a family, its own among them."""
+    return sorted([family.__name__, *map(_class_name, list_own_names(family))])
+
+
+@cache
+def _own_class(family: type[AnySettings], name: str) -> type[AnySettings] | None:
+    file = _folder(family) / f"{name}.py"
+    if not name.isidentifier() or not file.is_file() or not _class_lines(file):
+        return None
+    package = family.__module__.rpartition(".")[0]
+    part = getattr(importlib.import_module(f"{package}.{name}"), _class_name(name))
+    return part if issubclass(part, family) and not inspect.isabstract(part) else None
+
+
+def _outside_class(family: type[AnySettings], name: str) -> type[AnySettings]:
+    module = import_module_of_package(name)
+    word, file = _class_name(name), Path(str(module.__file__))
+    part = getattr(module, word, None)
+    if not inspect.isclass(part):
+        raise ValueError(f"found {name}, but {file} has no class {word}")
+    if len(lines := _class_lines(file)) > 1:
+        both = " and ".join(map(str, lines))
+        raise ValueError(f"found {name}, but {file} has several classes {word}: lines {both}")
+    if not issubclass(part, family):
+        raise ValueError(f"found {name}, but {word} of {file} is no {family.__name__}")
+    if issubclass(part, Part) and (kind := part.class_kind()) != name:
+        allowed = f'kind: Literal["{name}"] = "{name}"'
+        raise ValueError(f"found {name}, whose class has the kind {kind!r}; allowed: {allowed}")
+    constants = {word for word in family.__class_vars__ if not hasattr(part, word)}
+    if lacking := ", ".join(sorted({*part.__abstractmethods__, *constants})):
+        raise ValueError(f"found {name}, which lacks what every {family.__name__} has: {lacking}")
+    return part
+
+
+def _validate_part(family: type[Part], value: Any, info: ValidationInfo) -> Part:
+    """Return the part that a value describes, validated by its own class, as pydantic's unions."""
+    if isinstance(value, family):
+        return value
+    if not isinstance(value, dict):
+        raise PydanticKnownError("dict_type")
+    if KIND not in value:
+        raise PydanticKnownError("union_tag_not_found", {"discriminator": f"'{KIND}'"})
+    try:
+        part = find_class(family, str(value[KIND]))
+    except KeyError:
+        context = {"tag": str(value[KIND]), "kinds": ", ".join(list_own_names(family))}
+        text = "found kind: {tag}; allowed: {kinds}, or package.module of a listed package"
+        raise PydanticCustomError(UNKNOWN_KIND, text, context) from None
+    if info.mode == "json":  # a list may fill a tuple there, and strictly nothing else changes
+        return _part_validator(part).validate_json(json.dumps(value), strict=True)
+    return _part_validator(part).validate_python(value)
+
+
+@cache
+def _part_validator(part: type[Part]) -> SchemaValidator:
+    """Return a validator of one part, which names its kind in the place of an error."""
+    return SchemaValidator(_tagged_union(part))
+
+
+def _tagged_union(*parts: type[Part]) -> CoreSchema:
+    choices = {part.class_kind(): part.__pydantic_core_schema__ for part in parts}
+    return core_schema.tagged_union_schema(choices, KIND)
+
+
+def _folder(family: type[Config]) -> Path:
+    return (ROOT / family.__module__.replace(".", "/")).parent
+
+
+def _class_name(name: str) -> str:
+    """``my_lab.noisy_top_k`` → NoisyTopK."""
+    return "".join(word.capitalize() for word in name.rpartition(".")[2].split("_"))
+
+
+def _class_lines(file: Path) -> list[int]:
+    """Return the lines at which a file defines the class that is called as the file."""
+    defining = re.compile(rf"class {_class_name(file.stem)}\b")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [number for number, line in enumerate(lines, 1) if defining.match(line)]

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files: written whole or not at all, below their folder, and found where settings name them."""
 
 import errno
 import glob
@@ -14,19 +14,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-
-class UserError(Exception):
-    """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
-
-
-class UnusableFile(UserError):
-    """A file that the system does not let this process read or write."""
-
-
-class FullDisk(UnusableFile):
-    """A file that there is no room for; what was there before is untouched."""
-
-
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
 # What disks, rights, and files in the place of folders cause, and how a user mends it
@@ -38,6 +25,19 @@ MENDS = {
         (errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR), "move it away and start again"
     ),
 }
+SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
+
+
+class UserError(Exception):
+    """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
+
+
+class UnusableFile(UserError):
+    """A file that the system does not let this process read or write."""
+
+
+class FullDisk(UnusableFile):
+    """A file that there is no room for; what was there before is untouched."""
 
 
 @contextmanager
@@ -171,9 +171,6 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         temporary.write_bytes(content)
 
 
-SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
-
-
 def write_sealed(path: str | Path, value: Mapping[str, Any]) -> None:
     """``write_json`` of an object with a checksum of its content, which ``read_json`` verifies."""
     write_json(path, sealed_object(value))
@@ -223,3 +220,65 @@ def file_checksum(path: str | Path, algorithm: str = "sha256") -> str:
     """Hex digest of a file's content; ``algorithm`` is a name of hashlib (sha256, md5)."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, algorithm).hexdigest()
+
+
+def join_below_root(root: Path, name: str | Path) -> Path:
+    """``root / name``, which lies below ``root`` once all links are followed; it is not opened.
+
+    A path that begins with ``root`` is taken as it is, a text never. Raises UserError for a name
+    that leads out of ``root``, or that no file can have.
+    """
+    if isinstance(name, Path) and name.is_relative_to(root):
+        name = str(name.relative_to(root))
+    path, shown = root / name, str(name)
+    try:
+        leaves = ".." in Path(shown).parts or not path.resolve().is_relative_to(root.resolve())
+        if not leaves:
+            path.exists()  # the system says which names are too long
+    except (OSError, ValueError, RuntimeError) as error:  # letters that names lack; loops of links
+        why = (getattr(error, "strerror", "") or str(error)).lower()
+        short = f"{shown[:60]!r}" + "…" * (len(shown) > 60)
+        raise UserError(f"{root}: found {short}, which no file can be called: {why}") from None
+    if leaves:
+        problem = f"found {shown!r}, which leads out of this folder"
+        raise UserError(f"{root}: {problem}; allowed: files below it, and links to such")
+    return path
+
+
+def outermost_dvc_project() -> Path | None:
+    """The outermost DVC project around the stage that runs, or None outside of DVC.
+
+    A study is a DVC project within that of the repository.
+    """
+    inner = os.environ.get("DVC_ROOT")
+    if not inner:
+        return None
+    home = Path(inner).resolve()
+    above = [folder for folder in home.parents if (folder / ".dvc").is_dir()]
+    return above[-1] if above else home
+
+
+def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
+    """The folders to look in for raw data, in order.
+
+    A relative one counts from the working folder, then from the repository that DVC runs in.
+    """
+    roots = (root,) if isinstance(root, str) else root
+    home = outermost_dvc_project()
+    given = [Path(os.path.expanduser(one)) for one in roots]
+    candidates = [place for path in given for place in ((path, home / path) if home else (path,))]
+    return list(dict.fromkeys(candidates))  # an absolute one stays as it is in any folder
+
+
+def find_raw_file(name: str) -> Path:
+    """The file that ``name`` means in the places of raw data; as it is where there is none."""
+    return next((path for path in candidate_folders(name) if path.is_file()), Path(name))
+
+
+def find_teacher_checkpoint(name: str) -> Path:
+    """Return the file of a teacher's weights; raises UserError where there is none."""
+    path = find_raw_file(name)
+    if path.suffix != ".safetensors" or not path.is_file():
+        allowed = "an existing .safetensors file (pickled checkpoints are not loaded)"
+        raise UserError(f"teacher.checkpoint: found {name!r}; allowed: {allowed}")
+    return path

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ from moecore.core.files import UserError
 OUR_PACKAGE = "moecore"
 DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed packages", default=())
+
+SOURCE_TREE = "source tree"  # in the place of the version of what is not installed
 
 
 def allow_packages(names: Iterable[str], folders: Iterable[Path]) -> None:
@@ -153,3 +156,19 @@ def _lies_in(file: str, folder: Path | None) -> bool:
     if folder is None or file.startswith("<") or "site-packages" in file:
         return False
     return Path(file).resolve().is_relative_to(folder.resolve())
+
+
+def package_versions(outside: Iterable[str]) -> dict[str, str]:
+    """Return the versions of moecore, torch and packages from outside, by name."""
+    versions = {name: _distribution_version(name) for name in ("moecore", "torch")}
+    for name in outside:
+        distributions = packages_distributions().get(name, [name])
+        versions[name] = _distribution_version(distributions[0])
+    return versions
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return SOURCE_TREE

@@ -13,9 +13,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.files import UserError, write_sealed
-from moecore.core.part_families import part_classes_by_kind
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature

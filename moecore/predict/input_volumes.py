@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.brain.training_cohort import TrainingCohortRanges
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.data.volumes.bids_table import SEX, read_delimited_table
 from moecore.data.volumes.grids import Grid
 from moecore.data.volumes.stored_volumes import read_volume

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.files import UserError, atomic_text_file
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, atomic_text_file, join_below_root
 from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted

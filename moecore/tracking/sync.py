@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.core.source_layout import RUNS
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory

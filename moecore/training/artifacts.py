@@ -14,8 +14,8 @@ from moecore.core.outside_packages import (
     import_module_of_package,
     more_packages,
     outside_kinds_in_settings,
+    package_versions,
 )
-from moecore.core.package_versions import package_versions
 from moecore.core.routing_records import Feature
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared

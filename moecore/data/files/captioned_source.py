@@ -13,9 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import UserError, candidate_folders, join_below_root
 from moecore.data.expected_data import PlannedData
 from moecore.data.files.resumable_decoding import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.prepared import SPLITS

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import UserError, candidate_folders
 from moecore.data.expected_data import PlannedData
 from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads

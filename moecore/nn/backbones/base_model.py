@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from moecore.core.config import Part
 from moecore.core.files import UserError
-from moecore.core.part_families import Part
 from moecore.core.routing_records import (
     Feature,
     Guidance,

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from moecore.core.part_families import Part
+from moecore.core.config import Part
 from moecore.nn.experts.zero_computation import ZeroComputationExperts
 
 

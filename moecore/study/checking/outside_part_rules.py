@@ -14,9 +14,9 @@ import torch
 from pydantic import BaseModel
 
 from moecore.attacks.base import Attack
+from moecore.core.config import Part
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
-from moecore.core.part_families import Part
 from moecore.data.expected_data import PlannedData
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement

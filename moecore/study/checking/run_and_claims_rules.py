@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from moecore.core.config import find_class
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import find_class
 from moecore.measure.base import Measurement
 from moecore.study.reading.message_format import did_you_mean
 from moecore.study.reading.run_section import Phase

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
-from moecore.core.part_families import part_classes_by_kind
+from moecore.core.config import part_classes_by_kind
 from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from moecore.core.config import KIND, Part, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import KIND, Part, part_classes_by_kind
 from moecore.measure.base import Measurement
 from moecore.study.checking.idle_rules import idle_setting_misfits
 from moecore.study.checking.method_rules import method_misfits

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from moecore.core.part_families import Part
+from moecore.core.config import Part
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel

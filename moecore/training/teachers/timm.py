@@ -8,8 +8,7 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import find_teacher_checkpoint
+from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import check_header_size
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.input_spec import ImageSpec

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moecore.core.files import UserError, file_checksum
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, file_checksum, join_below_root
 from moecore.data.files.download import check_digest, download_file
 from moecore.data.files.idx import read_idx
 from moecore.data.sources import fashion_mnist

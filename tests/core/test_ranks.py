@@ -10,17 +10,17 @@ import psutil
 import pytest
 from torch.distributed import FileStore
 
-from moecore.core import rank_watch
-from moecore.core.rank_watch import RankWatch, announced_meeting
+from moecore.core import ranks
+from moecore.core.ranks import RankWatch, announced_meeting
 from moecore.core.source_layout import ROOT
 
 HANGING = """
 import os, sys, time, torch
 from torch import distributed
-from moecore.core import rank_watch
+from moecore.core import ranks
 from moecore.core.ranks import join_ranks, leave_ranks
 
-rank_watch.INTERVAL, rank_watch.QUESTION_AFTER, rank_watch.ANSWERS_AFTER = 0.05, 0.2, 1.0
+ranks.INTERVAL, ranks.QUESTION_AFTER, ranks.ANSWERS_AFTER = 0.05, 0.2, 1.0
 join_ranks()
 distributed.all_reduce(torch.ones(1))
 if os.environ["RANK"] == "1":
@@ -56,31 +56,31 @@ def test_ranks_that_have_begun_fewer_collectives_are_late(
 
 def test_a_hanging_rank_is_named_while_the_others_wait():
     words = ["-m", "moecore.run.local_ranks", "2", "-c", HANGING]
-    ranks = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *words],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert ranks.stderr is not None
-    line = ranks.stderr.readline()  # rank 1 hangs until it is read
+    assert process.stderr is not None
+    line = process.stderr.readline()  # rank 1 hangs until it is read
     assert re.match(
         r"rank 0 of 2: has waited 1 s for rank 1 \(process \d+ on .*\), which runs", line
     )
     listening = [
         connection.laddr.ip
-        for process in psutil.Process(ranks.pid).children(recursive=True)
-        for connection in process.net_connections("inet")
+        for child in psutil.Process(process.pid).children(recursive=True)
+        for connection in child.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
     assert set(listening) == {"127.0.0.1"}, "as docs/cluster.md says"
-    _, rest = ranks.communicate()
-    assert ranks.returncode == 0 and not rest
+    _, rest = process.communicate()
+    assert process.returncode == 0 and not rest
 
 
 def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(rank_watch, "ANSWERS_AFTER", 0.0)
+    monkeypatch.setattr(ranks, "ANSWERS_AFTER", 0.0)
     with announced_meeting(1, 2, "there:1234"):
         for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
             timer.join()
