@@ -26,8 +26,7 @@ from moecore.core.config import Config
 from moecore.measure.calibrators.base import FitOn
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate, mean_share
-from moecore.tasks.regression import Regression
-from moecore.tasks.regression_metrics import median_mae
+from moecore.tasks.regression import Regression, median_mae
 
 INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
 

@@ -23,7 +23,7 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate, bootstrap_interval
 from moecore.tasks.base import Task
-from moecore.tasks.classification_metrics import (
+from moecore.tasks.class_task import (
     ReliabilityBins,
     brier_scores,
     calibration_error,

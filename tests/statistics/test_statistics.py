@@ -29,8 +29,10 @@ from moecore.statistics.intervals import (
     Interval,
     bootstrap_interval,
     bootstrap_mean,
+    first_half,
     mean_over_seeds,
     mean_share,
+    permuted_orders,
     wilson,
 )
 from moecore.statistics.paired import (
@@ -49,6 +51,9 @@ KNOWN = [
     (10, 10, 0.7225, 1.0),
     (50, 100, 0.4038, 0.5962),
 ]
+COUNTS = st.integers(0, 40)
+
+PEOPLE = np.array(["d", "a", "b", "a", "c", "b", "b", "b", "c"])  # 1, 2, 4 and 2 images
 
 
 @pytest.mark.parametrize(("successes", "count", "low", "high"), KNOWN)
@@ -94,9 +99,6 @@ def test_bootstrap_reflects_a_biased_statistic():
     values = np.random.default_rng(0).normal(0.01, 1, 200)
     found = bootstrap_interval(lambda chosen: abs(values[chosen].mean()), 200, lowest=0.0)
     assert found.low == 0 and found.high <= 2 * found.value
-
-
-COUNTS = st.integers(0, 40)
 
 
 def test_the_table_of_pairs():
@@ -354,3 +356,25 @@ def test_headroom_recovered_by_hand():
     assert variances == pytest.approx([0.001751, 0.001609], abs=1e-6)
     assert share.interval()[1:] == pytest.approx((0.290896, 0.732359), abs=1e-6)
     assert headroom_recovered(scores, floor, floor + np.array([1, -1, 1, -1]) / 10) is None
+
+
+@pytest.mark.parametrize("people", [None, np.array([4, 0, 3, 1, 2])])
+def test_images_of_as_many_people_are_exchanged_freely(people):
+    random = np.random.default_rng(7)
+    for order in permuted_orders(5, 3, 7, people):
+        assert order.tolist() == random.permutation(5).tolist()
+    assert first_half(5).tolist() == [True, False, True, False, True]
+
+
+def test_people_are_exchanged_with_those_who_have_as_many():
+    """Only a and c, of two images each: exchanged or not."""
+    exchanged, kept = [0, 4, 2, 8, 1, 5, 6, 7, 3], list(range(9))
+    orders = [order.tolist() for order in permuted_orders(9, 20, 0, PEOPLE)]
+    assert exchanged in orders and kept in orders
+    assert all(order in (exchanged, kept) for order in orders)
+
+
+def test_halves_are_of_people():
+    """In their order: a and c, b and d."""
+    is_first = first_half(9, PEOPLE)
+    assert is_first.tolist() == [False, True, False, True, True, False, False, False, True]

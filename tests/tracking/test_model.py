@@ -20,9 +20,8 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.run.run_record import record_run
 from moecore.tasks.classification import Classification
-from moecore.tasks.image_text import ImageText
+from moecore.tasks.image_text import ImageText, similarity_matrix
 from moecore.tasks.next_token import NextToken
-from moecore.tasks.retrieval_recall import similarity_matrix
 from moecore.tracking import sync as module
 from moecore.tracking.model import model_folder, model_signature
 from moecore.tracking.sync import Importer

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
+from moecore.attacks.gradient import DLR_CLASSES, objective_refusal
 from moecore.core.config import part_classes_by_kind
 from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import ViewSettings
