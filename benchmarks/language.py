@@ -20,7 +20,7 @@ from torch.nn.functional import relu
 
 from benchmarks.timing import LEAST, Ratio, take_turns
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.experts.mlp import Mlp

@@ -30,8 +30,7 @@ from moecore.core.routing_records import (
     ObjectiveInputs,
     RoutingContext,
 )
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed

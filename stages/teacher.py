@@ -12,7 +12,7 @@ from moecore.core.files import whole_folder, write_json
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
 from moecore.study.reading.stage_params import read_params

@@ -15,8 +15,7 @@ from moecore.brain.prediction_table import correct_ages, prediction_rows, write_
 from moecore.core.config import Config
 from moecore.core.files import UserError, whole_folder
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.training.checkpoint import Checkpoint, Inputs
 from moecore.training.job import TrainingJob, build_training_job

@@ -5,4 +5,4 @@ from moecore.lens.trace_reader import LayerRouting as LayerRouting
 from moecore.lens.trace_reader import Trace as Trace
 from moecore.lens.trace_writer import TraceWriter as TraceWriter
 from moecore.lens.trace_writer import write_trace as write_trace
-from moecore.nn.foreign_routers import build_record as build_record
+from moecore.nn.router_hooks import build_record as build_record

@@ -27,7 +27,7 @@ from moecore.lens.trace_format import (
     check_layout,
     check_tokens_in_vocabulary,
 )
-from moecore.nn.foreign_routers import check_record
+from moecore.nn.router_hooks import check_record
 
 PROBABILITIES = 2**24  # of a file: 64 MiB; one batch more than they allow
 

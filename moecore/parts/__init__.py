@@ -23,7 +23,7 @@ from moecore.nn.backbones.base_model import Backbone as Backbone
 from moecore.nn.backbones.base_model import BackboneModel as BackboneModel
 from moecore.nn.backbones.base_model import Encoded as Encoded
 from moecore.nn.backbones.base_model import EncodeOptions as EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec as ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec as ImageSpec
 from moecore.nn.balances.base import Balance as Balance
 from moecore.nn.balances.base import BalanceModule as BalanceModule
 from moecore.nn.dispatch import Rows as Rows

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, ImageSpec
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK

@@ -6,8 +6,8 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.noisy_top_k import NoisyTopK

@@ -14,7 +14,7 @@ from moecore.lens.trace_reader import Trace
 from moecore.lens.trace_writer import write_trace
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.foreign_routers import build_record
+from moecore.nn.router_hooks import build_record
 from moecore.training.artifacts import save_model
 from tests.measure.subjects import built, digits
 from tests.measure.test_words import MOE

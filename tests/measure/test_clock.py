@@ -20,7 +20,7 @@ from moecore.measure.forward_cost import (
     unwatched_times,
     whole_and_routing_flops,
 )
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings

@@ -11,7 +11,7 @@ from moecore.data.expected_data import parse_card_task
 from moecore.face import backbones, experts, regularizers, routers
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.balances.base import Balance
 from moecore.testing import (

@@ -13,7 +13,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp

@@ -14,7 +14,7 @@ from moecore.core.routing_records import (
 )
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_rows
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity

@@ -6,7 +6,7 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.layers.moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.hash import Hash

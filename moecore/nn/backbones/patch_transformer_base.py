@@ -1,30 +1,78 @@
-"""What every transformer over patches shares: of images (2 axes) or volumes (3).
+"""What transformers over patches share, of images (2 axes) or volumes (3): settings and model.
 
 B images, C channels, T tokens (special tokens first, then patches, the last axis fastest), K
 outputs: classes, or one for a target.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.backbones.transformer_settings import TransformerSettings
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    Encoded,
+    EncodeOptions,
+    ImageSpec,
+)
 from moecore.nn.layers.block import (
+    Activation,
     Attention,
     Block,
     DenseMlp,
     FeedForward,
+    HiddenRatio,
     drop_rates,
     trunc_normal_linear,
 )
 from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, resize_positions
+
+
+class TransformerSettings(Backbone):
+    """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
+
+    free_settings: ClassVar[frozenset[str]] = frozenset(
+        {"mlp_ratio", "activation", "layer_scale", "drop_path"}
+    )
+
+    patch: int = Field(16, ge=1, description="side of a patch, pixels or voxels")
+    width: int = Field(192, ge=8, le=2**16, description="width of a token")
+    depth: int = Field(12, ge=1, le=1000, description="number of blocks")
+    heads: int = Field(3, ge=1, description="attention heads; they divide the width")
+    mlp_ratio: HiddenRatio = Field(
+        4.0, gt=0, le=1000, description="hidden width of the dense MLP / width"
+    )
+    pooling: Literal["class", "class+distillation", "mean"] = Field(
+        "class", description="head on the class token, it and the distillation token, or the mean"
+    )
+    position_on_class: bool = Field(
+        True, description="special tokens have position embeddings (DeiT-III: false)"
+    )
+    layer_scale: float | None = Field(
+        None, gt=0, description="initial LayerScale, or null for none (DeiT-III: 1e-6)"
+    )
+    qkv_bias: bool = True
+    pre_norm: bool = Field(False, description="a norm before the first block (CLIP's image tower)")
+    activation: Activation = Field(
+        "gelu",
+        description="of dense MLPs; quick_gelu: x·σ(1.702 x), of OpenAI's CLIP; linear: none",
+    )
+    norm_eps: float = Field(
+        1e-6, gt=0, le=1e-2, description="added to a norm's variance (CLIP: 1e-5)"
+    )
+    drop_path: float = Field(
+        0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
+    )
+
+    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+        """Patches along each axis of such images."""
+        return tuple(size // self.patch for size in image.shape)
 
 
 class PatchTransformer(BackboneModel):

@@ -1,17 +1,48 @@
-"""Swin V1 (Liu et al. 2021), and the settings that it shares with Swin-MoE's and with V2."""
+"""Swin V1 (Liu et al. 2021), and what it shares with Swin-MoE and with V2: settings and model.
 
-from typing import ClassVar, Literal, Self
+Dense, or with mixture-of-experts blocks. Parameter names are timm's but for the head, which is
+``head`` (timm: head.fc). B images, T tokens of a layer's grid, K classes.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.backbones.swin_transformer import SwinTransformer
-from moecore.nn.layers.block import HiddenRatio
+from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    Encoded,
+    EncodeOptions,
+    ImageSpec,
+)
+from moecore.nn.layers.block import (
+    Block,
+    DenseMlp,
+    FeedForward,
+    HiddenRatio,
+    drop_rates,
+    trunc_normal_linear,
+)
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.window_attention import SwinKind
-from moecore.nn.layers.windows import Grid, merged_grid, window_and_shift
+from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
+from moecore.nn.layers.window_attention import (
+    EPS,
+    Grid,
+    PatchMerging,
+    PostNormBlock,
+    SwinKind,
+    WindowAttention,
+    Windows,
+    merged_grid,
+    window_and_shift,
+)
+
+TABLE = "relative_position_bias_table"
 
 
 class SwinSettings(Backbone):
@@ -100,7 +131,7 @@ class SwinSettings(Backbone):
             stage_grids.append(merged_grid(stage_grids[-1]))
         return tuple(stage_grids)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> SwinTransformer:
+    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "SwinTransformer":
         """The model for such images; UserError where sizes do not fit, for volumes, for text."""
         if len(image.shape) != 2:
             problem = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
@@ -121,3 +152,133 @@ class Swin(SwinSettings):
     """Swin V1 (Liu et al. 2021): pre-norm blocks, a table of position biases."""
 
     kind: Literal["swin"] = "swin"
+
+
+class SwinStage(nn.Module):
+    """The merging of 2 × 2 tokens before a stage, none before the first, and its blocks."""
+
+    def __init__(self, downsample: nn.Module, blocks: list[Block]) -> None:
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+
+
+class BlockStage(NamedTuple):
+    """Where a block stands."""
+
+    stage: int
+    grid: Grid
+    width: int
+
+
+class SwinTransformer(BackboneModel):
+    """``model(images)``: (B, C, H, W) in [0, 1] to ModelOutput(prediction (B, K), routing)."""
+
+    moves = True
+
+    def __init__(
+        self, config: SwinSettings, image: ImageSpec, moe: MoESettings | None = None
+    ) -> None:
+        super().__init__(config, image, moe)
+        self.places = tuple(self._places())
+        self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
+        blocks = list(self._blocks())
+        stages = []
+        for stage, depth in enumerate(config.depths):
+            before: nn.Module = nn.Identity()
+            if stage:
+                grid = config.grids(image)[stage - 1]
+                width = config.width * 2 ** (stage - 1)
+                before = PatchMerging(grid, width, config.kind == "swin_v2")
+            stages.append(SwinStage(before, [blocks.pop(0) for _ in range(depth)]))
+        self.layers = nn.ModuleList(stages)
+        last = self.places[-1].width
+        self.norm = nn.LayerNorm(last, eps=EPS)
+        self.head = trunc_normal_linear(last, image.outputs)
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Return where the last stage's tokens lie."""
+        return self.layout_of(self.depth - 1)
+
+    def layout_of(self, block: int) -> TokenLayout:
+        """Return where a block's tokens lie; those at an odd grid's end reach beyond the image."""
+        place = self.places[block]
+        side = self.config.patch * 2**place.stage
+        return TokenLayout(0, place.grid, tuple(length * side for length in place.grid))
+
+    def width_of(self, block: int) -> int:
+        """Width of a block's tokens."""
+        return self.places[block].width
+
+    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+        """Return what the blocks make of images; features have their stage's tokens and width."""
+        tokens = self.patch_embed(self.normalised(images))
+        contexts = self.routing_contexts(images, options)
+        records: tuple[RoutingRecord, ...] = ()
+        block_features: dict[int, Tensor] = {}
+        index = 0
+        for stage in cast(Iterable[SwinStage], self.layers):
+            tokens = stage.downsample(tokens)
+            for block in stage.blocks:
+                context = contexts.get(index, RoutingContext())
+                context = context.with_previous(self.router_wants, records)
+                tokens, entering, record = block(tokens, context)
+                records += record
+                if index in options.blocks:
+                    block_features[index] = options.select_tokens(entering, tokens)
+                index += 1
+        tokens = self.norm(tokens)
+        return Encoded(tokens, records, options.select_features(block_features, tokens))
+
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Final tokens (B, T, width) to the outputs (B, K) of the only head."""
+        return (self.image.task.predict(self.head(tokens.mean(dim=1))),)
+
+    def adapt_weights(
+        self,
+        weights: dict[str, Tensor],
+        config: Any,
+        image: ImageSpec,
+        mode: Interpolation = "bilinear",
+    ) -> dict[str, Tensor]:
+        """V1's tables of position biases are resized bicubically to other windows."""
+        return {name: self._table(name, value, config, image) for name, value in weights.items()}
+
+    def _table(self, name: str, value: Tensor, config: Any, image: ImageSpec) -> Tensor:
+        own = dict(self.named_parameters()).get(name)
+        if not name.endswith(TABLE) or own is None or own.shape == value.shape:
+            return value
+        stage = int(name.split(".")[1])
+        sizes = config.windows(image)[stage], self.config.windows(self.image)[stage]
+        old, new = (tuple(2 * length - 1 for length in size) for size in sizes)
+        table = value.t().float().view(1, -1, *old)
+        resized = interpolate(table, size=new, mode="bicubic", align_corners=False)
+        return resized.flatten(2)[0].t().to(value.dtype)
+
+    def _places(self) -> Iterator[BlockStage]:
+        grids = self.config.grids(self.image)
+        for stage, (depth, grid) in enumerate(zip(self.config.depths, grids, strict=True)):
+            for _ in range(depth):
+                yield BlockStage(stage, grid, self.config.width * 2**stage)
+
+    def _blocks(self) -> Iterator[Block]:
+        config = self.config
+        sparse = () if self.moe is None else self.moe.indices(config.depth)
+        rates = drop_rates(config.drop_path, config.depth)
+        first = [sum(config.depths[:stage]) for stage in range(len(config.depths))]
+        for index, (stage, grid, width) in enumerate(self.places):
+            pretrained = None
+            if config.pretrained_windows is not None:
+                pretrained = (config.pretrained_windows[stage],) * 2
+            windows = Windows(grid, config.window, (index - first[stage]) % 2 == 1)
+            attention = WindowAttention(
+                config.kind, width, config.heads[stage], windows, config.qkv_bias, pretrained
+            )
+            mlp: FeedForward = DenseMlp(width, int(width * config.mlp_ratio))
+            if self.moe is not None and index in sparse:
+                mlp = self.moe.build(width)
+            if config.kind == "swin_v2":
+                yield PostNormBlock(width, attention, mlp, rates[index])
+            else:
+                yield Block(width, attention, mlp, None, rates[index], EPS)

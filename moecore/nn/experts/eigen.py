@@ -12,13 +12,7 @@ from torch.nn.functional import gelu
 
 from moecore.core.files import UserError
 from moecore.nn.dispatch import Rows
-from moecore.nn.experts.base import (
-    Experts,
-    ExpertsModule,
-    default_rank,
-    draw_bases,
-    positive_qr,
-)
+from moecore.nn.experts.base import Experts, ExpertsModule, default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 
 _STD = 0.02  # of the entries of both maps at the start, as the plain `mlp` experts have them

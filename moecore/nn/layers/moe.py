@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer that takes the place of a block's feed-forward."""
+"""The mixture-of-experts layer: in the place of a block's feed-forward, or in anybody's module."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +11,9 @@ from torch.func import functional_call
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
-from moecore.nn.experts.base import Experts, ExpertsModule
-from moecore.nn.experts.zero_computation import ZeroComputationExperts
+from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NOT_IN_TEXTS = frozenset({"patches", "teacher", "truth"})  # fields of RoutingContext
 Blocks = Literal["every_2", "last_2", "all"] | tuple[int, ...]
+
+TOKENS_ALONE = "noisy_top_k, top_k_softmax, expert_choice, soft_slots, or hash with by: position"
 
 
 class MoESettings(Config):
@@ -245,3 +247,47 @@ def build_feed_forwards(
         return [build_dense() for _ in range(depth)]
     sparse = moe.indices(depth)
     return [moe.build(width) if index in sparse else build_dense() for index in range(depth)]
+
+
+class MoELayer(nn.Module):
+    """A layer by itself: ``layer(tokens)`` returns tokens of the shape that it was given.
+
+    tokens: (N, d), (B, T, d) or (B, H, W, d), floating point; ``trace`` gives its record, of fields
+    (B, T, E), with T = H·W for a grid and B = 1 for (N, d).
+    """
+
+    def __init__(self, width: int, router: Router, experts: Experts) -> None:
+        """``width`` is d. Raises UserError for a router that reads more than tokens, or whose own
+        loss reads more than records.
+        """
+        super().__init__()
+        check_reads_tokens_alone(router, experts)
+        self.width = width
+        self.feed_forward = build_moe_feed_forward(router, experts, width)
+        self.records: list[RoutingRecord] | None = None  # a list inside ``trace`` only
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.ndim < 2 or tokens.shape[-1] != self.width or not tokens.is_floating_point():
+            problem = f"found {tokens.dtype} of shape {tuple(tokens.shape)}"
+            allowed = f"(N, {self.width}), (B, T, {self.width}) or (B, H, W, {self.width})"
+            raise UserError(f"tokens: {problem}; allowed: floating point of shape {allowed}")
+        batch = 1 if tokens.ndim == 2 else len(tokens)
+        output, (record,) = self.feed_forward(tokens.reshape(batch, -1, self.width))
+        if self.records is not None and not is_in_backward_pass():
+            self.records.append(record)
+        return output.view(tokens.shape)
+
+
+def check_reads_tokens_alone(router: Router, experts: Experts) -> None:
+    """Raise UserError for a router that reads, or whose own loss reads, what only a whole model or
+    a training knows.
+    """
+    lacking = sorted(router.wants - experts.provides)
+    if router.phase(0.0) != router.phase(1.0):
+        lacking.append("the training's progress")
+    if lacking:
+        problem = f"found {router.kind}, which reads {', '.join(lacking)}"
+        raise UserError(f"router: {problem}; a layer by itself has none; allowed: {TOKENS_ALONE}")
+    if router.own_loss is not None:
+        problem = f"found {router.kind}, whose loss {router.own_loss} reads a whole model"
+        raise UserError(f"router: {problem}, not its records; allowed: {TOKENS_ALONE}")

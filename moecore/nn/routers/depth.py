@@ -1,10 +1,10 @@
 """Mixture-of-Depths (Raposo et al. 2024): a few tokens of an image use the experts, others skip.
 
-B images, T tokens per image, C of them that take part, E experts, d width.
+B images, T tokens per image, C of them that take part, in G groups, R rows, E experts, d width.
 """
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,10 +13,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, Router
 from moecore.nn.routers.capacity import exact_fraction
-from moecore.nn.routers.depth_plan import DepthPlan, spread_tokens
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.token_choice import router_logits
 
@@ -111,7 +111,7 @@ class DepthRouter(nn.Module):
 
     def forward(
         self, tokens: Tensor, context: RoutingContext = RoutingContext()
-    ) -> tuple[DepthPlan, RoutingRecord]:
+    ) -> "tuple[DepthPlan, RoutingRecord]":
         with full_precision(tokens):
             scores = router_logits(tokens, self.weight)
             signs = scores
@@ -167,3 +167,29 @@ class DepthRouter(nn.Module):
         takes_part = own & (own.cumsum(dim=1) <= number.clamp_min(1))
         turn = torch.where(takes_part, 0, 1 + own.int())
         return ranked.gather(1, turn.argsort(dim=1, stable=True))
+
+
+class DepthPlan(NamedTuple):
+    """The plan (G, C) of the tokens that take part; all others come back as 0."""
+
+    plan: SparsePlan
+    places: Tensor  # (G, C) where they are among the B·T tokens
+    shape: tuple[int, int]  # B, T
+
+    def keep_experts(self, number: int) -> "DepthPlan":
+        """Return the plan of the first ``number`` experts alone, as SparsePlan does."""
+        return self._replace(plan=self.plan.keep_experts(number))
+
+    def dispatch(self, tokens: Tensor) -> Rows:
+        """Tokens (B, T, d) to rows (R, d) sorted by expert."""
+        return self.plan.dispatch(tokens.flatten(0, 1)[self.places])
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Rows (R, d) to tokens (B, T, d) in the rows' dtype."""
+        return spread_tokens(self.plan.combine(rows), self.places, self.shape, 0)
+
+
+def spread_tokens(values: Tensor, places: Tensor, shape: tuple[int, int], blank: float) -> Tensor:
+    """Return (B, T, n) with values (G, C, n) at their places among the B·T, and else ``blank``."""
+    whole = values.new_full((shape[0] * shape[1], values.shape[-1]), blank)
+    return whole.index_copy(0, places.flatten(), values.flatten(0, 1)).unflatten(0, shape)

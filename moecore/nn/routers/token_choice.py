@@ -1,16 +1,23 @@
-"""What the routers share that let each token choose its experts.
+"""What the routers share that let each token choose its experts: logits, gates, choice and plan.
 
-B images, T tokens per image, E experts, k choices per token, d width.
+A gate makes scores of logits, and weights of the scores of those chosen. B images, T tokens per
+image, E experts, k choices per token, d width.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import linear, normalize, softplus
 
 from moecore.core.routing_records import RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 
 FLOOR = 1e-6  # of a length that is divided by: a vector of zeros has the cosine 0 with all
+
+Score = Literal["softmax", "sigmoid", "sqrt_softplus", "relu"]
+Renormalise = bool | Literal["straight"]
+EPSILON = 1e-20  # DeepSeek-V3's: beside any sum that is not 0 it is nothing
 
 
 def router_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,6 +31,41 @@ def cosines_to_embeddings(vectors: Tensor, embeddings: Tensor) -> Tensor:
     wide = vectors.to(torch.promote_types(embeddings.dtype, torch.float32))
     directions = normalize(wide, dim=-1, eps=FLOOR)
     return router_logits(directions, normalize(embeddings, dim=-1, eps=FLOOR))
+
+
+def expert_scores(logits: Tensor, score: Score) -> Tensor:
+    """Return scores (B, T, E) ≥ 0 of logits (B, T, E); those of a softmax sum to 1."""
+    if score == "sigmoid":
+        return torch.sigmoid(logits)
+    if score == "relu":
+        return torch.relu(logits)
+    if score == "sqrt_softplus":  # at a score of 0 the root's gradient is infinite
+        return softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+    return torch.softmax(logits, dim=-1)
+
+
+def expert_probs(logits: Tensor, score: Score) -> Tensor:
+    """Return the scores over their sum, (B, T, E); all alike where every score is 0."""
+    scores = expert_scores(logits, score)
+    if score == "softmax":
+        return scores
+    positive = scores.clamp_min(torch.finfo(scores.dtype).tiny)
+    return positive / positive.sum(dim=-1, keepdim=True)
+
+
+def gate_weights(logits: Tensor, scores: Tensor, score: Score, renormalise: Renormalise) -> Tensor:
+    """Return the weights (B, T, k) of the chosen from their logits and scores, both (B, T, k).
+
+    renormalise: the weights sum to 1; straight: so too, with the gradient of scores over a
+    constant (DeepSeek-V3, eq. 13).
+    """
+    if not renormalise:
+        return scores
+    if renormalise == "straight":
+        return scores / (scores.sum(dim=-1, keepdim=True) + EPSILON).detach()
+    if score == "softmax":  # = scores / their sum, without dividing by a sum that may underflow
+        return torch.softmax(logits, dim=-1)
+    return scores / (scores.sum(dim=-1, keepdim=True) + EPSILON)
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:

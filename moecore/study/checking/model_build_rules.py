@@ -14,8 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.expected_data import PlannedData
 from moecore.measure.sizes import PaperModel, build_on_meta
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.checking.routing_rules import layer_misfits
 from moecore.study.reading.run_section import Phase

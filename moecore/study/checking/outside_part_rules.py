@@ -21,8 +21,7 @@ from moecore.data.expected_data import PlannedData
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.experts.base import Experts
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from moecore.core.files import UserError
 from moecore.data.expected_data import PlannedData
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.checking.model_build_rules import image_spec, split_key_and_message
 from moecore.study.reading.study import REDUCING_PHASES, Misfits, Study

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import check_header_size
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit

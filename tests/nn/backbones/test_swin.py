@@ -14,14 +14,19 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, EncodeOptions, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.window_attention import WindowAttention, log_coordinates, pair_index
-from moecore.nn.layers.windows import PatchMerging, Windows, merged_grid
+from moecore.nn.layers.window_attention import (
+    PatchMerging,
+    WindowAttention,
+    Windows,
+    log_coordinates,
+    merged_grid,
+    pair_index,
+)
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification

@@ -13,8 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
-from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from torch.nn.functional import conv3d, unfold
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.backbones.text_tower import TextTowerSettings

@@ -1,5 +1,6 @@
 """Soft attention weights, resized position embeddings, stochastic depth, and a model whose choices
-are softened. The whole layer against a loop over experts with boolean masks.
+are softened. The MoE layer against a loop over experts with boolean masks, and alone in somebody's
+own module.
 """
 
 import pytest
@@ -8,7 +9,8 @@ from torch.func import functional_call, grad
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from moecore.core.files import UserError
-from moecore.nn.experts.mlp import Mlp as Mlps
+from moecore.nn.experts.eigen import Eigen
+from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.block import (
     Attention,
     Block,
@@ -18,11 +20,34 @@ from moecore.nn.layers.block import (
     softmax_attention,
 )
 from moecore.nn.layers.layer_lipschitz_bound import soften_model
-from moecore.nn.layers.moe import MoESettings
+from moecore.nn.layers.moe import MoELayer, MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
+from moecore.nn.router_hooks import routing_collector
+from moecore.nn.routers.dynamic import Dynamic
+from moecore.nn.routers.eigenbasis import Eigenbasis
+from moecore.nn.routers.frozen_copy import FrozenCopy
+from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.relu import Relu
+from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 from tests.attacks.models import vit
+
+ROUTERS = [
+    {"kind": "soft_slots"},
+    {"kind": "expert_choice"},
+    {"kind": "hash"},
+    {"kind": "top_k_softmax"},
+    {"kind": "eigenbasis"},
+]
+SETTINGS = [
+    {"k": 1},
+    {"k": 4},
+    {"k": 2, "capacity_factor": 0.5},
+    {"k": 2, "capacity_factor": 0.5, "batch_priority": True, "group_size": 2},
+]
+
+EXPERTS = Mlp(number=4, hidden_ratio=1.0)
 
 
 def test_explicit_attention_equals_the_fused_kernel_with_gradients():
@@ -103,15 +128,6 @@ def test_the_gradient_goes_through_every_expert():
     soft.zero_grad(set_to_none=True)
 
 
-ROUTERS = [
-    {"kind": "soft_slots"},
-    {"kind": "expert_choice"},
-    {"kind": "hash"},
-    {"kind": "top_k_softmax"},
-    {"kind": "eigenbasis"},
-]
-
-
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router["kind"])
 def test_every_router_has_a_surrogate(router):
     model = vit(router)
@@ -163,7 +179,7 @@ def test_both_branches_of_a_block_drop_as_timms_do():
 def layer_of(width=8, experts=4, seed=0, hidden_ratio=4.0, **router):
     torch.manual_seed(seed)
     layer = MoESettings(
-        router=NoisyTopK(**router), experts=Mlps(number=experts, hidden_ratio=hidden_ratio)
+        router=NoisyTopK(**router), experts=Mlp(number=experts, hidden_ratio=hidden_ratio)
     ).build(width)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -192,14 +208,6 @@ def gradients(layer, tokens, forward, seed=3):
     return outputs, torch.autograd.grad(
         outputs, [tokens, *layer.parameters()], towards.to(outputs.dtype)
     )
-
-
-SETTINGS = [
-    {"k": 1},
-    {"k": 4},
-    {"k": 2, "capacity_factor": 0.5},
-    {"k": 2, "capacity_factor": 0.5, "batch_priority": True, "group_size": 2},
-]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -242,7 +250,7 @@ def test_functional_transforms_see_the_same_gradient():
 
 
 def moe(blocks):
-    return MoESettings(router=NoisyTopK(), experts=Mlps(), blocks=blocks)
+    return MoESettings(router=NoisyTopK(), experts=Mlp(), blocks=blocks)
 
 
 def test_blocks():
@@ -259,3 +267,111 @@ def test_blocks():
 def test_blocks_that_a_model_lacks_are_refused(blocks, depth):
     with pytest.raises(UserError, match=f"{depth} blocks"):
         moe(blocks).indices(depth)
+
+
+def alone(**router) -> MoELayer:
+    torch.manual_seed(0)
+    return MoELayer(8, NoisyTopK(**router), EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "recorded"), [((6, 8), (1, 6)), ((2, 3, 8), (2, 3)), ((2, 3, 5, 8), (2, 15))]
+)
+def test_tokens_keep_their_shape_and_leave_a_record(shape, recorded):
+    layer = alone(k=4, renormalise=True).eval()
+    tokens = torch.randn(shape)
+    with routing_collector(layer) as records:
+        output = layer(tokens)
+    assert output.shape == shape
+    (record,) = records
+    assert record.probs.shape == (*recorded, 4)
+    # all four are chosen: each token is the weighted sum of all experts on it
+    experts = layer.feed_forward.experts
+    hidden = torch.einsum("...d,edh->...eh", tokens, experts.up) + experts.up_bias
+    each = torch.einsum("...eh,ehd->...ed", torch.nn.functional.gelu(hidden), experts.down)
+    weights = record.combine.reshape(*shape[:-1], 4, 1)
+    torch.testing.assert_close(output, ((each + experts.down_bias) * weights).sum(-2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        (torch.randn(8), r"found torch.float32 of shape \(8,\)"),
+        (torch.randn(2, 3, 7), r"of shape \(2, 3, 7\); allowed: .* \(B, T, 8\)"),
+        (torch.zeros(2, 8, dtype=torch.uint8), "found torch.uint8"),
+    ],
+)
+def test_other_tokens_are_refused_in_one_line(tokens, problem):
+    with pytest.raises(UserError, match=f"^tokens: .*{problem}"):
+        alone()(tokens)
+
+
+@pytest.mark.parametrize(
+    ("router", "reads"),
+    [
+        (Hash(), "patches"),
+        (Eigenbasis(), "attention, basis"),
+        (TeacherRouted(), "teacher"),
+        (FrozenCopy(), "the training's progress"),
+    ],
+)
+def test_a_router_that_reads_more_than_tokens_is_refused(router, reads):
+    with pytest.raises(UserError, match=f"^router: found {router.kind}, which reads {reads};"):
+        MoELayer(8, router, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("router", "loss"), [(Relu(), "adaptive_l1"), (Dynamic(), "diversity_simplicity")]
+)
+def test_a_router_whose_loss_records_do_not_suffice_for_is_refused(router, loss):
+    with pytest.raises(UserError, match=f"^router: found {router.kind}, whose loss {loss} reads"):
+        MoELayer(8, router, EXPERTS)
+
+
+def test_experts_lend_their_bases():
+    layer = MoELayer(8, Eigenbasis(context="learned"), Eigen(number=4))
+    with routing_collector(layer) as records:
+        layer(torch.randn(5, 8)).sum().backward()
+    assert records[0].probs.shape == (1, 5, 4) and layer.feed_forward.experts.basis.grad.any()
+
+
+def test_records_are_collected_inside_the_with_in_the_order_of_the_calls():
+    model = torch.nn.Sequential(alone(k=1), alone(k=2))
+    with routing_collector(model) as records:
+        model(torch.randn(5, 8))
+        with routing_collector(model[1]) as inner:
+            model(torch.randn(3, 8))
+    model(torch.randn(5, 8))
+    chosen = [(len(one.chosen[0]), int(one.chosen[0, 0].sum())) for one in (*records, *inner)]
+    assert chosen == [(5, 1), (5, 2), (3, 1), (3, 2)]
+    assert all(layer.records is None for layer in model)
+
+
+def test_a_compiled_model_leaves_records_too():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), alone())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.randn(5, 8))
+    for _ in range(2):
+        with routing_collector(compiled) as records:
+            compiled(torch.randn(5, 8))
+        assert len(records) == 1 and records[0].probs.requires_grad
+
+
+def test_a_model_of_ours_is_traced_and_a_dense_one_is_not():
+    images = torch.rand(2, 1, 8, 8)
+    model = vit({"kind": "noisy_top_k"}).eval()
+    with routing_collector(model) as records:
+        output = model(images)
+    assert len(records) == len(output.routing) > 0
+    assert all(ours is theirs for ours, theirs in zip(records, output.routing, strict=True))
+    for model in (torch.nn.Linear(8, 8), vit(None)):
+        with pytest.raises(UserError, match="^trace: .* has no router that is known; allowed: "):
+            with routing_collector(model):
+                pass
+
+
+def test_images_of_bytes_are_refused():
+    with pytest.raises(UserError, match="^images: found torch.uint8; allowed: .*divide .* by 255"):
+        vit(None)(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))
+    with pytest.raises(UserError, match=r"^images: found values up to 255; allowed: .*\[0, 1\]"):
+        vit(None)(torch.full((2, 1, 8, 8), 255.0))

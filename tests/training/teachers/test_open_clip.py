@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
