@@ -27,9 +27,8 @@ from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.next_token import NextToken
-from moecore.training.optimizer import build_optimizer
 from moecore.training.runtime import tune_runtime
-from moecore.training.settings import Training
+from moecore.training.settings import Training, build_optimizer
 
 STREAMS, BLOCK = 12, 256
 K = 2

@@ -28,8 +28,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 from moecore.training.runtime import tune_runtime
-from moecore.training.teachers.timm import swin_weights
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators, swin_weights
 
 SIZES = {"swin": (224, 7), "swin_v2": (256, 8)}  # of images and windows
 CLASSES = 1000

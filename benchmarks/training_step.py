@@ -37,14 +37,12 @@ from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.study.reading.stage_params import read_params
 from moecore.tasks.classification import Classification
-from moecore.training.compilation_and_tracing import CompiledBlocks
+from moecore.training.job import Objective
 from moecore.training.method import Method
-from moecore.training.objective import Objective
-from moecore.training.optimizer import build_optimizer
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
-from moecore.training.runtime import tune_runtime
-from moecore.training.settings import Training
+from moecore.training.runtime import CompiledBlocks, tune_runtime
+from moecore.training.settings import Training, build_optimizer
 
 
 class Size(NamedTuple):

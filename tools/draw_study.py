@@ -18,11 +18,10 @@ from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
 from moecore.study.checking.task_rules import FLAT_WITH_CLASSES
 from moecore.study.reading.study import MEASURED_SECTIONS, Study
-from moecore.training.method import Method
+from moecore.training.method import Method, TextTowerMethod
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
-from moecore.training.text_tower_method import TextTowerMethod
 from tools.draw_settings import SettingsDrawer
 
 COMPANIONS = {  # of a router, the loss without which it does little or is refused

@@ -24,5 +24,5 @@ from moecore.nn.predict import predict_in_batches as predict_in_batches
 from moecore.nn.router_hooks import routing_collector as trace
 from moecore.tracking.model import model_folder as model_folder
 from moecore.training.artifacts import load_model as load_model
-from moecore.training.objective import routing_loss as routing_loss
-from moecore.training.upcycle_in_place import upcycle_in_place as upcycle
+from moecore.training.job import routing_loss as routing_loss
+from moecore.training.upcycle import upcycle_in_place as upcycle

@@ -40,7 +40,7 @@ from moecore.tasks.base import Score as Score
 from moecore.tasks.base import Task as Task
 from moecore.tasks.classification import Classification as Classification
 from moecore.training.regularizers.base import Regularizer as Regularizer
-from moecore.training.regularizers.layer_terms import sum_over_layers as sum_over_layers
+from moecore.training.regularizers.base import sum_over_layers as sum_over_layers
 from moecore.training.teachers.base import Teacher as Teacher
 from moecore.training.upcycling_kinds import Drop as Drop
 from moecore.training.upcycling_kinds import Granular as Granular

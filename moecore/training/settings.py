@@ -1,18 +1,62 @@
-"""The settings of a training run."""
+"""The settings of a training run, its optimizer and its adversarial steps.
 
-from collections.abc import Mapping
+In adversarial training a step learns from images that an attack has changed first (Madry et al.,
+2018; adversarial-moe, §4.2).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
+from torch import Generator, Tensor, nn
 
+from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
+from moecore.core.ranks import current_ranks
+from moecore.core.routing_records import Batch
+from moecore.core.streams import RowsOfBatch
 from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
-from moecore.training.adversarial import Adversarial
+from moecore.nn.backbones.base_model import Model
+from moecore.nn.predict import eval_mode
+from moecore.tasks.base import Task
 from moecore.training.runtime import Precision
 
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
+DECAY = 0.05
+
+FREE = ("_token", "pos_embed", "bias", "basis", "scale", "target")
+
+
+class Adversarial(Config):
+    """A PGD attack on the images of every step; the defaults are the paper's."""
+
+    steps: int = Field(
+        10, ge=1, description="of PGD on each batch; a training step costs as many more"
+    )
+    epsilon: float = Field(
+        8 / 255, ge=0, le=1, description="radius of the L∞ ball; 0 changes nothing"
+    )
+    form: Literal["paper", "strong"] = Field(
+        "paper", description="as the attack pgd has it; strong draws a random start"
+    )
+
+    def attacked(self, model: Model, task: Task, batch: Batch, generator: Generator) -> Batch:
+        """The batch (every view of it) with adversarial images, fp32 in [0, 1].
+
+        model: is attacked as it is used (no noise, no capacity, no autocast), and left as it was.
+        generator: on the CPU, for the random start. Regularizers are not attacked.
+        """
+        attack = Pgd(steps=self.steps, form=self.form)
+        own: Generator | list[Generator] = generator
+        if self.form == "strong":  # the other form draws nothing
+            own = local_image_generators(generator, batch.images)
+        with eval_mode(model):  # the attack itself turns autocast off
+            labels = model.targets(batch.labels).to(batch.images.device)
+            images = attack(model, task, batch.images, labels, self.epsilon, own)
+        return batch._replace(images=images)
 
 
 class Adamw(Config):
@@ -52,7 +96,6 @@ class Sgd(Config):
 
 
 Optimizer = Annotated[Adam | Adamw | Sgd, Field(discriminator="kind")]
-DECAY = 0.05
 
 
 def _default_decay(given: Mapping[str, Any]) -> float:
@@ -135,3 +178,54 @@ class TeacherRouterFit(Config):
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+
+
+def local_image_generators(generator: Generator, images: Tensor) -> Generator | list[Generator]:
+    """Return what draws the random start of each of this rank's ``images``, as of a whole batch."""
+    here = current_ranks()
+    if here.size == 1:
+        return generator
+    states = []
+    for _ in range(len(images) * here.size):
+        states.append(generator.get_state())
+        torch.rand(images.shape[1:], generator=generator)
+    own = []
+    for place in RowsOfBatch.of(torch.arange(len(states))).tolist():
+        drawing = Generator()
+        drawing.set_state(states[place])
+        own.append(drawing)
+    return own
+
+
+def build_optimizer(
+    model: nn.Module, settings: Training, routers: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer of ``settings``, fused; weight decay on matrices only, so on no bias, norm,
+    token, position embedding, and no expert's basis, whose lengths its orthogonality penalty holds,
+    nor on a router's rows that are to stay orthonormal.
+
+    routers: those of the teacher where they learn too; a group of their own, without decay.
+    """
+    decayed, free = [], []
+    held = {id(one) for part in model.modules() for one in getattr(part, "orthonormal_rows", ())}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        matrix = parameter.ndim >= 2 and not name.endswith(FREE) and id(parameter) not in held
+        (decayed if matrix else free).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+        {"params": list(routers), "weight_decay": 0.0},
+    ]
+    filled = [group for group in groups if group["params"]]
+    return settings.optimizer.build(filled, settings.learning_rate)
+
+
+def learning_rate(step: int, steps: int, warmup: float, settings: Training) -> float:
+    """Rate of a step from 0: linear over ``warmup`` steps, then a half cosine to the final."""
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / (warmup + 1)
+    share = (step - warmup) / max(1.0, steps - warmup)
+    span = settings.learning_rate - settings.final_learning_rate
+    return settings.final_learning_rate + span * (1 + math.cos(math.pi * share)) / 2

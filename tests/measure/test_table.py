@@ -45,7 +45,7 @@ from moecore.stages.sizes import Params
 from moecore.study.reading.stage_params import extract_declared_settings
 from moecore.study.writing.write_params import dump_inline_yaml
 from moecore.testing import check_measurement
-from moecore.training.live_bytes import LiveBytes, live_training_tensors
+from moecore.training.meter import LiveBytes, live_training_tensors
 from tests.measure.subjects import (
     built,
     captioned,

@@ -441,7 +441,7 @@ def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
 
 def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files):
     for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
-        wanted = {"moecore/training/loop.py", "moecore/training/optimizer.py"}
+        wanted = {"moecore/training/loop.py", "moecore/training/settings.py"}
         assert wanted <= set(files[f"stages/{script}.json"]), script
 
 

@@ -23,10 +23,9 @@ from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import TrainingJob, training_batch
+from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import (
     WHOLE,

@@ -43,10 +43,9 @@ from moecore.testing import (
 from moecore.testing.attack_checks import YEARS
 from moecore.testing.check_helpers import seeded_randn
 from moecore.testing.small_models import CLASSES, small_data, small_vit
-from moecore.training.method import Method
+from moecore.training.method import Method, TextTowerMethod
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
-from moecore.training.text_tower_method import TextTowerMethod
 
 ITEMS = 4  # that a task is tried with
 MOST = 2e7  # weights times tokens of a backbone that is tried: a second at most

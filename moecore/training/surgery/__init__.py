@@ -1,1 +1,1 @@
-"""Fewer experts out of a trained model: what each does (``expert_use``), pruning and merging."""
+"""Fewer experts out of a trained model: what each does, and how many stay; pruning and merging."""

@@ -1,6 +1,7 @@
 """timm's plain vision transformers (ViT, DeiT, DeiT-III) and Swin V1 and V2 as teachers."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -16,14 +17,11 @@ from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.base import Teacher
-from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 # buffers of Swin, which are no weights
 FOLLOWS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")
-
 MODULES = ("vision_transformer", "deit", "swin_transformer", "swin_transformer_v2")  # of timm
 ALLOWED = "plain ViT, DeiT, DeiT-III (vit_*, deit_*, deit3_*), Swin V1 and V2 (swin_*, swinv2_*)"
-
 POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
     *("mean", "class", "class+distillation"),  # by the number of special tokens
 )
@@ -244,3 +242,20 @@ def _fit_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]
     if len(values) == channels:
         return tuple(values)
     return (sum(values) / len(values),) * channels
+
+
+@cache
+def define_missing_operators() -> torch.library.Library | None:
+    """Make torchvision importable beside a CPU build of torch; return what keeps it so.
+
+    Its wheels carry CUDA operators. Beside a CPU-only torch their library does not load, and the
+    import fails where it registers fake implementations of operators that were never defined. With
+    the schemas of two defined it works; timm uses neither.
+    """
+    if torch.version.cuda is not None:
+        return None
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library

@@ -31,14 +31,13 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
-from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import aligned_teacher_blocks, attach_required_guide, build_guide
-from moecore.training.job import TrainingJob
+from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.phase_trainings import build_pretraining
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.runtime import CompiledBlocks
+from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.nn.test_every_method import SHIFTED

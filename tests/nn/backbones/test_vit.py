@@ -20,8 +20,7 @@ from moecore.nn.layers.patch_embed import PatchEmbed, cut_patches
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
-from moecore.training.teachers.timm import vit_settings
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators, vit_settings
 from moecore.training.upcycle import upcycle_model
 
 IMAGE = ImageSpec(

@@ -19,7 +19,7 @@ from moecore.nn.routers.token_choice import top_k
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.nn.routers.top_p import TopP
 from moecore.training.method import Method
-from moecore.training.optimizer import build_optimizer
+from moecore.training.settings import build_optimizer
 from tests.nn.routers import reference
 from tests.training.small import COMPETITION, SETTINGS, task
 

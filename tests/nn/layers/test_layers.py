@@ -30,7 +30,7 @@ from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.teacher_routed import TeacherRouted
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators
 from tests.attacks.models import vit
 
 ROUTERS = [
