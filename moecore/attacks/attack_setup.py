@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from moecore.attacks.base import Attack, image_generators
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
-from moecore.nn.predict import (
-    ImageSequence,
-    coupled_image_count,
-    eval_mode,
-    image_batches,
-    model_device,
-    predict_in_batches,
-    round_batch_to_groups,
-)
+from moecore.nn import predict
 from moecore.tasks.base import Task
 
 Precision = Literal["float32", "bfloat16"]
@@ -51,7 +43,7 @@ class Target(NamedTuple):
 
     def clean_images(self) -> Tensor:
         """The images, fp32 (N, C, H, W) in [0, 1], on the CPU."""
-        return torch.cat(list(image_batches(self.images, self.batch)))
+        return torch.cat(list(predict.image_batches(self.images, self.batch)))
 
     def attacked(self, attack: Attack, epsilon: float) -> Tensor:
         """Adversarial images, fp32 (N, C, H, W) in [0, 1], on the CPU.
@@ -59,30 +51,32 @@ class Target(NamedTuple):
         The model and the global random state stay as they were. Images that an attack couples come
         in groups of its own size, those that share an expert's capacity in whole groups.
         """
-        size = round_batch_to_groups(self.model, attack.together or self.batch)
+        size = predict.round_batch_to_groups(self.model, attack.together or self.batch)
         model = bfloat16_model(self.model) if self.precision == "bfloat16" else self.model
         wanted = self.only
-        if wanted is None or attack.together or coupled_image_count(self.model) > 1:
+        if wanted is None or attack.together or predict.coupled_image_count(self.model) > 1:
             wanted = torch.ones(len(self.labels), dtype=torch.bool)
         made = []
         first = 0
-        with eval_mode(self.model):
-            for pixels in image_batches(self.images, size):
+        with predict.eval_mode(self.model):
+            for pixels in predict.image_batches(self.images, size):
                 places = wanted[first : first + len(pixels)].nonzero()[:, 0]
                 made.append(self._attack_batch(attack, model, pixels, places, first, epsilon))
                 first += len(pixels)
         return torch.cat(made)
 
-    def predict_images(self, images: ImageSequence) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
+    def predict_images(
+        self, images: predict.ImageSequence
+    ) -> tuple[Tensor, tuple[RoutingRecord, ...]]:
         """Predictions (N, K) and routing of other images in place of these, in fp32."""
-        return predict_in_batches(self.model, images, self.batch)
+        return predict.predict_in_batches(self.model, images, self.batch)
 
-    def scores(self, images: ImageSequence) -> Tensor:
+    def scores(self, images: predict.ImageSequence) -> Tensor:
         """The task's score of each of these images (N, C, H, W); (N,)."""
-        prediction, _ = predict_in_batches(self.model, images, self.batch, routing=False)
+        prediction, _ = predict.predict_in_batches(self.model, images, self.batch, routing=False)
         return self.task.scores(prediction, self.labels)
 
-    def worse_scores(self, images: ImageSequence) -> Tensor:
+    def worse_scores(self, images: predict.ImageSequence) -> Tensor:
         """The worse score of each image, clean or as in ``images``; (N,).
 
         The clean image lies in every ball: an attack that happens to mend one changes nothing.
@@ -101,7 +95,7 @@ class Target(NamedTuple):
         """A batch whose image 0 has the index ``first``, attacked at these places."""
         if not len(places):
             return pixels
-        device = model_device(self.model)
+        device = predict.model_device(self.model)
         indices = (first + places).tolist()
         made = attack(
             model,

@@ -7,15 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moecore.core import outside_packages
 from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, read_json, write_json, write_sealed, write_whole
-from moecore.core.outside_packages import (
-    allowed_packages,
-    import_module_of_package,
-    more_packages,
-    outside_kinds_in_settings,
-    package_versions,
-)
 from moecore.core.routing_records import Feature
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
@@ -60,8 +54,12 @@ def save_model(folder: str | Path, model: Model) -> None:
     guided = isinstance(model, GuidedModel)
     card = ModelCard(backbone=model.config, image=model.image, moe=model.moe, guided=guided)
     settings = card.model_dump(mode="json")
-    named = [kind.partition(".")[0] for kind in outside_kinds_in_settings(settings)]
-    settings["versions"] = package_versions(dict.fromkeys([*allowed_packages(), *named]))
+    named = [
+        kind.partition(".")[0] for kind in outside_packages.outside_kinds_in_settings(settings)
+    ]
+    settings["versions"] = outside_packages.package_versions(
+        dict.fromkeys([*outside_packages.allowed_packages(), *named])
+    )
     if isinstance(model, GuidedModel):
         save_guide(folder / GUIDE, model.guide)
         model = model.model
@@ -94,17 +92,17 @@ def load_card(folder: str | Path) -> ModelCard:
 
 def _refuse_unknown_packages(path: Path, settings: Any) -> None:
     """Raise UserError where a part of a model is of a package that is not allowed or has none."""
-    for kind in outside_kinds_in_settings(settings):
+    for kind in outside_packages.outside_kinds_in_settings(settings):
         package = kind.partition(".")[0]
         versions = settings.get("versions") if isinstance(settings, dict) else None
         version = versions.get(package) if isinstance(versions, dict) else None
         written = f"written with {package}, version: {version or 'unknown'}"
-        if package not in allowed_packages():
+        if package not in outside_packages.allowed_packages():
             calls = f'load_model(folder, packages=["{package}"]), moecore predict --package'
             problem = f"has {kind}, of a package that is not listed ({written})"
             raise UserError(f"{path}: {problem}; to import it: {calls} {package}")
         try:
-            import_module_of_package(kind)
+            outside_packages.import_module_of_package(kind)
         except ValueError as error:
             raise UserError(f"{path}: {error} ({written})") from error
 
@@ -118,7 +116,7 @@ def load_model(folder: str | Path, packages: Sequence[str] = ()) -> Model:
     ``ModelOutput(prediction, routing)``; the prediction is (B, K) logits of classes, or (B, 1) in
     the unit of the target (years).
     """
-    with more_packages(packages):
+    with outside_packages.more_packages(packages):
         model = load_unguided(folder)
         if not load_card(folder).guided:
             return model

@@ -19,19 +19,8 @@ from torch import Tensor, distributed, nn
 from moecore.core.files import UserError, file_checksum, read_json, write_sealed
 from moecore.core.ranks import broadcast_text, check_equal_across_ranks, current_ranks
 from moecore.core.safetensors_files import read_tensors, write_tensors
+from moecore.training import sharded_state
 from moecore.training.artifacts import check_and_load_state_dict
-from moecore.training.sharded_state import (
-    at_least_1d,
-    collect_rank_state,
-    is_sharded_tensor,
-    local_shard,
-    optimizer_parameters,
-    read_distributed_checkpoint,
-    restore_optimizer,
-    shard_like,
-    short_error,
-    to_full_tensor,
-)
 
 AGAIN = "delete it and start the stage again"
 UNTOUCHED = "what was there before is untouched. Free some space and start again"
@@ -82,14 +71,15 @@ class Checkpoint:
     def _begin_saving(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, note: dict
     ) -> None:
-        tensors = collect_rank_state(model, optimizer)
-        if any(is_sharded_tensor(value) for value in tensors.values()):
+        tensors = sharded_state.collect_rank_state(model, optimizer)
+        if any(sharded_state.is_sharded_tensor(value) for value in tensors.values()):
             self._start_writing(self._shard_writer(step, tensors, note))
             return
         if not current_ranks().first:
             return
         copied = {
-            name: to_full_tensor(value).detach().cpu().clone() for name, value in tensors.items()
+            name: sharded_state.to_full_tensor(value).detach().cpu().clone()
+            for name, value in tensors.items()
         }
         about = {"step": str(step), "note": json.dumps(note)}
         self._start_writing(lambda: write_tensors(self.path, copied, about))
@@ -122,9 +112,9 @@ class Checkpoint:
         for prefixed, value in tensors.items():
             if prefixed.startswith("model."):
                 name = prefixed.removeprefix("model.")
-                weights[name] = shard_like(value, state.get(name, value))
+                weights[name] = sharded_state.shard_like(value, state.get(name, value))
         check_and_load_state_dict(model, weights, there, mend=AGAIN)
-        restore_optimizer(optimizer, tensors)
+        sharded_state.restore_optimizer(optimizer, tensors)
         return int(about["step"]), json.loads(about["note"])
 
     def _read_shards(
@@ -138,7 +128,7 @@ class Checkpoint:
         if damage := broadcast_text(damage):
             raise UserError(damage)
         state = model.state_dict()
-        parameters = optimizer_parameters(optimizer)
+        parameters = sharded_state.optimizer_parameters(optimizer)
 
         def of(name: str) -> Tensor:
             kind, _, rest = name.partition(".")
@@ -146,7 +136,7 @@ class Checkpoint:
                 return state[rest]
             return parameters[int(rest.split(".")[0])].detach()
 
-        return read_distributed_checkpoint(folder, of), about
+        return sharded_state.read_distributed_checkpoint(folder, of), about
 
     def _start_writing(self, write: Callable[[], None]) -> None:
         def kept() -> None:
@@ -168,7 +158,9 @@ class Checkpoint:
             self._group = distributed.new_group(backend="gloo")
         target = self.folder / f"sharded-{step}"
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: Any = stager.stage({name: at_least_1d(value) for name, value in tensors.items()})
+        copied: Any = stager.stage(
+            {name: sharded_state.at_least_1d(value) for name, value in tensors.items()}
+        )
         stager.close()
 
         def write() -> None:
@@ -180,10 +172,10 @@ class Checkpoint:
                 save(copied, storage_writer=writer, process_group=self._group)
             except (Exception, CheckpointException) as error:
                 shutil.rmtree(target, ignore_errors=True)  # a part of it is of no use
-                why = short_error(error)
+                why = sharded_state.short_error(error)
                 if "Errno" not in why and "os error" not in why:  # no file's, so another rank's end
                     raise RuntimeError(f"{target}: could not be written ({why})") from error
-                size = sum(local_shard(value).nbytes for value in copied.values())
+                size = sum(sharded_state.local_shard(value).nbytes for value in copied.values())
                 free = shutil.disk_usage(self.folder).free
                 takes = f"could not be written ({why}): it takes {size:,} bytes a rank"
                 raise UserError(f"{target}: {takes}; {free:,} are free; {UNTOUCHED}") from error

@@ -21,15 +21,8 @@ from moecore.nn.experts.mlp import MlpExperts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.layers.moe import Blocks, MoEFeedForward, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
+from moecore.training import upcycling_kinds
 from moecore.training.artifacts import rescale_head
-from moecore.training.upcycling_kinds import (
-    WHOLE_MLP,
-    Drop,
-    Granular,
-    MlpPieceScales,
-    Upcycling,
-    repeat_router_rows,
-)
 
 Settings = TypeVar("Settings")
 
@@ -58,7 +51,7 @@ def inherit_pretrained_windows(
 
 @torch.no_grad()
 def upcycle_model(
-    model: BackboneModel, dense: BackboneModel, kind: Upcycling = True
+    model: BackboneModel, dense: BackboneModel, kind: upcycling_kinds.Upcycling = True
 ) -> BackboneModel:
     """Copy the weights of ``dense`` into ``model``, in place: shared layers as they are, each dense
     MLP into all experts of its block, positions interpolated to the model's grid.
@@ -178,17 +171,19 @@ def _check_activation(layer: FeedForward, mlp: nn.Module | None, name: str) -> N
         raise UserError(f"upcycle: {problem}, the model's {here}; set model.activation: {there}")
 
 
-def cut_mlp(module: nn.Module, router: Router, experts: Experts, kind: Upcycling) -> MlpPieceScales:
+def cut_mlp(
+    module: nn.Module, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
+) -> upcycling_kinds.MlpPieceScales:
     """Return how the MLPs are cut; of several pieces the router begins with equal rows.
 
     module: the router of these settings, in a layer of such experts. Raises UserError where the
     pieces would not be chosen together.
     """
-    if not isinstance(kind, Granular):
-        return WHOLE_MLP
+    if not isinstance(kind, upcycling_kinds.Granular):
+        return upcycling_kinds.WHOLE_MLP
     for key, problem in kind.misfits(router, experts):
         raise UserError(f"{'.'.join(key)}: {problem}")
-    repeat_router_rows(module, kind.pieces)
+    upcycling_kinds.repeat_router_rows(module, kind.pieces)
     return kind.cut_mlp(router, experts.number)
 
 
@@ -196,7 +191,7 @@ def fill_experts(
     experts: ExpertsModule,
     weights: dict[str, torch.Tensor],
     prefix: str,
-    pieces: MlpPieceScales = WHOLE_MLP,
+    pieces: upcycling_kinds.MlpPieceScales = upcycling_kinds.WHOLE_MLP,
 ) -> None:
     """Move the dense MLP under ``prefix`` out of ``weights`` into every expert, or its ``pieces``
     one after the other.
@@ -241,7 +236,7 @@ def upcycle_in_place(
     router: Router,
     experts: Experts,
     blocks: Blocks = "last_2",
-    kind: Upcycling = True,
+    kind: upcycling_kinds.Upcycling = True,
     seed: int = 0,
 ) -> tuple[MoELayer, ...]:
     """Replace the MLP of some blocks of ``model`` by MoE layers; return these layers.
@@ -260,7 +255,7 @@ def upcycle_in_place(
         raise UserError(f"upcycle: {type(model).__name__} has no block with an mlp; {ALLOWED}")
     chosen = [owners[index] for index in sparse_block_indices(blocks, len(owners))]
     layers = tuple(_sparse_copy(block.mlp, router, experts, kind) for block in chosen)
-    if isinstance(kind, Drop):
+    if isinstance(kind, upcycling_kinds.Drop):
         kind.redraw_experts(nn.ModuleList(layers), seed)
     for block, layer in zip(chosen, layers, strict=True):
         block.mlp = layer.to(_mlp_of(block).fc1.weight)
@@ -271,7 +266,9 @@ def _mlp_of(block: nn.Module) -> Any:
     return getattr(block, "mlp", None)
 
 
-def _sparse_copy(mlp: Any, router: Router, experts: Experts, kind: Upcycling) -> MoELayer:
+def _sparse_copy(
+    mlp: Any, router: Router, experts: Experts, kind: upcycling_kinds.Upcycling
+) -> MoELayer:
     """Return a MoE layer on the CPU that starts as the dense ``mlp``."""
     check_dense_mlp(mlp)
     activation = ACTIVATIONS[type(mlp.act).__name__]

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import (
-    Backbone,
-    BackboneModel,
-    Encoded,
-    EncodeOptions,
-    ImageSpec,
-)
+from moecore.nn.backbones import base_model
 from moecore.nn.layers.block import (
     Activation,
     Attention,
@@ -34,7 +28,7 @@ from moecore.nn.layers.moe import MoESettings, build_feed_forwards
 from moecore.nn.layers.patch_embed import Interpolation, resize_positions
 
 
-class TransformerSettings(Backbone):
+class TransformerSettings(base_model.Backbone):
     """Settings of a vision transformer (Dosovitskiy et al. 2021; DeiT: Touvron et al. 2021)."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset(
@@ -70,12 +64,12 @@ class TransformerSettings(Backbone):
         0.0, ge=0, lt=1, description="stochastic depth: probability at the last block"
     )
 
-    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+    def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
         """Patches along each axis of such images."""
         return tuple(size // self.patch for size in image.shape)
 
 
-class PatchTransformer(BackboneModel):
+class PatchTransformer(base_model.BackboneModel):
     """``model(images)``: (B, C, *pixels) in [0, 1] to ModelOutput(prediction (B, K), routing).
 
     A prediction of a target is (B, 1) in the target's unit (see Regression in moecore/tasks).
@@ -87,7 +81,7 @@ class PatchTransformer(BackboneModel):
     def __init__(
         self,
         config: TransformerSettings,
-        image: ImageSpec,
+        image: base_model.ImageSpec,
         patch_embed: nn.Module,
         moe: MoESettings | None = None,
     ) -> None:
@@ -144,7 +138,7 @@ class PatchTransformer(BackboneModel):
         self,
         weights: dict[str, Tensor],
         config: Any,
-        image: ImageSpec,
+        image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
         """Learned positions are interpolated; fixed ones are no weights."""
@@ -154,7 +148,9 @@ class PatchTransformer(BackboneModel):
         positions = resize_positions(weights["pos_embed"], self.positioned_tokens, new, mode, old)
         return weights | {"pos_embed": positions}
 
-    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+    def encode(
+        self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
+    ) -> base_model.Encoded:
         tokens = self.embed(self.normalised(images))
         contexts = self.routing_contexts(images, options)
         records: tuple[RoutingRecord, ...] = ()
@@ -167,7 +163,7 @@ class PatchTransformer(BackboneModel):
             if index in options.blocks:
                 block_features[index] = options.select_tokens(entering, tokens)
         tokens = self.norm(tokens)
-        return Encoded(tokens, records, options.select_features(block_features, tokens))
+        return base_model.Encoded(tokens, records, options.select_features(block_features, tokens))
 
     def embed(self, images: Tensor) -> Tensor:
         """Normalised images to (B, T, width) tokens with positions."""
@@ -202,7 +198,7 @@ class PatchTransformer(BackboneModel):
         return build_feed_forwards(self.moe, width, self.config.depth, lambda: DenseMlp(*sizes))
 
 
-def check_cells_of_patches(config: TransformerSettings, image: ImageSpec) -> None:
+def check_cells_of_patches(config: TransformerSettings, image: base_model.ImageSpec) -> None:
     """Raise UserError where cells are to be answered one by one and patches do not make them up."""
     side = math.isqrt(image.task.cells)
     if side == 1:

@@ -11,18 +11,12 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.backbones.base_model import (
-    Backbone,
-    BackboneModel,
-    Encoded,
-    EncodeOptions,
-    ImageSpec,
-)
+from moecore.nn.backbones import base_model
 from moecore.nn.layers.block import Activation, DenseMlp, trunc_normal_linear
 from moecore.nn.layers.moe import MoESettings
 
 
-class SingleLayer(Backbone):
+class SingleLayer(base_model.Backbone):
     """One feed-forward layer without residual or norm, then a classifier (MoGE, §2.4)."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"hidden", "activation"})
@@ -36,11 +30,13 @@ class SingleLayer(Backbone):
         """Number of blocks."""
         return 1
 
-    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+    def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
         """One patch along each axis: the whole image."""
         return (1,) * len(image.shape)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "SingleLayerModel":
+    def build(
+        self, image: base_model.ImageSpec, moe: MoESettings | None = None
+    ) -> "SingleLayerModel":
         """The model for such images; UserError for a router that reads attention."""
         if moe is not None and (lacking := sorted(moe.router.wants & {"attention", "attended"})):
             reads = f"but the router {moe.router.kind} reads {', '.join(lacking)}"
@@ -53,11 +49,11 @@ class SingleLayer(Backbone):
         return SingleLayerModel(self, image, moe)
 
 
-class SingleLayerModel(BackboneModel):
+class SingleLayerModel(base_model.BackboneModel):
     """``model(images)`` with images (B, C, H, W) in [0, 1] gives a ModelOutput, T = 1."""
 
     def __init__(
-        self, config: SingleLayer, image: ImageSpec, moe: MoESettings | None = None
+        self, config: SingleLayer, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> None:
         super().__init__(config, image, moe)
         self.width = image.channels * math.prod(image.shape)
@@ -71,7 +67,9 @@ class SingleLayerModel(BackboneModel):
         """The image's pixels in all channels."""
         return self.width
 
-    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+    def encode(
+        self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
+    ) -> base_model.Encoded:
         """Return the layer's output and record; "mlp_input" is the normalised pixels.
 
         Raises UserError for features of another block than 0.
@@ -83,7 +81,7 @@ class SingleLayerModel(BackboneModel):
         contexts = self.routing_contexts(images, options)
         tokens, records = self.mlp(entering, contexts.get(0, RoutingContext()))
         feature = options.select_tokens(entering, tokens)
-        return Encoded(tokens, records, (feature,) * len(options.blocks))
+        return base_model.Encoded(tokens, records, (feature,) * len(options.blocks))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, 1, d) to the logits (B, K) of the only head."""

@@ -13,13 +13,8 @@ from torch.nn.functional import interpolate
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import (
-    Backbone,
-    BackboneModel,
-    Encoded,
-    EncodeOptions,
-    ImageSpec,
-)
+from moecore.nn.backbones import base_model
+from moecore.nn.layers import window_attention
 from moecore.nn.layers.block import (
     Block,
     DenseMlp,
@@ -30,22 +25,11 @@ from moecore.nn.layers.block import (
 )
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
-from moecore.nn.layers.window_attention import (
-    EPS,
-    Grid,
-    PatchMerging,
-    PostNormBlock,
-    SwinKind,
-    WindowAttention,
-    Windows,
-    merged_grid,
-    window_and_shift,
-)
 
 TABLE = "relative_position_bias_table"
 
 
-class SwinSettings(Backbone):
+class SwinSettings(base_model.Backbone):
     """What the settings of the three kinds have in common."""
 
     # windows: their positions are interpolated, or count in windows that upcycling compares
@@ -53,7 +37,7 @@ class SwinSettings(Backbone):
         {"window", "pretrained_windows", "mlp_ratio", "drop_path"}
     )
 
-    kind: SwinKind
+    kind: window_attention.SwinKind
     patch: int = Field(4, ge=1, description="side of a patch, pixels")
     width: int = Field(
         96, ge=8, le=2**16, description="of a token in the first stage; doubled by each"
@@ -108,7 +92,7 @@ class SwinSettings(Backbone):
         """Number of blocks of each stage."""
         return self.depths
 
-    def trained_on(self, image: ImageSpec) -> Self:
+    def trained_on(self, image: base_model.ImageSpec) -> Self:
         """A continuous bias was learned for the windows that these images had."""
         if self.kind == "swin" or self.pretrained_windows is not None:
             return self
@@ -116,22 +100,27 @@ class SwinSettings(Backbone):
             update={"pretrained_windows": tuple(max(size) for size in self.windows(image))}
         )
 
-    def grid(self, image: ImageSpec) -> Grid:
+    def grid(self, image: base_model.ImageSpec) -> window_attention.Grid:
         """Patches along each axis of such images: the grid of the first stage."""
         return tuple(size // self.patch for size in image.shape)
 
-    def windows(self, image: ImageSpec) -> tuple[Grid, ...]:
+    def windows(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
         """The window of each stage, tokens along each axis."""
-        return tuple(window_and_shift(grid, self.window, False)[0] for grid in self.grids(image))
+        return tuple(
+            window_attention.window_and_shift(grid, self.window, False)[0]
+            for grid in self.grids(image)
+        )
 
-    def grids(self, image: ImageSpec) -> tuple[Grid, ...]:
+    def grids(self, image: base_model.ImageSpec) -> tuple[window_attention.Grid, ...]:
         """The grid of tokens of each stage."""
         stage_grids = [self.grid(image)]
         for _ in self.depths[1:]:
-            stage_grids.append(merged_grid(stage_grids[-1]))
+            stage_grids.append(window_attention.merged_grid(stage_grids[-1]))
         return tuple(stage_grids)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "SwinTransformer":
+    def build(
+        self, image: base_model.ImageSpec, moe: MoESettings | None = None
+    ) -> "SwinTransformer":
         """The model for such images; UserError where sizes do not fit, for volumes, for text."""
         if len(image.shape) != 2:
             problem = f"model.kind: found {self.kind}, but the images have {len(image.shape)} axes"
@@ -167,21 +156,23 @@ class BlockStage(NamedTuple):
     """Where a block stands."""
 
     stage: int
-    grid: Grid
+    grid: window_attention.Grid
     width: int
 
 
-class SwinTransformer(BackboneModel):
+class SwinTransformer(base_model.BackboneModel):
     """``model(images)``: (B, C, H, W) in [0, 1] to ModelOutput(prediction (B, K), routing)."""
 
     moves = True
 
     def __init__(
-        self, config: SwinSettings, image: ImageSpec, moe: MoESettings | None = None
+        self, config: SwinSettings, image: base_model.ImageSpec, moe: MoESettings | None = None
     ) -> None:
         super().__init__(config, image, moe)
         self.places = tuple(self._places())
-        self.patch_embed = NormedPatchEmbed(image.channels, config.patch, config.width, EPS)
+        self.patch_embed = NormedPatchEmbed(
+            image.channels, config.patch, config.width, window_attention.EPS
+        )
         blocks = list(self._blocks())
         stages = []
         for stage, depth in enumerate(config.depths):
@@ -189,11 +180,11 @@ class SwinTransformer(BackboneModel):
             if stage:
                 grid = config.grids(image)[stage - 1]
                 width = config.width * 2 ** (stage - 1)
-                before = PatchMerging(grid, width, config.kind == "swin_v2")
+                before = window_attention.PatchMerging(grid, width, config.kind == "swin_v2")
             stages.append(SwinStage(before, [blocks.pop(0) for _ in range(depth)]))
         self.layers = nn.ModuleList(stages)
         last = self.places[-1].width
-        self.norm = nn.LayerNorm(last, eps=EPS)
+        self.norm = nn.LayerNorm(last, eps=window_attention.EPS)
         self.head = trunc_normal_linear(last, image.outputs)
 
     @property
@@ -211,7 +202,9 @@ class SwinTransformer(BackboneModel):
         """Width of a block's tokens."""
         return self.places[block].width
 
-    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+    def encode(
+        self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
+    ) -> base_model.Encoded:
         """Return what the blocks make of images; features have their stage's tokens and width."""
         tokens = self.patch_embed(self.normalised(images))
         contexts = self.routing_contexts(images, options)
@@ -229,7 +222,7 @@ class SwinTransformer(BackboneModel):
                     block_features[index] = options.select_tokens(entering, tokens)
                 index += 1
         tokens = self.norm(tokens)
-        return Encoded(tokens, records, options.select_features(block_features, tokens))
+        return base_model.Encoded(tokens, records, options.select_features(block_features, tokens))
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Final tokens (B, T, width) to the outputs (B, K) of the only head."""
@@ -239,13 +232,13 @@ class SwinTransformer(BackboneModel):
         self,
         weights: dict[str, Tensor],
         config: Any,
-        image: ImageSpec,
+        image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
         """V1's tables of position biases are resized bicubically to other windows."""
         return {name: self._table(name, value, config, image) for name, value in weights.items()}
 
-    def _table(self, name: str, value: Tensor, config: Any, image: ImageSpec) -> Tensor:
+    def _table(self, name: str, value: Tensor, config: Any, image: base_model.ImageSpec) -> Tensor:
         own = dict(self.named_parameters()).get(name)
         if not name.endswith(TABLE) or own is None or own.shape == value.shape:
             return value
@@ -271,14 +264,14 @@ class SwinTransformer(BackboneModel):
             pretrained = None
             if config.pretrained_windows is not None:
                 pretrained = (config.pretrained_windows[stage],) * 2
-            windows = Windows(grid, config.window, (index - first[stage]) % 2 == 1)
-            attention = WindowAttention(
+            windows = window_attention.Windows(grid, config.window, (index - first[stage]) % 2 == 1)
+            attention = window_attention.WindowAttention(
                 config.kind, width, config.heads[stage], windows, config.qkv_bias, pretrained
             )
             mlp: FeedForward = DenseMlp(width, int(width * config.mlp_ratio))
             if self.moe is not None and index in sparse:
                 mlp = self.moe.build(width)
             if config.kind == "swin_v2":
-                yield PostNormBlock(width, attention, mlp, rates[index])
+                yield window_attention.PostNormBlock(width, attention, mlp, rates[index])
             else:
-                yield Block(width, attention, mlp, None, rates[index], EPS)
+                yield Block(width, attention, mlp, None, rates[index], window_attention.EPS)

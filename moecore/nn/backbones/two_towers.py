@@ -14,13 +14,7 @@ from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import (
-    Backbone,
-    BackboneModel,
-    Encoded,
-    EncodeOptions,
-    ImageSpec,
-)
+from moecore.nn.backbones import base_model
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2
@@ -35,7 +29,7 @@ HIGHEST = math.log(100.0)  # of the logit scale (CLIP)
 TEXTS = 1024  # captions a forward pass where none learns
 
 
-class TwoTowers(Backbone):
+class TwoTowers(base_model.Backbone):
     """Settings of a model of images and captions."""
 
     kind: Literal["two_towers"] = "two_towers"
@@ -61,15 +55,15 @@ class TwoTowers(Backbone):
         """The image tower's."""
         return self.image.stages
 
-    def trained_on(self, image: ImageSpec) -> "TwoTowers":
+    def trained_on(self, image: base_model.ImageSpec) -> "TwoTowers":
         """Return the settings after the image tower's training on such images."""
         return self.model_copy(update={"image": self.image.trained_on(image)})
 
-    def grid(self, image: ImageSpec) -> tuple[int, ...]:
+    def grid(self, image: base_model.ImageSpec) -> tuple[int, ...]:
         """Patches of the image tower along each axis."""
         return self.image.grid(image)
 
-    def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "TwoTowerModel":
+    def build(self, image: base_model.ImageSpec, moe: MoESettings | None = None) -> "TwoTowerModel":
         """The model for images with captions; UserError for other data or sizes."""
         if not isinstance(image.task, ImageText):
             allowed = "data with captions (captioned_mosaic), or another model"
@@ -78,7 +72,7 @@ class TwoTowers(Backbone):
         return TwoTowerModel(self, image.model_copy(update={"task": task}), moe)
 
 
-class TwoTowerModel(BackboneModel):
+class TwoTowerModel(base_model.BackboneModel):
     """``model(images)`` gives ModelOutput(prediction (B, w + 1): the image side, routing of the
     image tower); with captions (B, M), in training, also their text side and routing.
 
@@ -87,7 +81,9 @@ class TwoTowerModel(BackboneModel):
 
     moves = True
 
-    def __init__(self, config: TwoTowers, image: ImageSpec, moe: MoESettings | None = None) -> None:
+    def __init__(
+        self, config: TwoTowers, image: base_model.ImageSpec, moe: MoESettings | None = None
+    ) -> None:
         super().__init__(config, image, moe)
         assert isinstance(image.task, ImageText)
         self.visual = config.image.build(image, moe)
@@ -152,7 +148,7 @@ class TwoTowerModel(BackboneModel):
         self,
         weights: dict[str, Tensor],
         config: Any,
-        image: ImageSpec,
+        image: base_model.ImageSpec,
         mode: Interpolation = "bilinear",
     ) -> dict[str, Tensor]:
         """The image tower's weights for other images; those of the text tower as they are."""
@@ -166,7 +162,7 @@ class TwoTowerModel(BackboneModel):
         return other | {start + name: one for name, one in visual_weights.items()}
 
     def renormalise_weights(
-        self, weights: dict[str, Tensor], image: ImageSpec
+        self, weights: dict[str, Tensor], image: base_model.ImageSpec
     ) -> dict[str, Tensor]:
         """The image tower's."""
         own = {name: one for name, one in weights.items() if name.startswith("visual.")}
@@ -190,7 +186,9 @@ class TwoTowerModel(BackboneModel):
         target = torch.stack([target], dim=1)
         return output._replace(target=target, text_routing=spoken)
 
-    def encode(self, images: Tensor, options: EncodeOptions = EncodeOptions()) -> Encoded:
+    def encode(
+        self, images: Tensor, options: base_model.EncodeOptions = base_model.EncodeOptions()
+    ) -> base_model.Encoded:
         """Return what the image tower's does."""
         return self.visual.encode(images, options)
 

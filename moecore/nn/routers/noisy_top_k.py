@@ -18,18 +18,9 @@ from moecore.core.streams import normal_like, uniform_like
 from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
+from moecore.nn.routers import token_choice
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
-from moecore.nn.routers.token_choice import (
-    Renormalise,
-    expert_probs,
-    expert_scores,
-    gate_weights,
-    plan_and_record,
-    router_logits,
-    top_k,
-    top_k_and_open_slots,
-)
 
 
 class GroupLimitedChoice(Config):
@@ -59,8 +50,8 @@ class GroupLimitedChoice(Config):
     def limit_scores(self, scores: Tensor, k: int) -> Tensor:
         """Return scores (B, T, E) with −∞ outside each token's groups."""
         grouped = scores.unflatten(-1, (self.number, -1))
-        best = top_k(grouped, self.per_group or max(1, k // self.kept))
-        kept = top_k(grouped.gather(-1, best).sum(dim=-1), self.kept)
+        best = token_choice.top_k(grouped, self.per_group or max(1, k // self.kept))
+        kept = token_choice.top_k(grouped.gather(-1, best).sum(dim=-1), self.kept)
         inside = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, kept, True)
         return grouped.where(inside.unsqueeze(-1), -torch.inf).flatten(-2)
 
@@ -88,7 +79,7 @@ class NoisyTopK(Router):
         False, description="serve tokens in the order of their largest gate"
     )
     group_size: int = Field(8, ge=1, description="images that share a capacity")
-    renormalise: Renormalise = Field(
+    renormalise: token_choice.Renormalise = Field(
         False,
         description=(
             "let the chosen gates sum to 1 (with k = 1 the router then has no task gradient); "
@@ -257,12 +248,12 @@ class NoisyTopKRouter(nn.Module):
             previous = context.previous
             if self.residual is None or previous is None or previous.shape[1] != tokens.shape[1]:
                 return self.decide(logits, jittered)
-            added = router_logits(previous, self.residual)
+            added = token_choice.router_logits(previous, self.residual)
             return self.decide(logits + added, None if jittered is None else jittered + added)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The clean logits (B, T, E) of tokens (B, T, d)."""
-        return router_logits(tokens, self.weight)
+        return token_choice.router_logits(tokens, self.weight)
 
     def _jittered_logits(self, tokens: Tensor) -> Tensor | None:
         """The logits of tokens times 1 ± jitter; None where there is none."""
@@ -285,20 +276,20 @@ class NoisyTopKRouter(nn.Module):
         noisy = logits if jittered is None else jittered
         if std:
             noisy = noisy + normal_like(noisy) * std
-        scores = expert_scores(noisy, settings.score)
+        scores = token_choice.expert_scores(noisy, settings.score)
         preferences = self._preferences(noisy, scores)
-        chosen, is_open = top_k_and_open_slots(preferences, settings.k, self.barred)
+        chosen, is_open = token_choice.top_k_and_open_slots(preferences, settings.k, self.barred)
         best = noisy.gather(-1, chosen)
         best_scores = scores.gather(-1, chosen)
         valid = self.valid_slots(best_scores)
         if is_open is not None:
             valid = is_open if valid is None else valid & is_open
-        probs = expert_probs(logits, settings.score)
+        probs = token_choice.expert_probs(logits, settings.score)
         load = None
         if settings.chooses_by_logits and valid is None:
             # 1 − Φ((τ − logits)/σ); without noise smoothed by 1 / E
             load = torch.special.ndtr((logits - best[..., -1:]) / (std or 1 / experts))
-        return plan_and_record(
+        return token_choice.plan_and_record(
             logits=logits,
             probs=probs,
             load=load,
@@ -315,7 +306,7 @@ class NoisyTopKRouter(nn.Module):
         """
         if self.balance is None and self.config.groups is None:
             return record.probs
-        scores = expert_scores(record.logits, self.config.score)
+        scores = token_choice.expert_scores(record.logits, self.config.score)
         return self._preferences(record.logits, scores)
 
     def valid_slots(self, scores: Tensor) -> Tensor | None:
@@ -336,13 +327,13 @@ class NoisyTopKRouter(nn.Module):
         """End a training step: what balances without a loss learns from the step's own record."""
         if self.balance is not None and self.is_learning:
             record = records[place]
-            scores = expert_scores(record.logits.detach(), self.config.score)
+            scores = token_choice.expert_scores(record.logits.detach(), self.config.score)
             self.balance.after_step(scores, record.chosen, progress)
 
     def _weights(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Weights (B, T, k) from the noisy logits and the scores of the chosen, both (B, T, k)."""
         settings = self.config
-        weights = gate_weights(logits, scores, settings.score, settings.renormalise)
+        weights = token_choice.gate_weights(logits, scores, settings.score, settings.renormalise)
         if settings.scale != 1:
             weights = weights * settings.scale
         if settings.task_gradient:

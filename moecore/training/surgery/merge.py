@@ -15,20 +15,14 @@ from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.folded import Folded, refuse_unfoldable_router
-from moecore.training.surgery.expert_reduction import (
-    ExpertReduction,
-    ExpertUse,
-    build_reduced_model,
-    check_token_choice,
-    with_number,
-)
+from moecore.training.surgery import expert_reduction
 
 WITH_THRESHOLDS = ("dynamic",)  # routers in which experts are chosen one by one
 Linkage = Literal["average", "single", "complete"]
 LINKAGES = {"average": np.mean, "single": np.min, "complete": np.max}
 
 
-class Merge(ExpertReduction):
+class Merge(expert_reduction.ExpertReduction):
     """Experts are clustered by their mean outputs, and each cluster's weights are averaged."""
 
     section: ClassVar[str] = "merge"
@@ -47,7 +41,7 @@ class Merge(ExpertReduction):
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
         """Return the settings afterwards; UserError for experts and routers that do not merge."""
-        check_token_choice(moe, "merged")
+        expert_reduction.check_token_choice(moe, "merged")
         if moe.experts.kind != "mlp":
             problem = f"found {moe.experts.kind}, whose weights have no meaningful mean"
             raise UserError(f"experts.kind: {problem}; allowed: mlp")
@@ -62,9 +56,9 @@ class Merge(ExpertReduction):
             raise UserError(f"router.kind: found {moe.router.kind}, {problem}; {allowed}")
         refuse_unfoldable_router(moe.router, "router", ", or merge.fold: false")
         router = Folded(router=moe.router, experts=moe.experts.number)
-        return with_number(moe.model_copy(update={"router": router}), number)
+        return expert_reduction.with_number(moe.model_copy(update={"router": router}), number)
 
-    def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
+    def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         """Return the model with one expert for each cluster, and all rows of its router."""
         moe = self.reduced_settings(model.experts_and_router)
         number = self.number_left(model.experts_and_router)
@@ -79,7 +73,7 @@ class Merge(ExpertReduction):
                     weights[name] = weights[name][clusters.to(weights[name].device)]
             if self.fold:
                 weights |= pop_folded_router_state(weights, f"{layer}.router.", clusters)
-        return build_reduced_model(model, moe, weights)
+        return expert_reduction.build_reduced_model(model, moe, weights)
 
 
 def cluster_outputs(

@@ -13,20 +13,13 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
-from moecore.training.surgery.expert_reduction import (
-    ExpertReduction,
-    ExpertUse,
-    build_reduced_model,
-    check_token_choice,
-    rebuild_with_moe_settings,
-    with_number,
-)
+from moecore.training.surgery import expert_reduction
 
 # A router's map of the logits of the MoE layer before: (E of this layer, E of that one)
 MAP_OF_PREVIOUS_LOGITS = "router.residual"
 
 
-class Prune(ExpertReduction):
+class Prune(expert_reduction.ExpertReduction):
     """The experts of the lowest score leave each layer, with all that its router has of them."""
 
     section: ClassVar[str] = "prune"
@@ -39,22 +32,26 @@ class Prune(ExpertReduction):
 
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
         """Return the settings with fewer experts; UserError for routers without rows to drop."""
-        check_token_choice(moe, "pruned")
+        expert_reduction.check_token_choice(moe, "pruned")
         if not moe.router.has_expert_rows:
             problem = f"found {moe.router.kind}, which has no parameters of each expert"
             raise UserError(f"router.kind: {problem}; allowed: routers that learn to choose")
         router = moe.router.fix_sizes(moe.experts.number)
-        return with_number(moe.model_copy(update={"router": router}), self.number_left(moe))
+        return expert_reduction.with_number(
+            moe.model_copy(update={"router": router}), self.number_left(moe)
+        )
 
-    def reduce_experts(self, model: Model, uses: Mapping[str, ExpertUse]) -> Model:
+    def reduce_experts(self, model: Model, uses: Mapping[str, expert_reduction.ExpertUse]) -> Model:
         """Return the model without the experts of the lowest score."""
         moe = self.reduced_settings(model.experts_and_router)
         kept = {
             name: self.kept_experts(model.experts_and_router, use) for name, use in uses.items()
         }
-        return build_reduced_model(model, moe, select_expert_weights(model, moe, kept))
+        return expert_reduction.build_reduced_model(
+            model, moe, select_expert_weights(model, moe, kept)
+        )
 
-    def kept_experts(self, moe: MoESettings, use: ExpertUse) -> Tensor:
+    def kept_experts(self, moe: MoESettings, use: expert_reduction.ExpertUse) -> Tensor:
         """Return the experts (M,) of a layer that stay, in their order; UserError where a router's
         groups would be of several sizes. moe: before.
         """
@@ -81,7 +78,7 @@ def select_expert_weights(
     """Return the weights of ``model`` for fewer experts: the kept ones, (M,) by layer, along every
     axis that has another length in a model of the settings ``moe``. Layers are in their order.
     """
-    fresh = rebuild_with_moe_settings(model, moe).state_dict()
+    fresh = expert_reduction.rebuild_with_moe_settings(model, moe).state_dict()
     weights = model.state_dict()
     previous: Tensor | None = None
     for layer, own in kept.items():

@@ -12,13 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from moecore.nn.kernels import expert_loop, grouped
 from moecore.nn.kernels.expert_loop import ExpertGroup, ExpertGroups
 from moecore.nn.kernels.grouped import (
+    Tiles,
     can_group,
     experts_of_rows,
     grouped_linear,
     grouped_mlp,
     register_flop_formulas,
+    tile_count,
+    tile_height,
 )
-from moecore.nn.kernels.tiles import Tiles, tile_count, tile_height
 
 
 @pytest.fixture(autouse=True, params=["loop", "groups", "grouped_mm", "tiles"])
