@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.plain_values import encode_arrays
+from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.analyses import TraceNumbers, record_of_layer
 from moecore.lens.expert_examples import (

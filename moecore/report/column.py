@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.config import Config
-from moecore.core.plain_values import decode_float_array
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.measure.base import Estimate
 from moecore.report.typed_results import Measured, list_without_none
 from moecore.statistics.intervals import Interval, seed_pseudo_values

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from moecore.core.plain_values import pack_numbers
+from moecore.core.encoded_arrays import pack_numbers
 from moecore.statistics.intervals import Interval, indices_by_person
 
 LEVEL = 0.95

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.plain_values import decode_float_array
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.plain_values import decode_float_array
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices

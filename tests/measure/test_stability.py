@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from moecore.attacks.attack_setup import Target
+from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
-from moecore.core.plain_values import decode_compressed_text
 from moecore.core.routing_records import ModelOutput
 from moecore.data.corruptions.draws import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError, write_json
-from moecore.core.plain_values import decode_float_array, to_jsonable
+from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared, evenly_spaced_indices

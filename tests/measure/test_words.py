@@ -12,8 +12,8 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
+from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
-from moecore.core.plain_values import decode_float_array
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.wikitext import Wikitext

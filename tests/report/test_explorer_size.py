@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from moecore.core.plain_values import decode_compressed_text, encode_arrays
+from moecore.core.encoded_arrays import decode_compressed_text, encode_arrays
 from moecore.measure.explorer import Result as Explorer
 from moecore.report.page import explorer_page, explorer_size
 from moecore.report.page.explorer_page import LEFT_OUT, TOO_LARGE, explorer

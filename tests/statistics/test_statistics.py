@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 
-from moecore.core.plain_values import decode_float_array, pack_numbers
+from moecore.core.encoded_arrays import decode_float_array, pack_numbers
 from moecore.statistics.crossed import (
     BOTH,
     ITEMS,

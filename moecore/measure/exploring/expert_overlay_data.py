@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import decode_compressed_text, encode_arrays
 from moecore.core.files import UserError
-from moecore.core.plain_values import decode_compressed_text, encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
@@ -33,7 +33,7 @@ class EncodedPicture(Config):
     """Images or volumes with pixels of a byte; the last axis is the fastest."""
 
     shape: tuple[int, ...]  # (N, C, H, W) or (N, C, D, H, W)
-    pixels: str  # as ``core.plain_values.encode_arrays`` writes them
+    pixels: str  # as ``core.encoded_arrays.encode_arrays`` writes them
 
     def array(self) -> np.ndarray:
         """The pixels, uint8 of this shape."""

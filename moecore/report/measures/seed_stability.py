@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.core.plain_values import decode_compressed_text
+from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.measure.routing_metrics.expert_roles import KeptChoices, Result
 from moecore.measure.routing_metrics.seed_matching import chance_agreement, seed_agreement
 from moecore.report.column import Column, ResultColumn

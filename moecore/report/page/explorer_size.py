@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.core.plain_values import decode_compressed_text, encode_arrays
+from moecore.core.encoded_arrays import decode_compressed_text, encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.nn.routing_traces import BYTE
 
