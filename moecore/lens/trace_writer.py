@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from moecore.core.files import UserError, file_checksum, whole_folder, write_json
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.safetensors_files import write_tensors
-from moecore.lens.trace_format import (
+from moecore.lens.traces import (
     BESIDE,
     CARD,
     FORMAT,

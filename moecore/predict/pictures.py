@@ -22,7 +22,7 @@ from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
-from moecore.predict.page import SHOWN, Shown, picture_tile_with_experts
+from moecore.predict.pictures import SHOWN, Shown, picture_tile_with_experts
 from moecore.run.progress import report_progress
 from moecore.tasks.base import Task
 from moecore.training.artifacts import load_card

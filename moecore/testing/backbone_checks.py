@@ -16,13 +16,13 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
+    IMAGE,
     assert_that,
     draw_weights,
     is_close,
     seeded_randn,
     settings_of,
 )
-from moecore.testing.small_models import IMAGE
 from moecore.training.teachers.base import Teacher
 
 EXPERTS = 4

@@ -17,8 +17,7 @@ from moecore.core.config import Config
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
 from moecore.core.streams import RowsOfBatch
-from moecore.data.views.mix import Mix
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.views import Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task

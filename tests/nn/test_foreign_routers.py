@@ -10,7 +10,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoELayer
 from moecore.nn.router_hooks import FOREIGN_ROUTERS, build_record, routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.testing.small_models import small_vit
+from moecore.testing.check_helpers import small_vit
 from moecore.training.teachers.timm import define_missing_operators
 
 SMALL = {

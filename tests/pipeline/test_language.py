@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
-from moecore.study.reading.study import Study
+from moecore.study.study import Study
 from moecore.tasks.next_token import NextToken
 from tests import forked
 from tests.project import check_params, compose_shipped, write_question

@@ -31,7 +31,7 @@ from moecore.stages import (
     teacher,
     transfer,
 )
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"

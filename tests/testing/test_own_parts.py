@@ -7,7 +7,7 @@ from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import list_own_names, part_classes_by_kind
-from moecore.data.expected_data import parse_card_task
+from moecore.data.sources.base import parse_card_task
 from moecore.face import backbones, experts, regularizers, routers
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
@@ -25,7 +25,7 @@ from moecore.testing import (
     check_router,
     check_teacher,
 )
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
 from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
 

@@ -19,8 +19,8 @@ from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import eval_mode
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.stage_params import extract_declared_settings
+from moecore.study.document import parse_yaml_document
+from moecore.study.settings import extract_declared_settings
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide

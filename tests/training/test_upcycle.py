@@ -31,8 +31,7 @@ from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
-from moecore.testing.check_helpers import draw_weights
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE, draw_weights
 from moecore.training.job import routing_loss
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from moecore.training.regularizers.importance import Importance

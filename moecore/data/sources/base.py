@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moecore.core.config import Part
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.tasks.base import Task
 
 

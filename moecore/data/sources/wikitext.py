@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, candidate_folders, file_checksum
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.text.words import (
     END,
     SPLITS,

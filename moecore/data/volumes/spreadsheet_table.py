@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
-from moecore.data.volumes.bids_table import (
+from moecore.data.volumes.cohorts import (
     MISSING,
     CohortTable,
     SubjectProblem,

@@ -3,8 +3,8 @@
 from moecore.core.config import list_own_names
 from moecore.core.files import UserError
 from moecore.data.views.views import ViewSettings
-from moecore.study.checking.routing_rules import routing_misfits
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.method_rules import routing_misfits
+from moecore.study.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
 from moecore.training.upcycling_kinds import Granular
