@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.study.reading.document import parse_yaml_document
 
 FOLDER = Path(__file__).with_name("equality")

@@ -15,9 +15,10 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import (
+from moecore.pipeline.dvc import (
     WITHOUT_GIT,
     list_our_stages,
+    main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
 )
@@ -133,7 +134,7 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
-        text = (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")
+        text = main_dvc_yaml_text()
         if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
             return {"dvc.yaml": text}
         return study_dvc_yaml_texts(stage_definitions(stages), {}, DVC_HEAD)

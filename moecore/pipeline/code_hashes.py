@@ -16,11 +16,13 @@ out of its key, at any depth (``exclude`` in dvc/stage/cache.py): after an edit 
 
 import hashlib
 import json
+import string
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import whole_folder, write_json
+from moecore.core.files import UserError, whole_folder, write_json
 from moecore.core.outside_packages import allow_packages, allowed_packages, list_allowed_modules
 from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline.closures import (
@@ -31,7 +33,9 @@ from moecore.pipeline.closures import (
     part_files,
 )
 from moecore.study.reading.document import Document, load_yaml_document
+from moecore.study.stages import ROWS
 
+STAGE_TABLE = Path("moecore/study/stages.py")
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
 
@@ -58,13 +62,20 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
 
 def hash_settings(document: Document) -> dict[str, str]:
     """Return key → sha256 of its values, for every key that a stage can name under ``params``."""
-    params = document.data
-    keys = [(key,) for key in params if key not in NOT_READ_WHOLE]
-    keys += [(key, name) for key in ("data", *allowed_packages()) for name in params.get(key) or ()]
-    keys += [("run", "methods"), *(("methods", name) for name in document.get(("run", "methods")))]
-    if "calibrator" in (params.get("calibrate") or ()):
-        keys += [("calibrate", "calibrator")]
-    return {".".join(key): _hash_values(document.get(key)) for key in keys}
+    run = document.data.get("run") or {}
+    items = {
+        "key": document.data.get("data"),
+        "method": run.get("methods"),
+        "what": run.get("measurements"),
+    }
+    hashes = {}
+    for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+        for value in items[names[0]] or () if names else ("",):
+            key = template.format(**dict.fromkeys(names, value))
+            with suppress(UserError):  # which stages the file is of is not known here
+                hashes[key] = _hash_values(document.get(key.split(".")))
+    return hashes
 
 
 def _hash_values(value: Any) -> str:
@@ -87,6 +98,7 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
     for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
+            files.add(STAGE_TABLE)  # which phases there are, and their titles on the page
             for file in (script.relative_to(root), *_report_files(root)):
                 files |= import_closure(file, root, (*DECIDING, "report"))
         yield f"stages/{script.stem}.json", files

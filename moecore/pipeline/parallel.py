@@ -26,21 +26,19 @@ from moecore.pipeline.job_resources import (
     merge_environments,
 )
 from moecore.pipeline.plan import (
-    HASHING,
     plan_stages,
     query_pipeline_status,
     stages_changed_by_code,
 )
 from moecore.pipeline.project_lock import dvc_command
+from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's words where two processes meet at a path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
 TRIES = 5
-# On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
-EXCLUSIVE_STAGES = ("code", "prepare", "teacher", "cost", "measure@cost")
-# Guided methods of a seed wait for the first two; the third looks at all models in one process
-EARLY_KINDS = ("teacher", "teacher_router", "transfer")
+TIMED = "measure@cost"  # measures time, so nothing else runs at the same time
+OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
 
 DvcJob = tuple[str, ...]  # stages that one process runs one after the other
 
@@ -60,7 +58,7 @@ def next_job_stages(
     shared = [stage for stage in ready if not _is_exclusive(stage, above)]
     if not shared:
         return tuple(ready) if ready and set(taken) == set(done) else None
-    first = [stage for stage in shared if _stage_kind(stage) in EARLY_KINDS]
+    first = [stage for stage in shared if _row(stage).early]
     if first:
         return tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
     chosen = shared[:1]
@@ -76,11 +74,15 @@ def _stage_kind(stage: str) -> str:
     return stage.partition("@")[0]
 
 
+def _row(stage: str) -> Stage:
+    return STAGES.get(_stage_kind(stage), OWN)
+
+
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
     """Return whether a stage wants the machine for itself; of several teachers none does."""
-    if _stage_kind(stage) == "teacher":
-        return sum(_stage_kind(other) == "teacher" for other in above) == 1
-    return stage.split("-")[0] in EXCLUSIVE_STAGES or _stage_kind(stage) in EXCLUSIVE_STAGES
+    if _row(stage).alone and _row(stage).trains:
+        return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
+    return _row(stage).alone or stage.split("-")[0] == TIMED
 
 
 def _stage_seed(stage: str) -> str:
@@ -95,7 +97,7 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
     and ``measure@cost-finetune-vmoe-0`` look at what was trained.
     """
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
-    if not (method and seed.isdigit()) or _stage_kind(stage) == "transfer":
+    if not (method and seed.isdigit()) or "method" not in _row(stage).item:
         return None
     return method, seed, phase
 
@@ -104,7 +106,7 @@ def query_pending_stage_graph() -> dict[str, set[str]]:
     """Return the stages that have to run, each after its ancestors, and those right above it."""
     pipeline = query_pipeline_status()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
-    if stages == [HASHING]:  # it always would; no stage's code was edited
+    if stages == [CODE_STAGE]:  # it always would; no stage's code was edited
         return {}
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}

@@ -13,8 +13,8 @@ from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
 from moecore.study.reading.document import load_yaml_document
+from moecore.study.stages import CODE_STAGE
 
-HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
 SHOWN = 2  # reasons, and stages above, that are named
 
@@ -82,7 +82,7 @@ def plan_stages(
     for stage in sort_stages(reasons, pipeline.edges):
         above = [before for before, after in pipeline.edges if after == stage if before in reasons]
         if by_code is not None:
-            above = [before for before in above if before != HASHING]
+            above = [before for before in above if before != CODE_STAGE]
         if stage not in reasons and above:
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
@@ -99,7 +99,7 @@ def stages_changed_by_code(
     DVC sees only that the stage ``code`` has to run. The code is hashed here as that stage will,
     and compared with what it wrote the last time. root: of the code.
     """
-    entries = pipeline.status.get(HASHING, [])
+    entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None
     params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
@@ -196,7 +196,7 @@ def print_plan() -> None:
     """Print the plan as a table."""
     pipeline = query_pipeline_status()
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
-    heavy = [item for item in planned if item.stage != HASHING]
+    heavy = [item for item in planned if item.stage != CODE_STAGE]
     if not heavy:
         print("Nothing would run: everything is up to date.")
         return

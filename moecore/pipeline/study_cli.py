@@ -56,7 +56,8 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
 def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     """Write the folder in which a question runs, below .runs/; says what changes.
 
-    Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml.
+    Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml; in moecore's
+    clone its dvc.yaml, from the table of stages.
     """
     from moecore.pipeline.study_runs import write_project, write_run
     from moecore.study.reading.questions import find_question

@@ -19,10 +19,11 @@ from moecore.core.files import (
     write_json,
     write_whole,
 )
-from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import (
+from moecore.core.source_layout import ROOT, SHIPPED
+from moecore.pipeline.dvc import (
     RUN_CONFIG,
     WITHOUT_GIT,
+    main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
 )
@@ -95,7 +96,13 @@ def write_run(one: Round, presets: Sequence[str] = ()) -> list[str]:
 
 
 def write_project(folder: Path = HERE) -> list[str]:
-    """Write params.yaml and dvc.yaml of a project that has an overlay.yaml; return what changes."""
+    """Write params.yaml and dvc.yaml of a project that has an overlay.yaml; return what changes.
+
+    In moecore's own clone: its dvc.yaml, from the table of stages.
+    """
+    if folder.resolve() == ROOT and not (folder / OVERLAY).is_file():
+        write_whole(folder / "dvc.yaml", main_dvc_yaml_text())
+        return ["dvc.yaml written"]
     composed = compose_project(folder)
     changes = write_params(folder / "params.yaml", params_text(composed, _overlay_origin(folder)))
     write_dvc_files(folder, composed)

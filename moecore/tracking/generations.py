@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from moecore.run.histories import ExecutionHistory
-from moecore.tracking.metric_names import PHASES
+from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking.stored_run import StoredRun
 
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
@@ -37,7 +37,7 @@ class ModelHistories(NamedTuple):
     def is_outdated(self, history: ExecutionHistory) -> bool:
         """Whether it is of a model that was trained anew since; its stage has not run again yet."""
         header = history.header
-        if header["stage"] in PHASES and self.trainings:
+        if header["stage"] in TRAINING_PHASES and self.trainings:
             return history not in self.trainings.values()
         trained = self.trainings.get(header["phase"]) or self.trainings.get("pretrain")
         if trained is None or header["stage"] == "teacher_router":  # which trainings depend on
@@ -86,7 +86,7 @@ def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str,
     """
 
     newest = sorted(
-        (one for one in histories if one.header["stage"] in PHASES),
+        (one for one in histories if one.header["stage"] in TRAINING_PHASES),
         key=lambda one: (one.run_state()[0] == "RUNNING", one.has_ended, one.header["t"]),
     )
     trainings = {history.header["stage"]: history for history in newest}

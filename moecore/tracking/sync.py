@@ -15,6 +15,7 @@ from moecore.core.source_layout import RUNS
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory
 from moecore.run.history_file import GrowingHistory, routing_points
+from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
 from moecore.tracking.generations import (
@@ -25,7 +26,6 @@ from moecore.tracking.generations import (
     group_by_method_and_seed,
 )
 from moecore.tracking.metric_names import (
-    PHASES,
     curve_points,
     mlflow_safe_name,
     parent_run_points,
@@ -195,7 +195,7 @@ class StudyImporter:
         for line in new:
             self._send_line(history, line, run)
         phase = history.header["stage"]
-        if parent is not None and phase in PHASES:
+        if parent is not None and phase in TRAINING_PHASES:
             parent.add_params(history.header["params"])
             parent.add_points(parent_run_points(new, phase))
             parent.set_tags(source_tags(history.header))
@@ -233,7 +233,7 @@ class StudyImporter:
             try:
                 # Of a method's parent, whose row shows it under the name of the stage.
                 stage = history.header["stage"]
-                owner_id = parent.id if parent and stage in PHASES else run.id
+                owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
                 model_id = models.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or it is an older model
                 run.set_tags({MODEL: f"left out: {error}"})

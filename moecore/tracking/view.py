@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlencode
 
-from moecore.tracking.metric_names import PHASES
+from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking.stored_run import LEVEL, StoredRun
 
 CURRENT = "dvc.current"  # whether a run's stage is up to date; of a parent, whether it is newest
@@ -20,7 +20,12 @@ NAME = "Methods side by side"
 def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
     """Let the view show the headline numbers that ``parents`` have, the last phase's first."""
     names = sorted({name for run in parents for name in run.metrics})
-    shown = [name for phase in reversed(PHASES) for name in names if name.startswith(f"{phase}/")]
+    shown = [
+        name
+        for phase in reversed(TRAINING_PHASES)
+        for name in names
+        if name.startswith(f"{phase}/")
+    ]
     columns = [f"metrics.`{name}`" for name in shown]
     columns += [f"attributes.`{name}`" for name in ("Dataset", "Source", "Models")]
     state = {

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.cli import app
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project_answers import hash_text
 from moecore.study.reading.document import load_yaml_document
 from moecore.study.reading.questions import find_question

@@ -24,7 +24,7 @@ from moecore.core.source_layout import ROOT
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import meta_device_context
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.study.checking.data_rules import load_previews
 from moecore.study.checking.model_build_rules import image_spec

@@ -26,7 +26,8 @@ from moecore.study.reading.stage_params import (
     params_keys_by_field,
     read_params,
 )
-from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
+from moecore.study.reading.study import MEASURED_SECTIONS, Study
+from moecore.study.stages import SECTIONS
 
 
 class NoisyTopK(Config):

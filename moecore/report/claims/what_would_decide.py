@@ -5,7 +5,7 @@ seeds would train (docs/methods.md, Statistics).
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from moecore.report.claims.claims_page import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
@@ -13,12 +13,11 @@ from moecore.report.claims.evaluation import verdict_gap_and_level
 from moecore.report.claims.stored_verdicts import rebuild_difference
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
 from moecore.study.reading.claims_section import Claim, Comparison
-from moecore.study.reading.run_section import Phase
+from moecore.study.stages import PHASES
 
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
 MORE_ITEMS = 10
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RequiredSampleSizes(NamedTuple):

@@ -19,7 +19,8 @@ from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.checking.routing_rules import layer_misfits
 from moecore.study.reading.run_section import Phase
-from moecore.study.reading.study import REDUCING_PHASES, TRAINING_PHASES, Misfits, Study
+from moecore.study.reading.study import Misfits, Study
+from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES
 from moecore.tasks.classification import Classification
 from moecore.training.guide import aligned_teacher_blocks
 from moecore.training.method import Method

@@ -5,14 +5,14 @@ On the raw data, so that these problems show beside all others, also where a sec
 
 import re
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.core.part_families import find_class
 from moecore.measure.base import Measurement
 from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.run_section import Phase
 from moecore.study.reading.study import MEASURED_SECTIONS, Misfits
+from moecore.study.stages import PHASES
 
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
@@ -69,7 +69,7 @@ def _repeated_entries(run: dict) -> Misfits:
 def _claims(whole: dict, run: dict) -> Misfits:
     # What run leaves out of these, such claims wait for.
     methods = list(_as_mapping(whole.get("methods")))
-    phases = [phase for phase in get_args(Phase) if phase in whole]
+    phases = [phase for phase in PHASES if phase in whole]
     known_by_key = {"method": methods, "against": methods, "phase": phases}
     asked = [
         (section, index, _as_mapping(one))
@@ -109,7 +109,7 @@ def _phases(whole: dict, run: dict) -> Misfits:
     if run.get("methods") == [] and "pretrain" in whole:
         yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
     for index, phase in enumerate(_as_list(run.get("phases"))):
-        if phase not in get_args(Phase):
+        if phase not in PHASES:
             continue
         there = {phase: phase in whole, f"data.{phase}": phase in _as_mapping(whole.get("data"))}
         lacking = [name for name in sorted(there) if not there[name]]

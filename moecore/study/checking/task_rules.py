@@ -12,7 +12,8 @@ from moecore.core.part_families import part_classes_by_kind
 from moecore.data.expected_data import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
-from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
+from moecore.study.reading.study import Misfits, Study
+from moecore.study.stages import TRAINING_PHASES
 
 # of Training, with the value that switches each off
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}

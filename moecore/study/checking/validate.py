@@ -23,15 +23,13 @@ from moecore.study.reading.message_format import cap_line_count
 from moecore.study.reading.setting_errors import describe_field, format_error_line
 from moecore.study.reading.study import (
     OPTIONAL_SECTIONS,
-    REDUCING_PHASES,
-    SECTIONS,
-    TRAINING_PHASES,
     Misfits,
     Study,
     read_study,
     stage_by_section,
     study_model,
 )
+from moecore.study.stages import MEASURE, PHASES, SECTIONS
 
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
@@ -105,19 +103,19 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
     measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
     # Measurements may be switched off and keep their section
-    welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if "measure" in stages else ())}
+    welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if MEASURE in stages else ())}
     for key in data:
         if key in Study.model_fields and key not in welcome:
             yield (key,), f"no stage of dvc.yaml reads it; allowed: {', '.join(readers)}"
     # dvc.yaml's matrix of measurements is read from the file, where defaults do not count
-    for key in ("measurements", "thorough") if "measure" in stages else ():
+    for key in ("measurements", "thorough") if MEASURE in stages else ():
         if key not in run:
             text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
             yield ("run", key), text
     sources = data.get("data")
     if not isinstance(sources, dict):
         return
-    for phase in (*TRAINING_PHASES, *REDUCING_PHASES):
+    for phase in PHASES:
         if phase in stages and phase not in sources:
             there = ", ".join(sources)
             text = f"missing; the stage {phase} works on it; data has: {there}"

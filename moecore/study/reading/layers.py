@@ -31,12 +31,10 @@ from moecore.study.reading.message_format import (
 )
 from moecore.study.reading.setting_errors import format_error_line
 from moecore.study.reading.study import (
-    REDUCING_PHASES,
-    SECTIONS,
-    TRAINING_PHASES,
     Study,
     stage_by_section,
 )
+from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 
 OVERLAY = "overlay.yaml"
 DIRECTIVES = ("stages", "whole")  # keys of a layer that are not sections
@@ -270,9 +268,9 @@ def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
     """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
     data, run = values.get("data"), values.get("run")
     if isinstance(data, dict):
-        unused = {*TRAINING_PHASES[1:], *REDUCING_PHASES} - set(stages)
+        unused = set(PHASES[1:]) - set(stages)
         values["data"] = {name: source for name, source in data.items() if name not in unused}
-    if isinstance(run, dict) and "measure" not in stages:
+    if isinstance(run, dict) and MEASURE not in stages:
         unused = ("measurements", "thorough")
         values["run"] = {key: value for key, value in run.items() if key not in unused}
 
@@ -301,7 +299,7 @@ def list_folder_stages(folder: Path) -> tuple[str, ...]:
         if not isinstance(stages, dict):
             text = f"found {show_value(stages)}; allowed: stages by their names"
             raise UserError(format_error_line(document, ["stages"], text))
-        names += [name for name in stages if name != "code"]
+        names += [name for name in stages if name != CODE_STAGE]
     return tuple(names)
 
 

@@ -1,12 +1,16 @@
 """The section ``run`` of params.yaml: what is trained and measured."""
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
+from moecore.study.stages import PHASES
 
-Phase = Literal["pretrain", "finetune", "adversarial", "prune", "merge"]
+if TYPE_CHECKING:
+    Phase = str
+else:
+    Phase = Literal[PHASES]  # the names in this tuple
 
 
 class Selection(Config):
