@@ -15,7 +15,7 @@ from moecore.measure.base import Skipped
 from moecore.nn.backbones.input_spec import ImageSpec
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.stage_params import read_params
+from moecore.study.settings import read_params
 from moecore.training.artifacts import save_model
 from moecore.training.job import build_training_job
 from moecore.training.objective import Objective

@@ -24,13 +24,13 @@ from moecore.pipeline.stage_client import SOCKET
 from moecore.pipeline.study_runs import write_dvc_files
 from moecore.run.history_file import read_dvc_locks
 from moecore.run.source_hashes import wheel_record
-from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import Composed, list_folder_stages
-from moecore.study.reading.questions import QuestionFile
-from moecore.study.reading.study import Study
+from moecore.study.check import check_document
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import Composed, list_folder_stages
+from moecore.study.params_file import dump_inline_yaml, write_params
+from moecore.study.questions import QuestionFile
 from moecore.study.stages import CODE_STAGE
-from moecore.study.writing.write_params import dump_inline_yaml, write_params
+from moecore.study.study import Study
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]

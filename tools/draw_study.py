@@ -16,8 +16,8 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
-from moecore.study.checking.task_rules import FLAT_WITH_CLASSES
-from moecore.study.reading.study import MEASURED_SECTIONS, Study
+from moecore.study.study import MEASURED_SECTIONS, Study
+from moecore.study.training_rules import FLAT_WITH_CLASSES
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training

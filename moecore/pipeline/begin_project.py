@@ -24,15 +24,15 @@ from moecore.pipeline.dvc import (
 )
 from moecore.pipeline.project_answers import moecore_requirement, write_answers
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.layers import OVERLAY, Composed
-from moecore.study.reading.questions import QuestionFile, find_old_study, find_question
-from moecore.study.writing.write_params import (
+from moecore.study.document import parse_yaml_document
+from moecore.study.layers import OVERLAY, Composed
+from moecore.study.params_file import (
     dump_inline_yaml,
     overlay_text,
     project_params_text,
     rewrite_data_paths,
 )
+from moecore.study.questions import QuestionFile, find_old_study, find_question
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"

@@ -32,7 +32,7 @@ from moecore.pipeline.closures import (
     outside_module_files,
     part_files,
 )
-from moecore.study.reading.document import Document, load_yaml_document
+from moecore.study.document import Document, load_yaml_document
 from moecore.study.stages import ROWS
 
 STAGE_TABLE = Path("moecore/study/stages.py")

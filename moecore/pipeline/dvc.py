@@ -17,7 +17,7 @@ from typing import Any
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE, STAGE_MODULES, list_project_dvc_files
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from moecore.study.stages import CODE_STAGE, EACH, LAST_STAGES, ROWS, STAGES, Stage, hash_file
 
 HEAD = "# Written by `moecore study write` from moecore/study/stages.py.\n"

@@ -37,13 +37,13 @@ def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     from moecore.pipeline.parallel import run_pipeline
     from moecore.pipeline.project_lock import hold_project
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
-    from moecore.study.checking.preflight import check_study
-    from moecore.study.reading.document import load_yaml_document
+    from moecore.study.check import check_study
+    from moecore.study.document import load_yaml_document
 
     load_yaml_document(PARAMS_FILE)  # nothing is written where there is no project
     with hold_project():  # who is refused has written nothing
         if sets:
-            from moecore.study.writing.assignments import write_assignments
+            from moecore.study.params_file import write_assignments
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
@@ -60,7 +60,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     clone its dvc.yaml, from the table of stages.
     """
     from moecore.pipeline.study_runs import write_project, write_run
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     if name is None:
         for line in write_project():
@@ -85,7 +85,7 @@ def study_preset(
 ) -> None:
     """Write a question's folder with presets, of its first round; without names: list them."""
     from moecore.pipeline.study_runs import write_run
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     if not names:
@@ -107,7 +107,7 @@ def study_run(
     its results.
     """
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     one = question.round(number)
@@ -129,7 +129,7 @@ def study_keep(
 ) -> None:
     """Keep the results of a question that `dvc repro` or `moecore run` ran in its folder."""
     from moecore.pipeline.study_runs import keep_results
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     typer.echo(f"{keep_results(find_question(HERE, name).round(number))}: written")
 
@@ -140,7 +140,7 @@ def study_check(
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
     from moecore.pipeline.check_studies import check_question
-    from moecore.study.reading.questions import find_question, load_questions
+    from moecore.study.questions import find_question, load_questions
 
     if not (names or every):
         raise UserError("found no question; allowed: names of questions, or --all")

@@ -32,17 +32,17 @@ from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.report.claims.preregistration import ASKED, committed_at, run_git
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import (
+from moecore.study.check import check_document
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import (
     OVERLAY,
     Composed,
     compose_layers,
     load_overlay_layer,
     load_root_layer,
 )
-from moecore.study.reading.questions import PIPELINES, QuestionFile, Round
-from moecore.study.writing.write_params import ParamsOrigin, list_changes, params_text, write_params
+from moecore.study.params_file import ParamsOrigin, list_changes, params_text, write_params
+from moecore.study.questions import PIPELINES, QuestionFile, Round
 
 HERE = Path()
 OUR_QUESTIONS = "ours"

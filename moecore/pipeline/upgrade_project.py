@@ -18,9 +18,9 @@ from moecore.pipeline.project_answers import (
     version_numbers,
     write_answers,
 )
-from moecore.study.reading.layers import OVERLAY
-from moecore.study.reading.questions import PIPELINES
-from moecore.study.writing.renamed_keys import RENAMED_KEYS, rename_keys_in_text
+from moecore.study.layers import OVERLAY
+from moecore.study.params_file import RENAMED_KEYS, rename_keys_in_text
+from moecore.study.questions import PIPELINES
 
 HERE = Path()
 REQUIREMENT = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")

@@ -23,7 +23,7 @@ from moecore.run.history_file import logged_points, read_lines, routing_points, 
 from moecore.run.progress import ProgressBar, ProgressLines, report_progress
 from moecore.run.resume import record_resumable
 from moecore.run.run_record import Run
-from moecore.study.reading.stage_params import read_params
+from moecore.study.settings import read_params
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.compilation_and_tracing import trace_file
 from moecore.training.job import TrainingJob

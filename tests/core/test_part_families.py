@@ -18,8 +18,8 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.study import Study, read_study
+from moecore.study.document import parse_yaml_document
+from moecore.study.study import Study, read_study
 from moecore.tasks.base import Task
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer

@@ -127,7 +127,7 @@ from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
-from moecore.study.checking.preflight import check_study
+from moecore.study.check import check_study
 names = ["prepare", "teacher_router", "pretrain", "halve", "compare"]
 Path("dvc.yaml").write_text(study_dvc_yaml_texts(stage_definitions(names), {})["dvc.yaml"])
 check_study()

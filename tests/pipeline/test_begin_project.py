@@ -19,9 +19,9 @@ from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_f
 from moecore.pipeline.cli import app
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.pipeline.project_answers import hash_text
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.questions import find_question
-from moecore.study.writing.renamed_keys import RenamedKey
+from moecore.study.document import load_yaml_document
+from moecore.study.params_file import RenamedKey
+from moecore.study.questions import find_question
 from moecore.tracking.mlflow_connection import experiment_name, project_root
 from tests.my_lab import forget_package
 from tests.project import check_params

@@ -43,13 +43,13 @@ from moecore.pipeline.plan import (
     stages_changed_by_code,
 )
 from moecore.study import stages as stage_table
-from moecore.study.reading.document import (
+from moecore.study.document import (
     Document,
     load_yaml_document,
     parse_yaml_document,
 )
-from moecore.study.reading.stage_params import params_keys_by_field
-from moecore.study.reading.study import read_study
+from moecore.study.settings import params_keys_by_field
+from moecore.study.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
 from tests.project import compose_shipped

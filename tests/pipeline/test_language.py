@@ -12,7 +12,7 @@ import yaml
 
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.study.reading.study import Study
+from moecore.study.study import Study
 from moecore.tasks.next_token import NextToken
 from tests import forked
 from tests.project import check_params, compose_shipped, write_question

@@ -21,7 +21,7 @@ from moecore.pipeline import closures
 from moecore.pipeline.closures import hash_files, import_closure, part_files
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
+from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.stages import CODE_STAGE
 from tests.project import COMMAND, Project, forget_files
 

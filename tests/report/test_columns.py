@@ -25,7 +25,7 @@ from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
-from moecore.study.reading.claims_section import Question
+from moecore.study.sections import Question
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome

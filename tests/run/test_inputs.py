@@ -22,7 +22,7 @@ from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import StageInputs, refuse_changed_document, stage_hash_files
 from moecore.run.run_record import record_run
 from moecore.run.source_hashes import StageCode, hash_source_file
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from moecore.study.stages import STAGES
 from tests.project import PARAMS, Project
 

@@ -34,7 +34,7 @@ from moecore.data.views.mix import Mix
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from moecore.training.adversarial import Adversarial
 from moecore.training.distributed_training import check_expert_parallel
 from moecore.training.guide import build_guide

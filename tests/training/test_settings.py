@@ -8,8 +8,8 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.stage_params import extract_declared_settings
+from moecore.study.document import parse_yaml_document
+from moecore.study.settings import extract_declared_settings
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method

@@ -23,11 +23,9 @@ from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones.base_model import Backbone
-from moecore.study.reading.claims_section import Claim, Question
-from moecore.study.reading.document import Document
-from moecore.study.reading.run_section import Phase, Selection
-from moecore.study.reading.setting_errors import format_error_line
-from moecore.study.reading.stage_params import validate_whole
+from moecore.study.document import Document
+from moecore.study.sections import Claim, Phase, Question, Selection
+from moecore.study.settings import format_error_line, validate_whole
 from moecore.study.stages import CODE_STAGE, LAST_STAGES, MEASURE, ROWS, SECTIONS, TRAINING_PHASES
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
