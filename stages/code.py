@@ -8,7 +8,7 @@ that they use is edited. As the first stage it checks params.yaml, the data and 
 from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.project_answers import refuse_newer_project
+from moecore.pipeline.project import refuse_newer_project
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
-from moecore.pipeline import closures
+from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.plan import (
     plan_stages,
@@ -105,11 +105,11 @@ def check_params(path: Path) -> Study:
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
     for cached in (
-        closures._read_source,
-        closures._imported_files,
-        closures._sha256,
-        closures._module_file,
-        closures._data_files,
+        code_hashes._read_source,
+        code_hashes._imported_files,
+        code_hashes._sha256,
+        code_hashes._module_file,
+        code_hashes._data_files,
         wheel_record,
     ):
         cached.cache_clear()

@@ -1,7 +1,11 @@
-"""What ``dvc repro`` would run, why, and how long it took the last time."""
+"""What ``dvc repro`` would run, why, and how long it took the last time.
+
+Also raw data that changed since they were prepared, which DVC does not see.
+"""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import chdir
 from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import fmean
@@ -9,6 +13,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
+from moecore.data.raw_data_changes import describe_change
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
@@ -17,6 +22,8 @@ from moecore.study.stages import CODE_STAGE
 
 ALWAYS = "always changed"  # DVC's words for it in a study
 SHOWN = 2  # reasons, and stages above, that are named
+HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw
+RECORD = Path("tables/raw.json")
 
 
 class PlannedStage(NamedTuple):
@@ -209,3 +216,15 @@ def print_plan() -> None:
     unknown = sum(item.seconds is None for item in heavy)
     rest = f" and {unknown} of unknown length" if unknown else ""
     print(f"{len(heavy)} stages, about {seconds}{rest}")
+
+
+def describe_changed_raw_data(params: Path) -> Iterator[str]:
+    """Yield a line for each folder under ``data`` that is not as ``prepare`` saw it."""
+    sections = load_yaml_document(str(params)).data.get("data")
+    with chdir(params.parent):
+        for name in sections if isinstance(sections, dict) else ():
+            record = HISTORY / name / RECORD
+            for before in read_json(record) if record.is_file() else []:
+                if change := describe_change(before):
+                    mend = f"to prepare it again: `dvc repro -f -s prepare@{name}`"
+                    yield f"{params.name}: data.{name}: {change}; {mend}, then `moecore run`"

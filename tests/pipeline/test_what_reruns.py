@@ -17,9 +17,8 @@ import pytest
 
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
-from moecore.pipeline import closures
-from moecore.pipeline.closures import hash_files, import_closure, part_files
-from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline import code_hashes
+from moecore.pipeline.code_hashes import hash_code_files, hash_files, import_closure, part_files
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.stages import CODE_STAGE
@@ -241,7 +240,7 @@ def depends_on(project: Project) -> dict[str, set[str]]:
 
 def decides(file: str) -> bool:
     room = file.split("/")[1]
-    return room in ("stages", *closures.DECIDING)
+    return room in ("stages", *code_hashes.DECIDING)
 
 
 def test_a_stage_depends_on_all_code_that_it_runs(finished, used):
@@ -262,9 +261,9 @@ def draw_files(project: Project, number: int) -> list[str]:
         for path in sorted((project.folder / "moecore").rglob("[a-z]*.py"))
     ]
     rooms = sorted({file.split("/")[1] for file in files})
-    others = [room for room in rooms if room not in closures.DECIDING]
+    others = [room for room in rooms if room not in code_hashes.DECIDING]
     drawn = [
-        *draw.sample(closures.DECIDING * 4, number - number // 3),
+        *draw.sample(code_hashes.DECIDING * 4, number - number // 3),
         *draw.sample(others * 4, number // 3),
     ]
     return [
@@ -286,7 +285,7 @@ def test_an_edit_reruns_what_uses_the_file_and_nothing_else(edited, used, monkey
         assert using <= changed, f"{file}: used, but not run again"
         assert changed == {name for name, sources in known.items() if file in sources}, file
         room = file.split("/")[1]
-        if room not in closures.DECIDING:
+        if room not in code_hashes.DECIDING:
             assert changed <= ({"compare"} if room == "report" else set()), file
         if soak:
             edited.run(["dvc", "repro", "--single-item", CODE_STAGE])
@@ -350,7 +349,7 @@ def test_closure_follows_modules_but_no_family(tree):
 
 def test_only_the_rooms_that_decide_a_result_are_followed(tree):
     assert names(import_closure("moecore/stages/compare.py", tree)) == {"moecore/stages/compare.py"}
-    rooms = (*closures.DECIDING, "report")
+    rooms = (*code_hashes.DECIDING, "report")
     assert names(import_closure("moecore/stages/compare.py", tree, rooms)) == {
         "moecore/stages/compare.py",
         "moecore/report/html.py",
