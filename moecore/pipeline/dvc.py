@@ -141,23 +141,24 @@ def _fill(value: str | list[str], names: Mapping[str, str]) -> str | list[str]:
 
 def _without_unwritten(deps: Iterable[str], stages: Iterable[Mapping[str, Any]]) -> list[str]:
     """``deps`` without artifacts that no stage writes, such as the teacher where there is none."""
-    heads = {_artifact_folder(path) for stage in stages for path in _paths(stage, "outs")} | {
-        str(CODE)
-    }
-    existing = [
-        path for path in deps if _artifact_folder(path) in heads or "$" in _artifact_folder(path)
+    written = {_artifact_folder(path) for stage in stages for path in _out_paths(stage)}
+    written.add(str(CODE))
+    folders = {path: _artifact_folder(path) for path in deps}
+    return [
+        path
+        for path, folder in folders.items()
+        if folder in written or "$" in folder or not path.startswith("artifacts/")
     ]
-    return [path for path in deps if path in existing or not path.startswith("artifacts/")]
 
 
 def _artifact_folder(path: str) -> str:
     return "/".join(path.split("/")[:2])
 
 
-def _paths(stage: Mapping[str, Any], key: str) -> list[str]:
-    """Deps or outs by their paths, also where an entry has options: ``{path: {cache: false}}``."""
-    entries = stage.get("do", stage).get(key, ())
-    return [entry if isinstance(entry, str) else next(iter(entry)) for entry in entries]
+def _out_paths(stage: Mapping[str, Any]) -> list[str]:
+    """Return the paths of outs, also where one has options: ``{path: {cache: false}}``."""
+    outs = stage.get("do", stage)["outs"]
+    return [out if isinstance(out, str) else next(iter(out)) for out in outs]
 
 
 def _dump_yaml(value: Mapping[str, Any], indent: str = "") -> str:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import list_project_dvc_files
-from moecore.measure.base import builtin_measurements
 from moecore.study.document import (
     Document,
     did_you_mean,
@@ -33,6 +32,7 @@ from moecore.study.document import (
 from moecore.study.settings import format_error_line
 from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
+    Sections,
     Study,
     stage_by_section,
 )
@@ -305,8 +305,10 @@ def list_folder_stages(folder: Path) -> tuple[str, ...]:
 
 
 def section_names() -> tuple[str, ...]:
-    """Return the sections that a params.yaml may have; those of measurements last."""
-    return tuple(sorted(Study.model_fields, key=lambda name: name in builtin_measurements()))
+    """Return the sections that a params.yaml may have; those of single stages and measurements
+    last.
+    """
+    return tuple(sorted(Study.model_fields, key=lambda name: name in Sections.model_fields))
 
 
 def check_keys(document: Document, directives: Sequence[str], packages: Sequence[str]) -> None:

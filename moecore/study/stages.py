@@ -327,4 +327,5 @@ def stage_of_command(words: Sequence[str]) -> str:
     script, *others = words[1:]
     script = script.rpartition(".")[2]
     names = [stage.name for stage in ROWS if stage.module == script]
-    return others[0] if others and others[0] in names else names[0]
+    word = others[0] if others else ""
+    return next(name for name in (word, script, *names) if name in names)

@@ -78,16 +78,23 @@ def test_another_word_of_a_command_is_one_line_of_dvc_yaml(monkeypatch):
     assert len(changed) == 1 and changed[0][1].endswith("${item.seed} again")
 
 
-@pytest.mark.parametrize("name", ["ours/analyses", "ours/ablations", "ermoe/brain_age"])
-def test_a_questions_dvc_yaml_reads_as_what_was_written(name):
-    composed = compose_shipped(name)
-    definitions = stage_definitions(composed.stages)
-    read: dict = {}
-    for text in study_dvc_yaml_texts(definitions, composed.document.data["run"]).values():
-        read |= parse_yaml_document(text).data["stages"]
-    assert {name: stage | {"wdir": 0} for name, stage in read.items()} == {
-        name: stage | {"wdir": 0} for name, stage in definitions.items()
-    }
+def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
+    definitions = stage_definitions([*stage_table.STAGES])
+    [whole] = study_dvc_yaml_texts(definitions, {}).values()
+    assert parse_yaml_document(whole).data == {"stages": definitions}
+    run = {"methods": range(100), "seeds": range(100)}
+    texts = study_dvc_yaml_texts(definitions, run)
+    step = parse_yaml_document(texts["steps/prune/dvc.yaml"]).data
+    assert step["vars"] == ["../../params.yaml"]
+    assert step["stages"] == {"prune": {"wdir": "../..", **definitions["prune"]}}
+
+
+@pytest.mark.parametrize("stage", stage_table.ROWS, ids=lambda row: row.name)
+def test_a_command_tells_its_stage(stage):
+    entry = stage_definitions([*stage_table.STAGES])[stage.name]
+    words = entry.get("do", entry)["cmd"].split()[1:]
+    if words[0] == "-m":
+        assert stage_table.stage_of_command(words) == stage.name
 
 
 def test_what_is_repeated_for_each_model_knows_which():
