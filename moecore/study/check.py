@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from moecore.core.config import KIND, Part, find_class, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import KIND, Part, find_class, part_classes_by_kind
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.measure.base import Measurement
 from moecore.study.data_rules import (
     chdir_to_stages,
