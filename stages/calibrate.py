@@ -40,7 +40,7 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         out=Path("artifacts/calibrate") / item,
     )
     artifacts = [data.folder, files.model]
-    inputs = read_stage_inputs("calibrate", params, __file__, artifacts, phase, method)
+    inputs = read_stage_inputs("calibrate", params, artifacts, phase, method)
     with record_run(
         "calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs
     ) as run:

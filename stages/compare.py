@@ -32,7 +32,7 @@ class Params(Config):
 
 def compare() -> None:
     params = read_params(Params)
-    inputs = read_stage_inputs("compare", params, __file__, [])
+    inputs = read_stage_inputs("compare", params, [])
     path = Path(params_path())
     document = load_yaml_document(path)
     text = path.read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
     guide = guide_folder(method, seed)
     target = Path("artifacts", phase, method, str(seed))
     data = Prepared.open(Path("artifacts/data", phase))
-    with training_run(phase, params, data, [guide, start], __file__, method, seed) as training:
+    with training_run(phase, params, data, [guide, start], method, seed) as training:
         device = training.runtime.device
         recipe = build_finetuning(params.method, settings, data, start, guide, seed, device)
         _, before = predict_in_batches(recipe.model, data.test.images, batch=250)
@@ -57,4 +57,4 @@ def finetune(phase: Literal["finetune", "adversarial"], method: str, seed: int) 
 
 
 if __name__ == "__main__":
-    run_stage(finetune, trains=True)
+    run_stage(finetune)

@@ -3,48 +3,22 @@
 ``python -m moecore.stages.fork_server SOCKET``
 """
 
+import pkgutil
 import sys
+from collections.abc import Callable
 
 import scipy.stats  # noqa: F401 - the first interval of a process would import it
 import torch
 
 from moecore.pipeline.stage_fork_server import serve_stages
-from moecore.stages.calibrate import calibrate
-from moecore.stages.code import code
-from moecore.stages.compare import compare
-from moecore.stages.finetune import finetune
-from moecore.stages.linear_experts import linear_experts
-from moecore.stages.measure import measure
-from moecore.stages.merge_experts import merge_experts
-from moecore.stages.out_of_fold import out_of_fold
-from moecore.stages.prepare import prepare
-from moecore.stages.pretrain import pretrain
-from moecore.stages.prune_experts import prune_experts
-from moecore.stages.robustness import robustness
-from moecore.stages.sizes import sizes
-from moecore.stages.teacher import teacher
-from moecore.stages.teacher_router import teacher_router
-from moecore.stages.transfer import transfer
+from moecore.study.stages import ROWS
 
-STAGES = (
-    calibrate,
-    code,
-    compare,
-    finetune,
-    linear_experts,
-    measure,
-    merge_experts,
-    out_of_fold,
-    prepare,
-    pretrain,
-    prune_experts,
-    robustness,
-    sizes,
-    teacher,
-    teacher_router,
-    transfer,
-)
+STAGES: dict[str, Callable[..., None]] = {  # a script holds a function of its name
+    stage.module: pkgutil.resolve_name(f"moecore.stages.{stage.module}:{stage.module}")
+    for stage in ROWS
+    if "cmd" not in stage.entry
+}
 
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
-    serve_stages(sys.argv[1], {stage.__name__: stage for stage in STAGES})
+    serve_stages(sys.argv[1], STAGES)

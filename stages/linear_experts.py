@@ -14,7 +14,7 @@ class Params(Config):
 
 def linear_experts() -> None:
     params = read_params(Params)
-    inputs = read_stage_inputs("linear_experts", params, __file__, [])
+    inputs = read_stage_inputs("linear_experts", params, [])
     with record_run("linear_experts", params, inputs=inputs) as run:
         run.result(measure(params.linear_experts))
 

@@ -28,7 +28,7 @@ class MethodParams(Config):
 def measure(what: str, phase: Phase, method: str, seed: int) -> None:
     measurement = find_measurement(what)
     params = read_section_as_params(what, measurement)
-    with record_measurement(what, params, __file__, phase, method, seed) as (run, parts):
+    with record_measurement(what, params, phase, method, seed) as (run, parts):
         subject = open_subject(phase, method, seed, measurement.guided, parts.folder)
         if measurement.regions and phase == "pretrain":  # fine-tuning has no region experts
             named = read_params(MethodParams, method=method).method.regions

@@ -32,7 +32,7 @@ def out_of_fold(method: str, seed: int) -> None:
     named = {"phase": "pretrain", "method": method, "seed": seed}
     inputs = [Path("artifacts/data/pretrain")]
     item = f"out_of_fold/pretrain/{method}/{seed}"
-    with record_resumable("out_of_fold", params, __file__, inputs, **named) as (run, work):
+    with record_resumable("out_of_fold", params, inputs, **named) as (run, work):
         if params.calibrator.split != "out_of_fold":
             with whole_folder(Path("artifacts", item)) as folder:
                 write_json(folder / "absent.json", {"calibrator": params.calibrator.model_dump()})

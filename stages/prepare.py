@@ -24,7 +24,7 @@ def prepare(name: str) -> None:
     """Prepare the data set under ``data.<name>``."""
     params = read_params(Params, data=name)
     target = Path("artifacts/data") / name
-    inputs = read_stage_inputs("prepare", params, __file__, [], phase=name)
+    inputs = read_stage_inputs("prepare", params, [], phase=name)
     with record_run("prepare", params, phase=name, inputs=inputs) as run:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])

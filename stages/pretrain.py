@@ -35,7 +35,7 @@ def pretrain(method: str, seed: int) -> None:
     guide = Path("artifacts/teacher_router", method, str(seed))
     target = Path("artifacts/pretrain", method, str(seed))
     data = Prepared.open("artifacts/data/pretrain")
-    with training_run("pretrain", params, data, [guide], __file__, method, seed) as training:
+    with training_run("pretrain", params, data, [guide], method, seed) as training:
         device = training.runtime.device
         recipe = build_pretraining(params.method, params.model, settings, data, guide, seed, device)
         watch = EpochWatch(training.work, recipe.model, data, names, settings.epochs, seed)
@@ -53,4 +53,4 @@ def pretrain(method: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(pretrain, trains=True)
+    run_stage(pretrain)

@@ -13,7 +13,7 @@ class Params(Config):
 
 def prune_experts(method: str, seed: int) -> None:
     params = read_params(Params)
-    record_expert_reduction(params, __file__, params.prune, method, seed)
+    record_expert_reduction(params, params.prune, method, seed)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def robustness(phase: Phase, method: str, seed: int) -> None:
     settings = params.robustness
     data = Prepared.open(Path("artifacts/data") / phase)
     check_attack_settings(settings, data.task)
-    with record_measurement("robustness", params, __file__, phase, method, seed) as (run, kept):
+    with record_measurement("robustness", params, phase, method, seed) as (run, kept):
         device = tune_runtime(work=kept.folder).device
         model = load_model(Path("artifacts") / phase / method / str(seed)).to(device)
         with report_progress(f"robustness {phase} {method} seed {seed}", settings.parts) as bar:

@@ -14,7 +14,7 @@ class Params(Config):
 
 def sizes() -> None:
     params = read_params(Params)
-    inputs = read_stage_inputs("sizes", params, __file__, [])
+    inputs = read_stage_inputs("sizes", params, [])
     with record_run("sizes", params, inputs=inputs) as run:
         run.result(measure(params.sizes))
 

@@ -34,7 +34,7 @@ def teacher(seed: int) -> None:
     drawn = derived_seed("teacher", seed)
     first = Prepared.open("artifacts/data/pretrain")
     trains = settings.training is not None
-    with training_run("teacher", params, first, [], __file__, None, seed, trains) as training:
+    with training_run("teacher", params, first, [], None, seed, trains) as training:
         if isinstance(settings, NoTeacher):
             with whole_folder(target) as folder:
                 write_json(folder / "absent.json", {"teacher": settings.kind})
@@ -56,4 +56,4 @@ def teacher(seed: int) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(teacher, trains=True)
+    run_stage(teacher)

@@ -35,7 +35,7 @@ def teacher_router(method: str, seed: int) -> None:
     target = Path("artifacts/teacher_router", method, str(seed))
     paths = [Path("artifacts/data/pretrain"), Path("artifacts/teacher", str(seed))]
     needed = paths if params.method.guided or params.method.upcycle else []
-    inputs = read_stage_inputs("teacher_router", params, __file__, needed, method=method)
+    inputs = read_stage_inputs("teacher_router", params, needed, method=method)
     with record_run("teacher_router", params, method=method, seed=seed, inputs=inputs) as run:
         guide = None
         result: Config = Skipped(skipped="the method needs no teacher")

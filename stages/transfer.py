@@ -26,7 +26,7 @@ def transfer(phase: Phase, seed: int) -> None:
     folders = {name: Path("artifacts", phase, name, str(seed)) for name in params.methods}
     inputs = [Path("artifacts/data", phase), *folders.values()]
     with (
-        record_resumable("transfer", params, __file__, inputs, phase=phase, seed=seed) as (
+        record_resumable("transfer", params, inputs, phase=phase, seed=seed) as (
             run,
             work,
         ),

@@ -40,4 +40,4 @@ if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler
     parse_args(["status"])
     hash_code_files(load_yaml_document(str(ROOT / "tests/params.yaml")))
-    serve_stages(sys.argv[1], {stage.__name__: stage for stage in (*STAGES, command)})
+    serve_stages(sys.argv[1], STAGES | {"command": command})

@@ -16,7 +16,6 @@ from moecore.core.source_layout import CODE
 from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.plan import (
-    HASHING,
     plan_stages,
     query_pipeline_status,
     stages_changed_by_code,
@@ -30,6 +29,7 @@ from moecore.study.document import load_yaml_document
 from moecore.study.layers import Composed, list_folder_stages
 from moecore.study.params_file import dump_inline_yaml, write_params
 from moecore.study.questions import QuestionFile
+from moecore.study.stages import CODE_STAGE
 from moecore.study.study import Study
 from tests import forked
 
@@ -190,11 +190,11 @@ class Project:
         with contextlib.chdir(self.folder):
             pipeline = query_pipeline_status()
             planned = plan_stages(pipeline, {}, stages_changed_by_code(pipeline, self.folder))
-        return {item.stage: item.reasons for item in planned if item.stage != HASHING}
+        return {item.stage: item.reasons for item in planned if item.stage != CODE_STAGE}
 
     def changed_by_dvc(self) -> set[str]:
         """The stages that DVC itself finds changed, without ``code``, which always runs."""
-        return set(json.loads(self.run(["dvc", "status", "--json"]).stdout)) - {HASHING}
+        return set(json.loads(self.run(["dvc", "status", "--json"]).stdout)) - {CODE_STAGE}
 
     def write(self, params: str = PARAMS) -> None:
         (self.folder / "params.yaml").write_text(params, encoding="utf-8")

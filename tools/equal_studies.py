@@ -51,7 +51,16 @@ def differing_keys(old, new, keys=()):
 
 def stages_of(folder: Path) -> dict:
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("dvc.yaml")}
-    return {name: YAML(typ="safe").load(p.read_text()) for name, p in files.items()}
+    return {name: read_stages(p.read_text()) for name, p in files.items()}
+
+
+def read_stages(text: str) -> dict:
+    """Read a dvc.yaml, with deps in the order of DVC's lock file."""
+    read = YAML(typ="safe").load(text)
+    for stage in read["stages"].values():
+        stage = stage.get("do", stage)
+        stage["deps"] = sorted(stage.get("deps", ()))
+    return read
 
 
 TOGETHER = [
@@ -103,7 +112,7 @@ def main(before: Path) -> None:
             texts = study_dvc_yaml_texts(
                 stage_definitions(composed.stages), composed.document.data["run"]
             )
-            new_stages = {name: YAML(typ="safe").load(text) for name, text in texts.items()}
+            new_stages = {name: read_stages(text) for name, text in texts.items()}
             if new_stages != stages_of(before / one.was):
                 found.append((("dvc.yaml",), "…", "…"))
             for keys, was, now in found:

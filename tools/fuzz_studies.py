@@ -27,14 +27,15 @@ import yaml
 from moecore.core.config import KIND
 from moecore.core.files import UserError
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.pipeline.dvc import LAST_STAGES, stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import expected_metrics, unfit_metric_problems
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
 from moecore.study.check import check_study
 from moecore.study.document import load_yaml_document
 from moecore.study.layers import list_folder_stages
-from moecore.study.study import SECTIONS, Study
+from moecore.study.stages import LAST_STAGES, SECTIONS
+from moecore.study.study import Study
 from tools.draw_study import StudyDrawer, write_raw_data
 
 ALWAYS = ("prepare", *LAST_STAGES)
@@ -168,10 +169,9 @@ def run_all_stages(folder: Path) -> None:
     with open("printed", "w", encoding="utf-8") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
-        stages = {stage.__name__: stage for stage in STAGES}
         for name, *words in list_stage_commands(Path()):
             print("==", name, *words, flush=True)
-            run_stage(stages[name], words, trains=True)
+            run_stage(STAGES[name], words)
 
 
 def try_study(seed: int, folder: Path, raw: Path, limit: float) -> str:

@@ -1,9 +1,10 @@
 """Runs a project through DVC: what has to run, and several stages at a time.
 
-``cli`` is the command ``moecore``. ``code_hashes``, ``closures``: which source decides a result.
-``plan``: what would run, and why. ``parallel``, ``job_resources``, ``project_lock``: DVC's
-processes side by side, one driver a project. ``stage_fork_server``, ``stage_client``: stages
-without their imports. ``study_runs``, ``dvc_file``: the folders in which questions run.
-``check_studies``: whether they are in order. ``begin_project``, ``upgrade_project``: a project of
-one's own, from project_template/ and shipped/. ``multi_gpu_estimate``: a training on paper.
+``cli`` is the command ``moecore``, ``predict_cli`` its part with a process of its own. ``dvc``: the
+dvc.yaml of studies, from the table of stages. ``code_hashes``: which source decides a result.
+``plan``: what would run, and why. ``parallel``: DVC's processes side by side, and where they run.
+``stage_fork_server``, ``stage_client``: stages without their imports. ``study_runs``: the folders
+in which questions run. ``project``: one driver a project; ``project_files``: a project of one's
+own, from project_template/ and shipped/. ``pilot``: whether a setting is worth a study.
+``multi_gpu_estimate``: a training on paper.
 """

@@ -12,28 +12,71 @@ One file for every script, measurement, method and section of params.yaml::
 The settings have hashes because DVC's run cache leaves every setting called ``size`` or ``nfiles``
 out of its key, at any depth (``exclude`` in dvc/stage/cache.py): after an edit of only
 ``data.pretrain.size`` it would bring back the data of the size before.
+
+Which source files decide a result is found by reading imports, never by running them. DVC does not
+follow imports, so the stage ``code`` hashes the files that a script's imports reach, and those of
+the parts that params.yaml names by ``kind``. Imports are followed in moecore and in the packages
+that may be imported from by name. Python is hashed by its syntax tree: comments and formatting
+rerun nothing; the rest by bytes.
 """
 
+import ast
 import hashlib
 import json
-from collections.abc import Iterator
+import string
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moecore.core.files import whole_folder, write_json
-from moecore.core.outside_packages import allow_packages, allowed_packages, list_allowed_modules
-from moecore.core.source_layout import CODE, ROOT
-from moecore.pipeline.code_hashes import (
-    DECIDING,
-    hash_files,
-    import_closure,
-    outside_module_files,
-    part_files,
+from moecore.core.files import UserError, whole_folder, write_json
+from moecore.core.outside_packages import (
+    OUR_PACKAGE,
+    allow_packages,
+    allowed_packages,
+    list_allowed_modules,
+)
+from moecore.core.source_layout import CODE, FAMILIES, ROOT
+from moecore.run.source_hashes import (
+    hash_source_file,
+    hash_syntax,
+    locate_source,
+    parse_source,
+    read_source_text,
+    wheel_record,
 )
 from moecore.study.document import Document, load_yaml_document
+from moecore.study.stages import ROWS
 
+STAGE_TABLE = Path("moecore/study/stages.py")
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
+DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
+    "core",
+    "statistics",
+    "tasks",
+    "nn",
+    "data",
+    "attacks",
+    "training",
+    "measure",
+    "brain",
+)
+OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
+BY_NAME = Path("moecore/face/family_parts.py")  # offers all parts of families, and imports none
+PASSED_THROUGH = ("run", "face")  # decide none either, but what they import does
+PUBLIC_MODULES = {  # what only passes names on, which live elsewhere
+    "moecore": Path("moecore/face/__init__.py"),
+    "moecore/parts": Path("moecore/parts/__init__.py"),
+    "moecore/pages": Path("moecore/pages/__init__.py"),
+}
+FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
+    "router": "routers",
+    "calibrator": "calibrators",
+    "model": "backbones",
+    "teacher": "teachers",
+}
 
 
 def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str, str]]:
@@ -58,13 +101,20 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
 
 def hash_settings(document: Document) -> dict[str, str]:
     """Return key → sha256 of its values, for every key that a stage can name under ``params``."""
-    params = document.data
-    keys = [(key,) for key in params if key not in NOT_READ_WHOLE]
-    keys += [(key, name) for key in ("data", *allowed_packages()) for name in params.get(key) or ()]
-    keys += [("run", "methods"), *(("methods", name) for name in document.get(("run", "methods")))]
-    if "calibrator" in (params.get("calibrate") or ()):
-        keys += [("calibrate", "calibrator")]
-    return {".".join(key): _hash_values(document.get(key)) for key in keys}
+    run = document.data.get("run") or {}
+    items = {
+        "key": document.data.get("data"),
+        "method": run.get("methods"),
+        "what": run.get("measurements"),
+    }
+    hashes = {}
+    for template in {key for stage in ROWS if "deps" not in stage.entry for key in stage.reads}:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+        for value in items[names[0]] or () if names else ("",):
+            key = template.format(**dict.fromkeys(names, value))
+            with suppress(UserError):  # which stages the file is of is not known here
+                hashes[key] = _hash_values(document.get(key.split(".")))
+    return hashes
 
 
 def _hash_values(value: Any) -> str:
@@ -87,6 +137,7 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
     for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
+            files.add(STAGE_TABLE)  # which phases there are, and their titles on the page
             for file in (script.relative_to(root), *_report_files(root)):
                 files |= import_closure(file, root, (*DECIDING, "report"))
         yield f"stages/{script.stem}.json", files
@@ -134,3 +185,187 @@ def _task_files(data: Any, root: Path) -> set[Path]:
     return {
         file for file in files if file.parts[1] == "tasks" or file.parts[0] in allowed_packages()
     }
+
+
+def import_closure(
+    path: str | Path, root: Path = ROOT, rooms: Collection[str] = DECIDING
+) -> set[Path]:
+    """Return the files of ``rooms`` that importing ``path`` reaches, itself too, below ``root``.
+
+    Files of ``PASSED_THROUGH`` are left out, those of ``rooms`` that they import are not.
+    Of a family only its base class is reached: which part it is stands in params.yaml. ``__init__``
+    files that hold nothing but a docstring are left out. Files that lie beside a module without
+    being Python (an atlas, a template) belong to it.
+    """
+    reached: set[Path] = set()
+    waiting = [Path(path)]
+    while waiting:
+        file = waiting.pop()
+        if file not in reached:
+            reached.add(file)
+            waiting.extend(
+                file
+                for file in _imported_files(file, root, allowed_packages())
+                if _room(file) in (*rooms, "stages", *PASSED_THROUGH, OUTSIDE)
+            )
+    reached = {file for file in reached if _room(file) not in PASSED_THROUGH}
+    return reached.union(
+        *(_data_files(folder, root) for folder in {file.parent for file in reached})
+    )
+
+
+def part_files(section: Any, root: Path = ROOT, under: str = "") -> set[Path]:
+    """The files of every part that ``section`` names (mappings with ``kind: x``), with closures.
+
+    under: the key at which ``section`` sits; it decides where two families have a part of that
+    name. A ``kind`` without a file in a family (a plain choice) adds nothing: imports reach it.
+    """
+    if isinstance(section, dict):
+        files = set().union(*(part_files(value, root, str(key)) for key, value in section.items()))
+        for file in _kind_files(section.get("kind"), under, root):
+            files |= import_closure(file, root)
+        return files
+    if isinstance(section, list):
+        return set().union(*(part_files(value, root, under) for value in section))
+    return set()
+
+
+def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
+    """Return the file of a module of a package that may be imported from; none of another name."""
+    allowed = name.partition(".")[0] in allowed_packages()
+    file = _module_file(name.replace(".", "/"), root) if allowed else None
+    return [file] if file else []
+
+
+def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
+    """Return path → sha256 of each file, sorted by path.
+
+    Raises UserError for a file that is gone, or is no Python though it is named so.
+    """
+    return {file.as_posix(): _sha256(file, root) for file in sorted(files)}
+
+
+@cache
+def _sha256(file: Path, root: Path) -> str:
+    is_python = file.suffix == ".py"
+    return _read_source(file, root).syntax if is_python else hash_source_file(file, root)
+
+
+def _room(file: Path) -> str:
+    top, *others = file.parts
+    if top != OUR_PACKAGE:
+        return OUTSIDE
+    return others[0]
+
+
+@cache
+def _data_files(folder: Path, root: Path) -> frozenset[Path]:
+    """Return a package's files that are no Python, also in subfolders that hold no module."""
+    data_files: set[Path] = set()
+    home = locate_source(folder, root)
+    for path in home.iterdir():
+        if path.name == "__pycache__" or path.name.startswith("."):
+            continue
+        if path.is_file() and path.suffix != ".py":
+            data_files.add(folder / path.name)
+        elif path.is_dir() and not any(path.rglob("*.py")):
+            data_files |= {
+                folder / file.relative_to(home)
+                for file in path.rglob("*")
+                if file.is_file() and "__pycache__" not in file.parts
+            }
+    recorded = wheel_record(folder.parts[0])
+    return frozenset(data_files & set(recorded) if recorded else data_files)
+
+
+def _kind_files(kind: Any, under: str, root: Path) -> list[Path]:
+    if not isinstance(kind, str):
+        return []
+    if "." in kind:
+        return outside_module_files(kind, root)
+    files = [Path("moecore", family, f"{kind}.py") for family in FAMILIES]
+    there = [file for file in files if (root / file).is_file()]
+    named = [file for file in there if file.parent.name == FAMILY_AT_KEY.get(under, under)]
+    return named or there
+
+
+@cache
+def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files of ours, and of ``packages``, that one file imports."""
+    if file.suffix != ".py":
+        return ()
+    files: dict[Path, None] = {}
+    if file == BY_NAME:
+        folders = [root / "moecore" / family for family in FAMILIES]
+        files |= dict.fromkeys(
+            part.relative_to(root) for one in folders for part in one.glob("*.py")
+        )
+    for module, name in _read_source(file, root).imports:
+        for package, one in _homes(module, name, root):
+            if package.split("/")[0] in (OUR_PACKAGE, *packages):
+                files |= dict.fromkeys(_module_files(package, one, root))
+    return tuple(files)
+
+
+def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
+    """Return (package, name) of an import; where it lives, of what a public module passes on."""
+    if f"{package}/{name}" in PUBLIC_MODULES:
+        package, name = f"{package}/{name}", ""
+    if package not in PUBLIC_MODULES:
+        return [(package, name)]
+    imports = _read_source(PUBLIC_MODULES[package], root).imports
+    return [one for one in imports if one[1] == name] or imports
+
+
+def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
+    """The files of ``package``, of those above it, and of ``package/name`` where it is a module."""
+    words = [*package.split("/"), name] if name else package.split("/")
+    for count in range(1, len(words) + 1):
+        if file := _module_file("/".join(words[:count]), root):
+            yield file
+
+
+class _Source(NamedTuple):
+    imports: tuple[tuple[str, str], ...]  # path of a module, name taken from it or nothing
+    syntax: str  # hash of the syntax tree
+    has_code: bool  # more than docstrings
+
+
+@cache
+def _read_source(file: Path, root: Path) -> _Source:
+    return _analyse_source(read_source_text(file, root), file)
+
+
+@cache
+def _analyse_source(text: str, file: Path) -> _Source:
+    """Return what is needed of a file; its tree itself would slow the garbage collector."""
+    tree = parse_source(text, file)
+    has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
+    return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree), has_code)
+
+
+def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:
+    """Everything that is imported, as (path of the module, name taken from it or nothing)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = file.parent.parts[: len(file.parent.parts) - node.level + 1]
+            words = [*(above if node.level else ()), *([node.module] if node.module else [])]
+            imports = [(".".join(words), alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in imports:
+            yield module.replace(".", "/"), name
+
+
+@cache
+def _module_file(name: str, root: Path) -> Path | None:
+    """The file of a module, or None for what is no module, or a package without code.
+
+    Of a file and a package of one name Python imports the package.
+    """
+    module, package = Path(f"{name}.py"), Path(name, "__init__.py")
+    if not locate_source(package, root).is_file():
+        return module if locate_source(module, root).is_file() else None
+    return package if _read_source(package, root).has_code else None

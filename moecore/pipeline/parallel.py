@@ -17,32 +17,27 @@ from pathlib import Path
 from threading import Event
 
 from moecore.core.files import UserError
-from moecore.pipeline.parallel import (
-    THREAD_VARIABLES,
-    add_stage_server,
-    choose_places,
-    default_jobs,
-    job_environments,
-    merge_environments,
-)
+from moecore.core.operating_system import available_cores
 from moecore.pipeline.plan import (
-    HASHING,
     plan_stages,
     query_pipeline_status,
     stages_changed_by_code,
 )
 from moecore.pipeline.project import dvc_command
+from moecore.pipeline.stage_client import SOCKET
+from moecore.run.cluster_launcher import CLUSTER, read_cluster
+from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's words where two processes meet at a path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")
 ADVICE = ("To track the changes", "\tgit add", "To enable auto", "\tdvc config", "Use `dvc push`")
 TRIES = 5
-# On all cores: everything waits for the code, the data and a single teacher; `cost` measures time
-EXCLUSIVE_STAGES = ("code", "prepare", "teacher", "cost", "measure@cost")
-# Guided methods of a seed wait for the first two; the third looks at all models in one process
-EARLY_KINDS = ("teacher", "teacher_router", "transfer")
+TIMED = "measure@cost"  # measures time, so nothing else runs at the same time
+OWN = Stage("", "", each="measurement")  # a stage that a user wrote into dvc.yaml
 
 DvcJob = tuple[str, ...]  # stages that one process runs one after the other
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+THREAD_VARIABLES = ("MOECORE_THREADS", "OMP_NUM_THREADS")  # the second: of BLAS under numpy
 
 
 def next_job_stages(
@@ -60,7 +55,7 @@ def next_job_stages(
     shared = [stage for stage in ready if not _is_exclusive(stage, above)]
     if not shared:
         return tuple(ready) if ready and set(taken) == set(done) else None
-    first = [stage for stage in shared if _stage_kind(stage) in EARLY_KINDS]
+    first = [stage for stage in shared if _row(stage).early]
     if first:
         return tuple(stage for stage in first if _stage_seed(stage) == _stage_seed(first[0]))
     chosen = shared[:1]
@@ -76,11 +71,15 @@ def _stage_kind(stage: str) -> str:
     return stage.partition("@")[0]
 
 
+def _row(stage: str) -> Stage:
+    return STAGES.get(_stage_kind(stage), OWN)
+
+
 def _is_exclusive(stage: str, above: Collection[str]) -> bool:
     """Return whether a stage wants the machine for itself; of several teachers none does."""
-    if _stage_kind(stage) == "teacher":
-        return sum(_stage_kind(other) == "teacher" for other in above) == 1
-    return stage.split("-")[0] in EXCLUSIVE_STAGES or _stage_kind(stage) in EXCLUSIVE_STAGES
+    if _row(stage).alone and _row(stage).trains:
+        return sum(_stage_kind(other) == _stage_kind(stage) for other in above) == 1
+    return _row(stage).alone or stage.split("-")[0] == TIMED
 
 
 def _stage_seed(stage: str) -> str:
@@ -95,7 +94,7 @@ def _model_work(stage: str) -> tuple[str, str, str] | None:
     and ``measure@cost-finetune-vmoe-0`` look at what was trained.
     """
     *_, phase, method, seed = ["", "", *stage.partition("@")[2].split("-")]
-    if not (method and seed.isdigit()) or _stage_kind(stage) == "transfer":
+    if not (method and seed.isdigit()) or "method" not in _row(stage).item:
         return None
     return method, seed, phase
 
@@ -104,7 +103,7 @@ def query_pending_stage_graph() -> dict[str, set[str]]:
     """Return the stages that have to run, each after its ancestors, and those right above it."""
     pipeline = query_pipeline_status()
     stages = [item.stage for item in plan_stages(pipeline, {}, stages_changed_by_code(pipeline))]
-    if stages == [HASHING]:  # it always would; no stage's code was edited
+    if stages == [CODE_STAGE]:  # it always would; no stage's code was edited
         return {}
     return {
         stage: {before for before, after in pipeline.edges if after == stage and before in stages}
@@ -213,3 +212,91 @@ def run_pipeline(jobs: int | None = None) -> None:
         named = ", ".join(unfinished[:5]) + (" …" if unfinished[5:] else "")
         undone = f"{len(unfinished)} of {len(stages)} stages are not done: {named}"
         raise UserError(f"{undone}; the error is printed above")
+
+
+def job_environments(jobs: int) -> list[dict[str, str]]:
+    """Return the environments of ``jobs`` processes: a GPU each, and more where a stage wants more;
+    or else a share of the cores, unless MOECORE_THREADS says how many; nothing where a cluster's
+    launcher gives them. Raises UserError where a stage wants more GPUs than there are.
+    """
+    path = os.environ.get(CLUSTER)
+    cluster = read_cluster(path) if path is not None else None
+    gpus = list_gpus() if cluster is None or not cluster.gives_gpus else []
+    if gpus:
+        wanted = {} if cluster is None else cluster.gpus
+        for stage, number in wanted.items():
+            if number > len(gpus):
+                wrong = f"{path}: {stage}.gpus: found {number}"
+                raise UserError(f"{wrong}; this machine may use {len(gpus)}: {', '.join(gpus)}")
+        places = max(jobs, *wanted.values(), 1)
+        return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(places)]
+    if cluster is not None:
+        return [{} for _ in range(jobs)]
+    share = str(max(1, available_cores() // jobs))
+    threads = os.environ.get(THREAD_VARIABLES[0]) or share
+    return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
+
+
+def job_gpu_count(stages: Sequence[str]) -> int:
+    """Return how many GPUs of this machine the stages of a job want; 1 without a cluster file."""
+    if CLUSTER not in os.environ:
+        return 1
+    cluster = read_cluster(os.environ[CLUSTER])
+    return max(1, *(cluster.needs(stage.partition("@")[0]).gpus for stage in stages))
+
+
+def choose_places(
+    stages: Sequence[str], free: Sequence[Mapping[str, str]]
+) -> list[Mapping[str, str]] | None:
+    """Return the ``free`` places that a job takes, one or one per GPU; None where too few."""
+    if not free:
+        return None
+    by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
+    if not by_gpu:
+        return [free[-1]]
+    wanted = job_gpu_count(stages)
+    return list(by_gpu.values())[:wanted] if len(by_gpu) >= wanted else None
+
+
+def merge_environments(places: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The environment of a job that has all of these places."""
+    environment = dict(places[0])
+    if VISIBLE_GPUS in environment:
+        environment[VISIBLE_GPUS] = ",".join(place[VISIBLE_GPUS] for place in places)
+    return environment
+
+
+def list_gpus() -> list[str]:
+    """The GPUs of this machine that may be used, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    given = os.environ.get(VISIBLE_GPUS)
+    if given is None:
+        return [str(card) for card in range(count)]
+    return [card.strip() for card in given.split(",")][:count]
+
+
+def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the environments with a server of stages, where they may be forked.
+
+    Where not, ``python`` is the one that runs this process, first in the PATH.
+    """
+    import torch
+
+    if SOCKET in os.environ:
+        return environments
+    if sys.platform != "linux" or torch.cuda.device_count() or CLUSTER in os.environ:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return [environment | {"PATH": path} for environment in environments]
+    from moecore.pipeline.stage_fork_server import start_stage_server
+
+    forking = start_stage_server().environment()
+    return [environment | forking for environment in environments]
+
+
+def default_jobs() -> int:
+    """Return how many jobs run at a time: one per GPU; without one, one per core, at most 4."""
+    import torch
+
+    return torch.cuda.device_count() or min(4, available_cores())

@@ -1,7 +1,11 @@
-"""What ``dvc repro`` would run, why, and how long it took the last time."""
+"""What ``dvc repro`` would run, why, and how long it took the last time.
+
+Also raw data that changed since they were prepared, which DVC does not see.
+"""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import chdir
 from graphlib import TopologicalSorter
 from pathlib import Path
 from statistics import fmean
@@ -9,14 +13,17 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, explain_file_errors, read_json
 from moecore.core.source_layout import CODE, ROOT
+from moecore.data.raw_data_changes import describe_change
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
 from moecore.study.document import load_yaml_document
+from moecore.study.stages import CODE_STAGE
 
-HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study
 SHOWN = 2  # reasons, and stages above, that are named
+HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw
+RECORD = Path("tables/raw.json")
 
 
 class PlannedStage(NamedTuple):
@@ -82,7 +89,7 @@ def plan_stages(
     for stage in sort_stages(reasons, pipeline.edges):
         above = [before for before, after in pipeline.edges if after == stage if before in reasons]
         if by_code is not None:
-            above = [before for before in above if before != HASHING]
+            above = [before for before in above if before != CODE_STAGE]
         if stage not in reasons and above:
             more = f" and {len(above) - SHOWN} more" if len(above) > SHOWN else ""
             reasons[stage] = (f"after {', '.join(above[:SHOWN])}{more}",)
@@ -99,7 +106,7 @@ def stages_changed_by_code(
     DVC sees only that the stage ``code`` has to run. The code is hashed here as that stage will,
     and compared with what it wrote the last time. root: of the code.
     """
-    entries = pipeline.status.get(HASHING, [])
+    entries = pipeline.status.get(CODE_STAGE, [])
     if any(entry != ALWAYS and set(entry) != {"changed deps"} for entry in entries):
         return None
     params = Path(os.environ.get("MOECORE_PARAMS", "params.yaml"))
@@ -196,7 +203,7 @@ def print_plan() -> None:
     """Print the plan as a table."""
     pipeline = query_pipeline_status()
     planned = plan_stages(pipeline, past_seconds(), stages_changed_by_code(pipeline))
-    heavy = [item for item in planned if item.stage != HASHING]
+    heavy = [item for item in planned if item.stage != CODE_STAGE]
     if not heavy:
         print("Nothing would run: everything is up to date.")
         return
@@ -209,3 +216,15 @@ def print_plan() -> None:
     unknown = sum(item.seconds is None for item in heavy)
     rest = f" and {unknown} of unknown length" if unknown else ""
     print(f"{len(heavy)} stages, about {seconds}{rest}")
+
+
+def describe_changed_raw_data(params: Path) -> Iterator[str]:
+    """Yield a line for each folder under ``data`` that is not as ``prepare`` saw it."""
+    sections = load_yaml_document(str(params)).data.get("data")
+    with chdir(params.parent):
+        for name in sections if isinstance(sections, dict) else ():
+            record = HISTORY / name / RECORD
+            for before in read_json(record) if record.is_file() else []:
+                if change := describe_change(before):
+                    mend = f"to prepare it again: `dvc repro -f -s prepare@{name}`"
+                    yield f"{params.name}: data.{name}: {change}; {mend}, then `moecore run`"

@@ -1,4 +1,4 @@
-"""The folders below .runs/ in which questions are run, and the results that git keeps of them.
+"""The questions of pipelines/: their check, their folders below .runs/, and their results.
 
 A run folder is a DVC project of its own, with the project's cache, and ignored by the project's
 git. DVC refuses files that git ignores, so it is a git repository, too: its last commit is what was
@@ -8,7 +8,7 @@ written, and ``dvc params diff`` says how its params.yaml differs from that.
 import keyword
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moecore.core.files import (
@@ -19,10 +19,11 @@ from moecore.core.files import (
     write_json,
     write_whole,
 )
-from moecore.core.source_layout import SHIPPED
+from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.pipeline.dvc import (
     RUN_CONFIG,
     WITHOUT_GIT,
+    main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
 )
@@ -30,8 +31,9 @@ from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.report.claims.preregistration import ASKED, committed_at, run_git
+from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.check import check_document
+from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
 from moecore.study.document import load_yaml_document
 from moecore.study.layers import (
     OVERLAY,
@@ -42,6 +44,8 @@ from moecore.study.layers import (
 )
 from moecore.study.params_file import ParamsOrigin, list_changes, params_text, write_params
 from moecore.study.questions import PIPELINES, QuestionFile, Round
+from moecore.study.study import read_study
+from moecore.study.trial_rules import trial_step_misfits
 
 HERE = Path()
 OUR_QUESTIONS = "ours"
@@ -95,7 +99,13 @@ def write_run(one: Round, presets: Sequence[str] = ()) -> list[str]:
 
 
 def write_project(folder: Path = HERE) -> list[str]:
-    """Write params.yaml and dvc.yaml of a project that has an overlay.yaml; return what changes."""
+    """Write params.yaml and dvc.yaml of a project that has an overlay.yaml; return what changes.
+
+    In moecore's own clone: its dvc.yaml, from the table of stages.
+    """
+    if folder.resolve() == ROOT and not (folder / OVERLAY).is_file():
+        write_whole(folder / "dvc.yaml", main_dvc_yaml_text())
+        return ["dvc.yaml written"]
     composed = compose_project(folder)
     changes = write_params(folder / "params.yaml", params_text(composed, _overlay_origin(folder)))
     write_dvc_files(folder, composed)
@@ -199,3 +209,43 @@ def _commit_written(folder: Path) -> None:
     author = ("-c", "user.name=moecore", "-c", "user.email=moecore@localhost")
     words = ("commit", "--quiet", "--no-verify", "--no-gpg-sign", "-m", "written by moecore")
     run_git(folder, *author, *words)
+
+
+def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:
+    """Yield a line for each round of a question, and one for its presets; fill ``problems``.
+
+    Of a round everything is tried that ``moecore check`` tries, and a small step of the methods
+    that it does not run, too; of presets, which may lie over each other, whether they can be read.
+    """
+    for one in question.rounds:
+        try:
+            yield f"{one.name}: {_check_round(one)}"
+        except UserError as error:
+            problems.append(str(error))
+    for name in question.presets:
+        try:
+            read_study(question.rounds[0].compose([name]).document)
+        except UserError as error:
+            problems.append(str(error))
+    if question.presets:
+        yield f"{question.name}: {len(question.presets)} presets"
+
+
+def _check_round(one: Round) -> str:
+    """Return whether a round is in order; raises UserError where it is not.
+
+    Paths of data count from a folder as deep as that in which it runs.
+    """
+    document, _, stages = one.compose()
+    home = one.folder if one.folder.is_dir() else one.question.path.parent
+    try:
+        study = check_study_document(document, stages, home, unfit_metric_problems).study
+        data = ""
+    except MissingData:
+        study = read_study(document)
+        data = ", but its data are not here"
+    others = tuple(name for name in study.methods if name not in study.run.methods)
+    untried = study.model_copy(update={"run": study.run.model_copy(update={"methods": others})})
+    if faults := format_misfits(document, trial_step_misfits(untried)):
+        raise UserError("\n".join(faults))
+    return f"in order{data}"

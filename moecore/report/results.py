@@ -20,15 +20,15 @@ from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
 from moecore.study.sections import Phase as PhaseName
 from moecore.study.sections import Selection
+from moecore.study.stages import MEASURE, MEASURED_STAGES
 from moecore.tasks.base import Task
 
-USUAL = ("calibrate", "robustness", "routing")
 MEASURED = Path("artifacts/measured")
 ALONE: dict[str, type[Config]] = {"linear_experts": LinearExperts, "sizes": Sizes}  # by stage
 
 
 def read_results(
-    run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = USUAL
+    run: Selection, settings: str, root: str | Path = ".", stages: Collection[str] = MEASURED_STAGES
 ) -> Results:
     """Every file that ``run`` asks for, below ``root``.
 
@@ -99,7 +99,7 @@ def read_model(
         path = root / MEASURED / shown.stage / phase / f"{model}.json"
         stage = shown.stage or phase
         if stage in measurements:
-            stage = "measure"
+            stage = MEASURE
         result = shown.read(path, stage)
         if isinstance(result, Skipped):
             skipped.append(f"{shown.title}: {result.skipped}")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.core.config import Config
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection
+from moecore.study.stages import MEASURE
 from moecore.tasks.base import Task
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 
@@ -139,7 +140,7 @@ def parse_methods_section(settings: str) -> Mapping[str, Any]:
 
 def stages_and_measurements(stages: Collection[str], run: Selection) -> set[str]:
     """Return the stages of a study, and what its stage ``measure`` measures."""
-    if "measure" in stages:
+    if MEASURE in stages:
         return {*stages, *run.measurements}
     return set(stages)
 

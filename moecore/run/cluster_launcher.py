@@ -21,14 +21,14 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.operating_system import set_parent_death_signal
-from moecore.core.source_layout import ROOT, STAGE_MODULES
+from moecore.core.source_layout import STAGE_MODULES
 from moecore.run.local_ranks import LAUNCHED, rank_variables_from_slurm, thread_variables_from_slurm
 from moecore.run.stage_entry import MEETING, end_with_parent, has_failed_rank
 from moecore.study.document import load_yaml_document
 from moecore.study.settings import validate_whole
+from moecore.study.stages import STAGES, TRAINING_STAGES, stage_of_command
 
 CLUSTER = "MOECORE_CLUSTER"
-TRAINING_STAGES = ("teacher", "pretrain", "finetune", "adversarial")
 FINAL_CODES = (0, 1, 2)  # a second try would not change these: done, an error, wrong words
 # Of SLURM's variables, what a job of its own is to know: all others tell of the job around it
 KEPT_SLURM_VARIABLES = {"SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS"}
@@ -119,7 +119,7 @@ def _launch_problem(cluster: Cluster) -> str:
 
 def _stage_problems(cluster: Cluster) -> Iterator[tuple[list[str], str]]:
     """Yield the keys of what is wrong with the stages' needs, and why."""
-    known = list_stage_names()
+    known = sorted(STAGES)
     for stage, own in cluster.stages.items():
         if stage not in known:
             yield ["stages", stage], f"no stage; allowed: {', '.join(known)}"
@@ -137,25 +137,9 @@ def _stage_problems(cluster: Cluster) -> Iterator[tuple[list[str], str]]:
             yield [*keys, "gpus"], f"{own_gpus}; allowed: one a rank, or 0"
 
 
-def list_stage_names() -> list[str]:
-    """The stages' names: of their scripts, and of those that are a part of one."""
-    scripts = {path.stem for path in (ROOT / "moecore/stages").glob("[a-z]*.py")}
-    return sorted({*scripts, "adversarial", "routing"} - {"fork_server"})
-
-
-def stage_name(words: Sequence[str]) -> str:
-    """The stage's name in dvc.yaml, of the words after ``python``."""
-    name = words[1].removeprefix(STAGE_MODULES)
-    if name == "finetune" and len(words) > 2:
-        return words[2]  # finetune or adversarial
-    if words[1:3] == [f"{STAGE_MODULES}measure", "routing"]:
-        return "routing"
-    return name
-
-
 def launch_command(cluster: Cluster, words: Sequence[str]) -> list[str]:
     """Return what starts ``python WORDS`` with the launcher."""
-    stage = stage_name(words)
+    stage = stage_of_command(words)
     needs = cluster.needs(stage)
     tasks = needs.nodes * needs.ranks
     values = needs.model_dump() | {"stage": stage, "tasks": tasks}
@@ -194,7 +178,7 @@ def hand_stage_to_launcher() -> None:
 
 def run_with_launcher(cluster: Cluster, words: Sequence[str]) -> int:
     """The exit code of the stage, started again where it was ended from outside."""
-    needs = cluster.needs(stage_name(words))
+    needs = cluster.needs(stage_of_command(words))
     code = 0
     for left in reversed(range(cluster.tries)):
         folder = Path(".state/meetings").resolve()

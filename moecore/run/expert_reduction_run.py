@@ -15,7 +15,7 @@ from moecore.training.surgery.expert_reduction import ExpertReduction
 
 
 def record_expert_reduction(
-    params: Config, script: str, reduction: ExpertReduction, method: str, seed: int
+    params: Config, reduction: ExpertReduction, method: str, seed: int
 ) -> None:
     """Reduce artifacts/pretrain/``method``/``seed`` by training images, and evaluate it.
 
@@ -25,7 +25,7 @@ def record_expert_reduction(
     start = Path("artifacts/pretrain", method, str(seed))
     target = Path("artifacts", stage, method, str(seed))
     data = Prepared.open(Path("artifacts/data", stage))
-    inputs = read_stage_inputs(stage, params, script, [data.folder, start], method=method)
+    inputs = read_stage_inputs(stage, params, [data.folder, start], method=method)
     with record_run(stage, params, method=method, seed=seed, inputs=inputs) as run:
         begun = time.monotonic()
         whole = load_model(start).to(tune_runtime().device)

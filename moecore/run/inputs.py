@@ -20,6 +20,7 @@ from moecore.run.history_file import flatten_keys
 from moecore.run.source_hashes import StageCode
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.settings import params_keys_by_field, read_params
+from moecore.study.stages import list_code_hashes
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 
@@ -95,44 +96,30 @@ class StageInputs:
 def read_stage_inputs(
     stage: str,
     params: Config,
-    script: str | Path,
     artifacts: Sequence[str | Path],
     phase: str | None = None,
     method: str | None = None,
 ) -> StageInputs:
-    """Return what the stage of this script and item reads. Raises UserError for edited code."""
-    files = stage_hash_files(script, type(params), stage, phase, method)
+    """Return what a stage of this item reads; ``measure`` goes by the name of the measurement.
+
+    Raises UserError for edited code.
+    """
+    files = stage_hash_files(stage, phase, method)
     return StageInputs(params, artifacts, files, method=method, data=phase)
 
 
-def stage_hash_files(
-    script: str | Path,
-    params: type[Config],
-    stage: str,
-    phase: str | None = None,
-    method: str | None = None,
-) -> list[Path]:
+def stage_hash_files(stage: str, phase: str | None = None, method: str | None = None) -> list[Path]:
     """Return the files of artifacts/code/ with the hashes of a stage's code, as in dvc.yaml.
 
-    They are those of the script, of the measurement ``stage``, of the method, or of all methods
-    where the stage reads ``run.methods``, and of the sections that ``params`` reads. Raises
-    UserError where the stage ``code`` has not written that of the script.
+    Raises UserError where the stage ``code`` has not written that of the script.
     """
-    own = CODE / "stages" / f"{Path(script).stem}.json"
+    own, *others = [CODE / path for path in list_code_hashes(stage, key=phase, method=method)]
     if not own.is_file():
         raise UserError(
             f"{own}: no such file; run `python -m moecore.stages.code`, which writes it"
         )
-    keys = params_keys_by_field(params).values()
-    sections = {key.format(method=method, data=phase) for key in keys}
-    methods = sorted((CODE / "methods").glob("*.json")) if "run.methods" in sections else []
-    sections |= {section.partition(".")[0] for section in sections}
-    named = [
-        CODE / "measure" / f"{stage}.json",
-        CODE / "methods" / f"{method}.json",
-        *(CODE / "sections" / f"{section}.json" for section in sorted(sections)),
-    ]
-    return [own, *methods, *(file for file in named if file.is_file())]
+    files = [file for path in others for file in (sorted(path.glob("*.json")) or [path])]
+    return [own, *(file for file in files if file.is_file())]
 
 
 def refuse_changed_document(before: Document) -> None:

@@ -92,7 +92,6 @@ class KeptParts:
 def record_resumable(
     stage: str,
     params: Config,
-    script: str | Path,
     inputs: Sequence[str | Path],
     *,
     phase: str | None = None,
@@ -104,7 +103,7 @@ def record_resumable(
     Yields its record and its work folder, which is removed after success.
     """
     item = {"phase": phase, "method": method, "seed": seed}
-    read = read_stage_inputs(stage, params, script, inputs, phase, method)
+    read = read_stage_inputs(stage, params, inputs, phase, method)
     with (
         hold_work_folder(execution_subpath(stage, **item), read.key()) as work,
         record_run(stage, params, work=work, inputs=read, **item) as run,
@@ -114,10 +113,10 @@ def record_resumable(
 
 @contextmanager
 def record_measurement(
-    stage: str, params: Config, script: str | Path, phase: str, method: str, seed: int
+    stage: str, params: Config, phase: str, method: str, seed: int
 ) -> Iterator[tuple[Run, KeptParts]]:
     """Record a measurement of a trained model; the parts of a killed one are kept."""
     inputs = [Path("artifacts/data", phase), Path("artifacts", phase, method, str(seed))]
     item = {"phase": phase, "method": method, "seed": seed}
-    with record_resumable(stage, params, script, inputs, **item) as (run, work):
+    with record_resumable(stage, params, inputs, **item) as (run, work):
         yield run, KeptParts(work, run.inputs)

@@ -13,6 +13,7 @@ from moecore.core.files import UserError, explain_file_errors
 from moecore.core.operating_system import set_parent_death_signal
 from moecore.core.source_layout import STAGE_MODULES, refuse_other_checkout
 from moecore.run.inputs import allow_params_packages
+from moecore.study.stages import STAGES, TRAINING_STAGES
 
 ENDED_CODE = 143  # the exit code of what was ended from outside
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
@@ -27,21 +28,19 @@ CONNECTION_LOST = (
 )
 
 
-def run_stage(
-    function: Callable[..., None], arguments: list[str] | None = None, trains: bool = False
-) -> None:
+def run_stage(function: Callable[..., None], arguments: list[str] | None = None) -> None:
     """Call ``function`` with the words of the command line, converted by its annotations.
 
     ``def pretrain(method: str, seed: int)`` runs as ``python -m moecore.stages.pretrain vmoe 0``.
     Exit codes: 1 for a UserError (printed without a traceback), 2 for wrong arguments. If the
-    parent (dvc) is killed, the stage ends too. trains: several ranks may share it.
+    parent (dvc) is killed, the stage ends too. Several ranks may share a stage that trains.
     """
     words = sys.argv[1:] if arguments is None else arguments
     values = _convert_words(function, words)
     end_with_parent()
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        if not trains:
+        if not any(STAGES[name].module == function.__name__ for name in TRAINING_STAGES):
             refuse_several_ranks()
         refuse_other_checkout()
         with explain_file_errors():
@@ -100,7 +99,8 @@ def _exit(code: int) -> None:
 def refuse_several_ranks() -> None:
     """Raise UserError where a launcher started several processes of a stage that is one."""
     if has_several_ranks():
-        shared = "teacher, pretrain, finetune and adversarial, which train, may be shared"
+        *first, last = TRAINING_STAGES
+        shared = f"{', '.join(first)} and {last}, which train, may be shared"
         size = os.environ["WORLD_SIZE"]
         raise UserError(f"found {size} ranks; allowed of this stage: 1 ({shared})")
 

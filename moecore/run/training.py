@@ -128,14 +128,13 @@ def training_run(
     params: Config,
     data: Prepared,
     inputs: Sequence[Path],
-    script: str,
     method: str | None = None,
     seed: int | None = None,
     trains: bool = True,
 ) -> Iterator[TrainingRun]:
     """A recorded run of a training stage on ``data`` and ``inputs``; killed, it is resumed.
 
-    script: the stage's file. trains: several ranks may share it; else the first does the work.
+    trains: several ranks may share it; else the first does the work.
     """
     item = [str(word) for word in (method, seed) if word is not None]
     name = "/".join([stage, *item])
@@ -152,7 +151,7 @@ def training_run(
         yield TrainingRun(None, Path(broadcast_text("")), name.replace("/", " "), monitor)
         return
     artifacts = [data.folder, *inputs]
-    with record_resumable(stage, params, script, artifacts, method=method, seed=seed) as (
+    with record_resumable(stage, params, artifacts, method=method, seed=seed) as (
         run,
         work,
     ):

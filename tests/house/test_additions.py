@@ -38,8 +38,7 @@ STAGES = ["prepare", "teacher_router", "pretrain", "robustness", "measure", "com
 # All in one process: each of its own would import torch
 RUN = """
 from moecore.run.stage_entry import run_stage
-from moecore.stages.fork_server import STAGES
-stages = {stage.__name__: stage for stage in STAGES}
+from moecore.stages.fork_server import STAGES as stages
 run_stage(stages["prepare"], ["pretrain"])
 for name, *words in ("teacher_router",), ("pretrain",), ("robustness", "pretrain"):
     run_stage(stages[name], [*words, "mine", "0"])
@@ -93,3 +92,75 @@ def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
     assert "nudge" in str(attacks) and attacks["worst_case"]
     assert '"brightness' in (tmp_path / "artifacts/compare.json").read_text(encoding="utf-8")
     assert "Brightness" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
+
+
+PHASE_PARAMS = """\
+run: {methods: [mine], seeds: [0], phases: [pretrain, halve]}
+data:
+  pretrain: &data {kind: digits, size: 16}
+  halve: *data
+model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
+methods:
+  mine:
+    router: {kind: noisy_top_k, k: 2}
+    experts: {kind: mlp, number: 4, hidden_ratio: 1}
+teacher_router: {steps: 2, batch: 64, learning_rate: 0.01}
+pretrain: {epochs: 1, batch: 64, learning_rate: 0.001}
+halve: {left: 0.5}
+"""
+ROW = """\
+    Stage(
+        "halve",
+        "A pretrained model with half of its experts",
+        each="model",
+        reads=("halve",),
+        after=("data/halve", PRETRAINED),
+        folder=True,
+        settings="training.surgery.halve.Halve",
+        title="Halved",
+        usual=False,
+    ),
+"""
+RUN_PHASE = """
+from pathlib import Path
+from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.run.stage_entry import run_stage
+from moecore.stages.fork_server import STAGES
+from moecore.study.check import check_study
+names = ["prepare", "teacher_router", "pretrain", "halve", "compare"]
+Path("dvc.yaml").write_text(study_dvc_yaml_texts(stage_definitions(names), {})["dvc.yaml"])
+check_study()
+write_code("params.yaml")
+run_stage(STAGES["prepare"], ["pretrain"])
+run_stage(STAGES["prepare"], ["halve"])
+for name in "teacher_router", "pretrain", "halve":
+    run_stage(STAGES[name], ["mine", "0"])
+run_stage(STAGES["compare"], [])
+"""
+
+
+def test_a_phase_is_a_row_of_the_table_a_script_and_its_settings(tmp_path):
+    project = Project(tmp_path, PHASE_PARAMS)
+    project.forked = False
+    table = tmp_path / "moecore/study/stages.py"
+    text = table.read_text(encoding="utf-8")
+    before = '    Stage(\n        "out_of_fold",'
+    table.write_text(text.replace(before, ROW + before), encoding="utf-8")
+    for source, new in (
+        ("stages/prune_experts.py", "stages/halve.py"),
+        ("moecore/training/surgery/prune.py", "moecore/training/surgery/halve.py"),
+    ):
+        text = (tmp_path / source).read_text(encoding="utf-8")
+        text = text.replace("prune_experts", "halve").replace("Prune", "Halve")
+        text = text.replace("surgery.prune", "surgery.halve").replace('"prune"', '"halve"')
+        text = text.replace("prune: Halve", "halve: Halve").replace("params.prune", "params.halve")
+        (tmp_path / new).write_text(text, encoding="utf-8")
+    assert list_changed_files(tmp_path) == ["moecore/study/stages.py"]
+    project.run([sys.executable, "-c", RUN_PHASE])
+    outcomes = [
+        read_json(tmp_path / f"artifacts/measured/{phase}/mine/0.json")
+        for phase in ("pretrain", "halve")
+    ]
+    assert outcomes[1]["parameters"] < outcomes[0]["parameters"]
+    assert "Halved" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")

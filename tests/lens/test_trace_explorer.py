@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from moecore.lens.traces import Trace, write_trace
 
 from moecore.lens import trace_explorer, traces
 from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import write_lens_page
 from moecore.lens.recording import record_trained_model
 from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
-from moecore.lens.traces import Trace, write_trace
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.vit import Vit

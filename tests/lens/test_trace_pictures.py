@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from moecore.lens.traces import Trace, write_trace
 
 from moecore.core.files import UserError
 from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import draw_trace_pictures, render_lens, typical_patches
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
-from moecore.lens.traces import Trace, write_trace
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.router_hooks import build_record

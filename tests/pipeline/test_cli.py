@@ -45,10 +45,8 @@ def place(tmp_path, monkeypatch):
     assert fashion in text
     text = text.replace(fashion, "{kind: digits, size: 28}")
     (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
-    for name in ("moge", "worlds", "stages.yaml"):
-        copy = shutil.copytree if (ROOT / "pipelines" / name).is_dir() else shutil.copy
-        (tmp_path / "pipelines").mkdir(exist_ok=True)
-        copy(ROOT / "pipelines" / name, tmp_path / "pipelines" / name)
+    for name in ("moge", "worlds"):
+        shutil.copytree(ROOT / "pipelines" / name, tmp_path / "pipelines" / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -361,7 +359,6 @@ def looked(tmp_path_factory) -> Project:
     own = "    regularizers: [{kind: my_lab.calm}]"
     text = re.sub("^    regularizers: .*", own, f"packages: [my_lab]\n{text}", flags=re.M)
     write_whole(folder / "ours/quick.yaml", text.replace("epochs: 4", "epochs: 1"))
-    shutil.copy(ROOT / "pipelines/stages.yaml", folder)
     write_my_lab(folder / "ours")
     wanted = ["-S", "data.pretrain.train=1000"]
     done = project.moecore("study", "run", "quick", "--jobs", "2", *wanted)

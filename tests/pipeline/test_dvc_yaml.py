@@ -25,6 +25,7 @@ from moecore.pipeline.code_hashes import hash_code_files, hash_settings
 from moecore.pipeline.dvc import (
     LARGE_STUDY,
     count_stages,
+    main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
 )
@@ -41,6 +42,7 @@ from moecore.pipeline.plan import (
     query_pipeline_status,
     stages_changed_by_code,
 )
+from moecore.study import stages as stage_table
 from moecore.study.document import (
     Document,
     load_yaml_document,
@@ -52,12 +54,53 @@ from moecore.tasks.classification import Classification
 from tests import project
 from tests.project import compose_shipped
 
-MAIN = load_yaml_document(str(ROOT / "dvc.yaml")).data["stages"]
-MORE = load_yaml_document(str(ROOT / "pipelines/stages.yaml")).data["stages"]
 NO_PART = ("code", "numbers")  # the hashes of the code, and a copy of a file
 STAGES = {
-    name: stage.get("do", stage) for name, stage in (MAIN | MORE).items() if name not in NO_PART
+    name: stage.get("do", stage)
+    for name, stage in stage_definitions([*stage_table.STAGES]).items()
+    if name not in NO_PART
 }
+
+
+def test_the_main_dvc_yaml_is_what_the_table_of_stages_says():
+    text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
+    assert text == main_dvc_yaml_text(), "run `moecore study write`"
+    assert parse_yaml_document(text).data == {"stages": stage_definitions()}
+    assert len(text.splitlines()) <= 170
+
+
+def test_another_word_of_a_command_is_one_line_of_dvc_yaml(monkeypatch):
+    before = main_dvc_yaml_text().splitlines()
+    row = stage_table.STAGES["pretrain"]._replace(words="{method} {seed} again")
+    monkeypatch.setitem(stage_table.STAGES, "pretrain", row)
+    after = main_dvc_yaml_text().splitlines()
+    changed = [pair for pair in zip(before, after, strict=True) if len(set(pair)) == 2]
+    assert len(changed) == 1 and changed[0][1].endswith("${item.seed} again")
+
+
+def test_what_is_written_is_read_also_where_a_kind_of_stage_has_its_file():
+    definitions = stage_definitions([*stage_table.STAGES])
+    [whole] = study_dvc_yaml_texts(definitions, {}).values()
+    assert parse_yaml_document(whole).data == {"stages": definitions}
+    run = {"methods": range(100), "seeds": range(100)}
+    texts = study_dvc_yaml_texts(definitions, run)
+    step = parse_yaml_document(texts["steps/prune/dvc.yaml"]).data
+    assert step["vars"] == ["../../params.yaml"]
+    assert step["stages"] == {"prune": {"wdir": "../..", **definitions["prune"]}}
+
+
+@pytest.mark.parametrize("stage", stage_table.ROWS, ids=lambda row: row.name)
+def test_a_command_tells_its_stage(stage):
+    entry = stage_definitions([*stage_table.STAGES])[stage.name]
+    words = entry.get("do", entry)["cmd"].split()[1:]
+    if words[0] == "-m":
+        assert stage_table.stage_of_command(words) == stage.name
+
+
+def test_what_is_repeated_for_each_model_knows_which():
+    for stage in stage_table.ROWS:
+        assert (stage.name in stage_table.PHASES) <= (stage.each == "model" and stage.folder)
+        assert not stage.early or stage.item
 
 
 def script_and_words(stage: dict) -> tuple[str, list[str]]:

@@ -19,9 +19,9 @@ from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
 from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import hash_code_files, hash_files, import_closure, part_files
-from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import read_dvc_locks
 from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.stages import CODE_STAGE
 from tests.project import COMMAND, Project, forget_files
 
 METHODS = ("dense", "vmoe", "tgr")
@@ -80,7 +80,7 @@ def test_what_decides_no_result_and_wording_rerun_nothing(edited, monkeypatch):
         if file.relative_to(edited.folder).parts[1] in ("study", "run", "tracking", "pipeline"):
             text += "EDITED = True\n"
         file.write_text(text, encoding="utf-8")
-    assert edited.repro() == [HASHING]
+    assert edited.repro() == [CODE_STAGE]
     assert edited.changed_by_dvc() == set()
 
 
@@ -166,8 +166,7 @@ def copy_dependencies(finished: Project, stage: str, folder: Path) -> Path:
 TRACE = """
 import cProfile, json, os, sys, threading
 from moecore.run.stage_entry import run_stage
-from moecore.stages.fork_server import STAGES
-stages = {stage.__name__: stage for stage in STAGES}
+from moecore.stages.fork_server import STAGES as stages
 for name, (script, *words) in json.loads(sys.argv[1]).items():
     pid = os.fork()
     if pid == 0:
@@ -198,7 +197,7 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
         name: entry
         for name, entry in read_dvc_locks(finished.folder).items()
         if entry["cmd"].startswith("python -m moecore.stages.")
-        and name != HASHING
+        and name != CODE_STAGE
         and not ("vmoe" in name or "dense" in name and "finetune-" in name)
     }
     words = {}
@@ -289,11 +288,11 @@ def test_an_edit_reruns_what_uses_the_file_and_nothing_else(edited, used, monkey
         if room not in code_hashes.DECIDING:
             assert changed <= ({"compare"} if room == "report" else set()), file
         if soak:
-            edited.run(["dvc", "repro", "--single-item", HASHING])
+            edited.run(["dvc", "repro", "--single-item", CODE_STAGE])
             assert edited.changed_by_dvc() - {"numbers"} == changed, file
         (edited.folder / file).write_text(before, encoding="utf-8")
         if soak:
-            edited.run(["dvc", "repro", "--single-item", HASHING])
+            edited.run(["dvc", "repro", "--single-item", CODE_STAGE])
 
 
 TREE = {

@@ -14,24 +14,16 @@ from pathlib import Path
 import pytest
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, read_json, write_json
-from moecore.core.source_layout import ROOT
+from moecore.core.files import UserError, write_json
 from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.dvc import dvc_entry
 from moecore.run import history_file, source_hashes
 from moecore.run.history_file import read_dvc_locks, read_lines
 from moecore.run.inputs import StageInputs, refuse_changed_document, stage_hash_files
 from moecore.run.run_record import record_run
 from moecore.run.source_hashes import StageCode, hash_source_file
-from moecore.stages import (
-    calibrate,
-    finetune,
-    prepare,
-    pretrain,
-    robustness,
-    teacher,
-    transfer,
-)
 from moecore.study.document import load_yaml_document
+from moecore.study.stages import STAGES
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -129,39 +121,25 @@ def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_p
         StageCode([tmp_path / "hashes.json"])
 
 
-@pytest.mark.parametrize(
-    ("stage", "script", "item"),
-    [
-        ("prepare", prepare, {"stage": "prepare", "phase": "pretrain"}),
-        ("teacher", teacher, {"stage": "teacher"}),
-        ("pretrain", pretrain, {"stage": "pretrain", "method": "vmoe"}),
-        ("finetune", finetune, {"stage": "finetune", "method": "vmoe"}),
-        ("calibrate", calibrate, {"stage": "calibrate", "phase": "finetune", "method": "vmoe"}),
-        ("robustness", robustness, {"stage": "robustness", "phase": "finetune", "method": "vmoe"}),
-        ("transfer", transfer, {"stage": "transfer", "phase": "finetune"}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_stage_compares_the_code_that_dvc_files_its_result_under(
-    stage, script, item, monkeypatch, tmp_path
-):
+@pytest.mark.parametrize("stage", [name for name, row in STAGES.items() if row.reads])
+def test_a_stage_compares_the_code_that_dvc_files_its_result_under(stage, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(PARAMS, encoding="utf-8")
     write_code("params.yaml")
-    defined = load_yaml_document(ROOT / "dvc.yaml").data["stages"][stage]
-    deps = [
-        path.replace("${item.method}", "vmoe").replace("${key}", "pretrain")
-        for path in defined.get("do", defined)["deps"]
-        if path.startswith("artifacts/code/") and "/settings/" not in path
-    ]
-    files = stage_hash_files(script.__file__, script.Params, **item)
-    named = [
-        file for path in map(Path, deps) for file in (path.glob("*") if path.is_dir() else [path])
-    ]
-    sources, expected = (
-        {source for file in side for source in read_json(file)} for side in (files, named)
-    )
-    assert sources == expected
+    defined = dvc_entry(STAGES[stage])
+    names = {"${item.method}": "vmoe", "${key}": "pretrain", "${item.what}": "invariance"}
+    deps = [path for path in defined.get("do", defined)["deps"] if "/settings/" not in path]
+    for template, name in names.items():
+        deps = [path.replace(template, name) for path in deps]
+    named = {
+        file
+        for path in map(Path, deps)
+        if path.is_relative_to("artifacts/code")
+        for file in (path.glob("*") if path.is_dir() else [path])
+        if file.is_file()
+    }
+    what = "invariance" if stage == "measure" else stage
+    assert {*stage_hash_files(what, "pretrain", "vmoe")} == named
 
 
 def test_dvc_tells_settings_apart_that_are_called_size(tmp_path):

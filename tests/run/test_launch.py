@@ -31,9 +31,9 @@ from moecore.run.cluster_launcher import (
     launch_environment,
     read_cluster,
     run_with_launcher,
-    stage_name,
 )
 from moecore.run.local_ranks import rank_variables_from_slurm, thread_variables_from_slurm
+from moecore.study.stages import stage_of_command
 from tests.project import COMMAND, PARAMS, Project
 
 CONFIG = """\
@@ -232,7 +232,7 @@ def test_what_is_started():
     words = ["-m", "moecore.stages.measure", "routing", "pretrain", "vmoe", "0"]
     assert launch_command(cluster, words) == ["env", "A=routing", "B=0", PYTHON, *words]
     words = ["-m", "moecore.stages.finetune", "adversarial", "vmoe", "0"]
-    assert stage_name(words) == "adversarial"
+    assert stage_of_command(words) == "adversarial"
     assert launch_command(cluster, words)[3:6] == [PYTHON, "-m", "moecore.run.local_ranks"]
     cluster = Cluster(launch=SRUN, stages={"pretrain": {"nodes": 2, "ranks": 4, "cores": 8}})
     words = ["-m", "moecore.stages.pretrain", "vmoe", "0"]

@@ -24,7 +24,7 @@ NUMBERS = {"moe": {}, "claims": {"0: one": {}}}
 @pytest.fixture
 def study(tmp_path, monkeypatch) -> Round:
     """A question with claims in a project of its own, whose run folder is written."""
-    for name in ("params.yaml", "dvc.yaml", "pipelines/stages.yaml", f"pipelines/{NAME}.yaml"):
+    for name in ("params.yaml", "dvc.yaml", f"pipelines/{NAME}.yaml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "data").symlink_to(ROOT / "data")

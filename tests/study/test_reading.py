@@ -30,7 +30,8 @@ from moecore.study.settings import (
     params_keys_by_field,
     read_params,
 )
-from moecore.study.study import MEASURED_SECTIONS, SECTIONS, Study
+from moecore.study.stages import SECTIONS
+from moecore.study.study import MEASURED_SECTIONS, Study
 
 
 class NoisyTopK(Config):

@@ -5,19 +5,19 @@ seeds would train (docs/methods.md, Statistics).
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from moecore.report.claims.claims_page import Answer, Studies
 from moecore.report.claims.claims_table import build_claim_row
 from moecore.report.claims.evaluation import verdict_gap_and_level
 from moecore.report.claims.stored_verdicts import rebuild_difference
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
-from moecore.study.sections import Claim, Comparison, Phase
+from moecore.study.sections import Claim, Comparison
+from moecore.study.stages import PHASES
 
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000
 MORE_ITEMS = 10
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class RequiredSampleSizes(NamedTuple):

@@ -17,14 +17,8 @@ from moecore.report.tables.metrics_by_method import ComparisonTable, used_tests
 from moecore.report.tables.number_format import keep_percent_on_line
 from moecore.report.typed_results import Phase, Results
 from moecore.statistics.crossed import BOTH
+from moecore.study.stages import STAGES
 
-TITLES = {
-    "pretrain": "Pretrained",
-    "finetune": "Fine-tuned",
-    "adversarial": "Adversarially fine-tuned",
-    "prune": "Pruned",
-    "merge": "Merged",
-}
 KINDS = {
     BOTH: "over test items and seeds at once where items are kept (docs/intervals.md)",
     "t": "Student's t over seeds",
@@ -137,7 +131,7 @@ def describe_intervals(compared: ComparisonTable) -> str:
 
 
 def phase_title(phase: Phase) -> str:
-    return f"{TITLES.get(phase.name, phase.name)} on {phase.card['name']}"
+    return f"{STAGES[phase.name].title} on {phase.card['name']}"
 
 
 def pluralize(count: int, word: str) -> str:

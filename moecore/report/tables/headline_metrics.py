@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -25,14 +25,12 @@ from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.results import read_card_and_task, read_model
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.study.sections import Phase as PhaseName
+from moecore.study.stages import MODEL_STAGES, PHASES
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones
-PHASES: tuple[PhaseName, ...] = get_args(PhaseName)
 Items = Mapping[str, Collection[str]]  # method → the items whose results are of its model
 ALONE: dict[str, Any] = {"linear_experts": linear_experts, "sizes": sizes, "transfer": transfer}
-TRAININGS = ("teacher", *PHASES)
 
 
 def render_metrics_files(results: Results) -> dict[str, str]:
@@ -130,7 +128,7 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         folder = study / "artifacts/data" / item.removeprefix("prepare/")
         yield "samples", draw_dataset_samples(Prepared.open(folder))
         return
-    wanted = "" if stage in TRAININGS else stage
+    wanted = "" if stage in MODEL_STAGES else stage
     displays = [one for one in list_displays() if one.stage == wanted]
     kinds = [one for one in displays if one.within is None]
     parts = [one for one in displays if one.within is not None]

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from moecore.data.image_noise import add_noise, image_rng, standard_normal_noise
 from PIL import Image
 
 from moecore.data.corruptions import (
@@ -24,7 +25,6 @@ from moecore.data.corruptions import (
     trail_kernel,
     zoom_blur,
 )
-from moecore.data.image_noise import add_noise, image_rng, standard_normal_noise
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 

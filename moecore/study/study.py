@@ -1,18 +1,22 @@
 """The whole of params.yaml as one typed object, and which of its sections the stages read."""
 
+import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, create_model
 
-from moecore.brain.out_of_fold import OutOfFold
 from moecore.core.config import Config, find_class
 from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
+from moecore.core.outside_packages import (
+    OUR_PACKAGE,
+    allow_packages,
+    check_package_name,
+    package_folder,
+)
 from moecore.data.sources.base import Source
 from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate
-from moecore.measure.linear_experts import LinearExperts
 from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
@@ -21,52 +25,29 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.study.document import Document
 from moecore.study.sections import Claim, Phase, Question, Selection
 from moecore.study.settings import format_error_line, validate_whole
+from moecore.study.stages import CODE_STAGE, LAST_STAGES, MEASURE, ROWS, SECTIONS, TRAINING_PHASES
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
-from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training
-from moecore.training.surgery.merge import Merge
-from moecore.training.surgery.prune import Prune
+from moecore.training.settings import Finetuning, TeacherRouterFit, Training
 from moecore.training.teachers.base import Teacher
 
 Misfits = Iterator[tuple[tuple, str]]  # what rules yield: keys, and what is wrong there
 
-# A test holds this equal to what the scripts under stages/ read.
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "prepare": ("data",),
-    "teacher": ("teacher",),
-    "teacher_router": ("model", "methods", "teacher_router"),
-    "pretrain": ("model", "methods", "pretrain"),
-    "finetune": ("methods", "finetune"),
-    "adversarial": ("methods", "adversarial"),
-    "prune": ("prune",),
-    "merge": ("merge",),
-    "out_of_fold": ("model", "methods", "pretrain", "calibrate", "out_of_fold"),
-    "calibrate": ("calibrate",),
-    "robustness": ("robustness",),
-    "transfer": ("run", "transfer"),
-    "routing": ("routing",),
-    "measure": (),  # those that run.measurements names
-    "linear_experts": ("linear_experts",),
-    "sizes": ("sizes",),
-    "compare": ("run", "claims", "questions"),
-}
 # by the stage `measure`
 MEASURED_SECTIONS = tuple(name for name in builtin_measurements() if name not in SECTIONS)
 # their defaults say all
 OPTIONAL_SECTIONS = ("claims", "questions", "monitor", "out_of_fold", "transfer", "packages")
-TRAINING_PHASES = ("pretrain", "finetune", "adversarial")  # stages that train, on their own data
-REDUCING_PHASES = ("prune", "merge")  # stages that give a pretrained model fewer experts
 
 
 def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str, str]:
     """Return section → a stage that reads it; run: the section ``run`` of the file."""
-    readers = {"run": "compare", "packages": "code"}
+    readers = {"run": LAST_STAGES[0], "packages": CODE_STAGE}
     for stage in stages:
         if stage in TRAINING_PHASES:
             readers.setdefault("monitor", stage)
         for section in SECTIONS.get(stage, ()):
             readers.setdefault(section, stage)
-        if stage == "measure":
+        if stage == MEASURE:
             listed = run.get("measurements")
             named = listed if isinstance(listed, list) else []
             readers |= {name: stage for name in named if name in MEASURED_SECTIONS}
@@ -79,7 +60,12 @@ def stage_by_section(stages: Iterable[str], run: Mapping[str, Any]) -> dict[str,
 MEASUREMENT_FIELDS: dict[str, Any] = {
     name: (measurement | None, None) for name, measurement in builtin_measurements().items()
 }
-Measured = create_model("Measured", __base__=Config, **MEASUREMENT_FIELDS)
+STAGE_FIELDS: dict[str, Any] = {  # and one for each stage whose row names the class of its section
+    stage.name: (pkgutil.resolve_name(f"{OUR_PACKAGE}.{stage.settings}") | None, None)
+    for stage in ROWS
+    if stage.settings
+}
+Sections = create_model("Sections", __base__=Config, **MEASUREMENT_FIELDS, **STAGE_FIELDS)
 
 
 def _check_package(name: str) -> str:
@@ -96,7 +82,7 @@ def _check_listed_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-class Study(Measured):
+class Study(Sections):
     """params.yaml: what is computed (``run``), and the settings of every stage that computes it.
 
     Sections that are None are not in the file; a study needs those that its stages read.
@@ -116,18 +102,13 @@ class Study(Measured):
     teacher_router: TeacherRouterFit | None = None
     pretrain: Training | None = None
     finetune: Finetuning | None = None
-    adversarial: AdversarialFinetuning | None = None
-    prune: Prune | None = None
-    merge: Merge | None = None
     monitor: Monitor | None = Field(
         None, description="How a training watches its routing, without a change; null: not at all."
     )
-    out_of_fold: OutOfFold | None = None
     calibrate: Calibrate | None = None
     robustness: Robustness | None = None
     transfer: Transfer | None = None
     routing: Routing | None = None
-    linear_experts: LinearExperts | None = None
     sizes: Sizes | None = None
     claims: tuple[Claim, ...] = Field(
         (), description="What the papers say of two methods, held against these runs."

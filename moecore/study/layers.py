@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import list_project_dvc_files
-from moecore.measure.base import builtin_measurements
 from moecore.study.document import (
     Document,
     did_you_mean,
@@ -31,10 +30,9 @@ from moecore.study.document import (
     show_value,
 )
 from moecore.study.settings import format_error_line
+from moecore.study.stages import CODE_STAGE, MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
-    REDUCING_PHASES,
-    SECTIONS,
-    TRAINING_PHASES,
+    Sections,
     Study,
     stage_by_section,
 )
@@ -271,9 +269,9 @@ def _narrow_to_stages(values: dict[str, Any], stages: Sequence[str]) -> None:
     """Leave out the data of phases, and the keys of ``run``, that no stage looks at."""
     data, run = values.get("data"), values.get("run")
     if isinstance(data, dict):
-        unused = {*TRAINING_PHASES[1:], *REDUCING_PHASES} - set(stages)
+        unused = set(PHASES[1:]) - set(stages)
         values["data"] = {name: source for name, source in data.items() if name not in unused}
-    if isinstance(run, dict) and "measure" not in stages:
+    if isinstance(run, dict) and MEASURE not in stages:
         unused = ("measurements", "thorough")
         values["run"] = {key: value for key, value in run.items() if key not in unused}
 
@@ -302,13 +300,15 @@ def list_folder_stages(folder: Path) -> tuple[str, ...]:
         if not isinstance(stages, dict):
             text = f"found {show_value(stages)}; allowed: stages by their names"
             raise UserError(format_error_line(document, ["stages"], text))
-        names += [name for name in stages if name != "code"]
+        names += [name for name in stages if name != CODE_STAGE]
     return tuple(names)
 
 
 def section_names() -> tuple[str, ...]:
-    """Return the sections that a params.yaml may have; those of measurements last."""
-    return tuple(sorted(Study.model_fields, key=lambda name: name in builtin_measurements()))
+    """Return the sections that a params.yaml may have; those of single stages and measurements
+    last.
+    """
+    return tuple(sorted(Study.model_fields, key=lambda name: name in Sections.model_fields))
 
 
 def check_keys(document: Document, directives: Sequence[str], packages: Sequence[str]) -> None:

@@ -1,37 +1,51 @@
-"""A project of one's own: a folder that uses an installed moecore, as ``moecore new`` writes it.
+"""The files of a project of one's own, as ``moecore new`` and ``moecore upgrade`` write them.
 
-Its files come from project_template/, in whose names ``dot_`` stands for a dot and ``my_study`` for
-the project, and from the params.yaml, dvc.yaml and studies of this version.
+They come from project_template/, in whose names ``dot_`` stands for a dot and ``my_study`` for the
+project, from the params.yaml and questions of this version and from the table of stages. An upgrade
+shows the diff first.
 """
 
+import difflib
 import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
 from moecore.pipeline.dvc import (
     WITHOUT_GIT,
     list_our_stages,
+    main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
 )
-from moecore.pipeline.project import moecore_requirement, write_answers
+from moecore.pipeline.plan import print_plan
+from moecore.pipeline.project import (
+    ProjectAnswers,
+    hash_text,
+    moecore_requirement,
+    version_numbers,
+    write_answers,
+)
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
 from moecore.study.document import parse_yaml_document
 from moecore.study.layers import OVERLAY, Composed
 from moecore.study.params_file import (
+    RENAMED_KEYS,
     dump_inline_yaml,
     overlay_text,
     project_params_text,
+    rename_keys_in_text,
     rewrite_data_paths,
 )
-from moecore.study.questions import QuestionFile, find_old_study, find_question
+from moecore.study.questions import PIPELINES, QuestionFile, find_old_study, find_question
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"
@@ -43,6 +57,8 @@ EDITED = ("README.md", "pyproject.toml", "src/", "tests/")  # the user's from th
 DVC_CONFIG = ".dvc/config"
 QUICK_LOOK = "moecore_quick"
 BEGUN = ".begun"  # a folder in which a project is written before it is moved to its place
+HERE = Path()
+INSTALLED = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")
 
 
 def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None:
@@ -133,7 +149,7 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
-        text = (SHIPPED / "dvc.yaml").read_text(encoding="utf-8")
+        text = main_dvc_yaml_text()
         if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
             return {"dvc.yaml": text}
         return study_dvc_yaml_texts(stage_definitions(stages), {}, DVC_HEAD)
@@ -190,3 +206,115 @@ def _begin_repository(part: Path, folder: Path) -> None:
     else:
         config = part / DVC_CONFIG
         write_whole(config, config.read_text(encoding="utf-8") + WITHOUT_GIT)
+
+
+class UpgradeChanges(NamedTuple):
+    """What an upgrade writes, and what it would write had the user not edited it.
+
+    Both: path → text, or None for a file that is no more.
+    """
+
+    written: dict[str, str | None]
+    edited: dict[str, str | None]
+
+
+def upgrade_project(answers: ProjectAnswers, is_written: bool) -> None:
+    """Print how the project here changes and what runs again; write it where that is wanted."""
+    renamed = _renamed_texts(answers)
+    with _files_as(renamed):  # an overlay has to be in order to be read
+        texts = upgradable_project_texts(HERE, answers.name, answers.study)
+        ours = _changed_texts(answers, texts)
+    changes = renamed | _required_moecore() | ours.written
+    print(f"moecore {answers.moecore} → {version('moecore')}")
+    for path, text in {**changes, **ours.edited}.items():
+        print(_diff(path, text), end="")
+    for path in ours.edited:
+        print(f"{path}: edited in this project and stays so; the diff above is for you to take")
+    with _files_as(changes):
+        print_plan()
+    if is_written:
+        for path, text in changes.items():
+            _write(path, text)
+        write_answers(HERE, answers.name, answers.study, texts)
+        print("written")
+    else:
+        print("nothing is written yet; to write it: moecore upgrade --yes")
+
+
+def _renamed_texts(answers: ProjectAnswers) -> dict[str, str | None]:
+    """The files of settings with the names of keys that are new since the project's version."""
+    since = version_numbers(answers.moecore)
+    steps = [step for step in RENAMED_KEYS if version_numbers(step.version) > since]
+    texts: dict[str, str | None] = {}
+    questions = sorted(PIPELINES.glob("*/*.yaml"))
+    for path in (Path(OVERLAY), Path("params.yaml"), *questions):
+        if path.is_file():
+            before = path.read_text(encoding="utf-8")
+            after = rename_keys_in_text(before, steps, str(path))
+            if after != before:
+                texts[path.as_posix()] = after
+    return texts
+
+
+def _required_moecore() -> dict[str, str | None]:
+    """pyproject.toml with the installed moecore, where it names one."""
+    path = Path("pyproject.toml")
+    if not path.is_file():
+        return {}
+    before = path.read_text(encoding="utf-8")
+    requirement = moecore_requirement()
+    after = INSTALLED.sub(lambda _: requirement, before)
+    return {str(path): after} if after != before else {}
+
+
+def _changed_texts(answers: ProjectAnswers, texts: Mapping[str, str]) -> UpgradeChanges:
+    """The files of the template that differ from what the project's version wrote."""
+    upgrade = UpgradeChanges({}, {})
+    for path in {**answers.files, **texts}:
+        text = texts.get(path)
+        file = HERE / path
+        before = file.read_text(encoding="utf-8") if file.is_file() else None
+        if text == before:
+            continue
+        written = answers.files.get(path)
+        if _is_from_overlay(path) or written == (before and hash_text(before)):
+            upgrade.written[path] = text
+        elif text is None or hash_text(text) != written:
+            upgrade.edited[path] = text
+    return upgrade
+
+
+def _is_from_overlay(path: str) -> bool:
+    """Return whether ``moecore study write`` writes this file here, whatever was in it."""
+    return Path(OVERLAY).is_file() and Path(path).name in ("params.yaml", "dvc.yaml")
+
+
+@contextmanager
+def _files_as(texts: Mapping[str, str | None]) -> Iterator[None]:
+    """Have these texts in the files while the block runs, then what was there before."""
+    files = {path: Path(path) for path in texts}
+    before = {
+        path: file.read_text(encoding="utf-8") if file.is_file() else None
+        for path, file in files.items()
+    }
+    try:
+        for path, text in texts.items():
+            _write(path, text)
+        yield
+    finally:
+        for path, text in before.items():
+            _write(path, text)
+
+
+def _write(path: str, text: str | None) -> None:
+    if text is None:
+        Path(path).unlink(missing_ok=True)
+    else:
+        write_whole(path, text)
+
+
+def _diff(path: str, text: str | None) -> str:
+    file = Path(path)
+    before = file.read_text(encoding="utf-8").splitlines(True) if file.is_file() else []
+    after = [] if text is None else text.splitlines(True)
+    return "".join(difflib.unified_diff(before, after, f"{path} (here)", f"{path} (new)"))

@@ -1,7 +1,8 @@
 """Every model of ``run.methods`` is built without memory, as each phase will build it.
 
 What a constructor refuses is said before anything runs, with the line of the method. So is a
-teacher that lacks the patches, the depth or the size for what it guides.
+teacher that lacks the patches, the depth or the size for what it guides, and a model that cannot
+have fewer experts.
 """
 
 import re
@@ -14,14 +15,16 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.sources.base import PlannedData
 from moecore.measure.sizes import PaperModel, build_on_meta
-from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.method_rules import layer_misfits
 from moecore.study.sections import Phase
-from moecore.study.study import REDUCING_PHASES, TRAINING_PHASES, Misfits, Study
+from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES
+from moecore.study.study import Misfits, Study
 from moecore.tasks.classification import Classification
 from moecore.training.guide import aligned_teacher_blocks
 from moecore.training.method import Method
+from moecore.training.surgery.expert_reduction import ExpertReduction
 from moecore.training.upcycle import upcycle_model
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
@@ -38,7 +41,7 @@ REFUSED = (
     ArithmeticError,
 )
 KEY_PREFIX = re.compile(
-    r"((?:model|teacher|router|text|experts|blocks|finetune|regions|prune|merge)"
+    rf"((?:model|teacher|router|text|experts|blocks|finetune|regions|{'|'.join(REDUCING_PHASES)})"
     r"(?:\.\w+)*)(: | is )"
 )
 ROUTER_K = (("finetune", "k"), ("router", "k"), ("router", "router", "k"))
@@ -296,3 +299,36 @@ def _missing_block(
         key, [near], [there] = "depth", ours, theirs
     text = f"found {there}, which has no block beside block {block} of methods.{name}"
     return (*TEACHER_SECTIONS, key), f"{text}; allowed: {near}, or near it"
+
+
+def reduction_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield data that are not those of pretraining, and methods that cannot have fewer experts."""
+    for phase in REDUCING_PHASES:
+        reduction = getattr(study, phase)
+        if reduction is None:
+            continue
+        if phase in study.data and study.data[phase] != study.data.get("pretrain"):
+            text = "found others than data.pretrain, which the models are trained on"
+            yield ("data", phase), f"{text}; allowed: the same"
+        elif study.model is not None and "pretrain" in previews:
+            image = image_spec(previews["pretrain"])
+            for name in study.run.methods:
+                yield from _refusals(reduction, study.model, image, name, study.methods[name])
+
+
+def _refusals(
+    reduction: ExpertReduction, backbone: Backbone, image: ImageSpec, name: str, method: Method
+) -> Misfits:
+    """Yield why a method's models cannot have fewer experts; a dense one stays as it is."""
+    if method.moe is None:
+        return
+    try:
+        moe = reduction.reduced_settings(method.moe)
+        with meta_device_context():
+            method.merge_model_settings(backbone).build(image, moe)
+    except UserError as error:
+        key, text = split_key_and_message(error)
+        if key[0] == reduction.section:
+            yield key, f"{text} (methods.{name})"
+        else:
+            yield ("methods", name, *key), f"{text} ({reduction.section})"

@@ -1,15 +1,29 @@
-"""With what a project was begun, in a file of its folder."""
+"""A project's folder: with what ``moecore new`` began it, and who runs its stages.
+
+One driver runs the stages of a project at a time. Its DVC processes are started through this module
+and end when it does.
+"""
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
+import runpy
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import distribution, version
 from pathlib import Path
 
 from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS
+from moecore.run.locks import hold_lock
+from moecore.run.stage_entry import end_with_parent
+
+LOCK = Path(".state/driver.lock")  # held by the process that runs the stages
+HOLDER = "driver.json"  # beside it: which process that is, since when
 
 
 class ProjectAnswers(Config):
@@ -86,3 +100,36 @@ def moecore_requirement() -> str:
 def hash_text(text: str) -> str:
     """Return the sha256 of a file's text."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+@contextmanager
+def hold_project(path: Path = LOCK) -> Iterator[None]:
+    """Hold the project while its stages are run.
+
+    Raises UserError that says who does, since when, and what to do.
+    """
+    holder = path.with_name(HOLDER)
+    with hold_lock(path, lambda: f"{path.parent}: {describe_driver(holder)}"):
+        write_json(holder, {"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        yield
+
+
+def describe_driver(holder: Path) -> str:
+    """Return who runs the stages, and what to do."""
+    mend = "wait for it, or end it and start again"
+    try:
+        driver = json.loads(holder.read_text(encoding="utf-8"))
+        who = f"process {driver['pid']} has been running the stages of this folder since "
+        return f"{who}{driver['since']}; {mend} (`kill {driver['pid']}`)"
+    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
+        return f"another process is running the stages of this folder; {mend}"
+
+
+def dvc_command(*words: str) -> list[str]:
+    """Return the command line of a DVC process that ends with the one that starts it."""
+    return [sys.executable, "-m", "moecore.pipeline.project", *words]
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    runpy.run_module("dvc", run_name="__main__", alter_sys=True)

@@ -1,18 +1,20 @@
-"""What has no meaning for the labels of a phase: ages, or several labels for each image.
+"""Whether trainings and measurements can be: their labels, length, batches and views.
 
 Every source says which task its labels are of; the task says why it cannot do without classes.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from itertools import compress, islice
 from typing import Any
 
 from moecore.attacks.gradient import DLR_CLASSES, objective_refusal
 from moecore.core.config import part_classes_by_kind
+from moecore.core.files import UserError
 from moecore.data.sources.base import PlannedData
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.views import UNEVEN_REFUSAL, ViewSettings
 from moecore.measure.calibrators.base import Calibrator
-from moecore.study.study import TRAINING_PHASES, Misfits, Study
+from moecore.study.stages import TRAINING_PHASES
+from moecore.study.study import Misfits, Study
 
 # of Training, with the value that switches each off
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
@@ -30,6 +32,8 @@ MEASURED_KINDS = {  # the kind of task that a measurement is of, why not others,
     ),
 }
 FLAT_WITH_CLASSES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz")
+FALSIFIED = "which would falsify the truth of data.{}; allowed: leave it out"
+Views = Iterator[tuple[tuple, str, ViewSettings]]
 
 
 def label_misfits(study: Study) -> Misfits:
@@ -219,3 +223,188 @@ def _captions(study: Study, kinds: dict[str, str]) -> Misfits:
             if model is not None and model.kind != "two_towers":
                 text = f"found {model.kind}, but data.pretrain has captions; allowed: two_towers"
                 yield (*where, "kind"), text
+
+
+def unused_teacher_note(study: Study) -> str | None:
+    """Return a line where each of several seeds trains a teacher from which no method learns."""
+    asked = [study.methods[name] for name in study.run.methods]
+    needed = any(method.guided or method.upcycle for method in asked)
+    number = len(study.run.seeds)
+    if needed or number == 1 or study.teacher is None or study.teacher.training is None:
+        return None
+    return (
+        f"teacher: {number} are trained, one per seed, but no method of run.methods needs one; "
+        "teacher: {kind: no_teacher} trains none"
+    )
+
+
+def gradientless_router_note(study: Study) -> str | None:
+    """Return a line where routers get almost no gradient of the task.
+
+    A norm behind Swin V2's experts takes away the length that a single expert's weight gave.
+    """
+    if study.model is None:
+        return None
+    methods = {name: study.methods[name] for name in study.run.methods}
+    names = [
+        name
+        for name, method in methods.items()
+        if getattr(method.router, "k", None) == 1
+        and method.merge_model_settings(study.model).kind == "swin_v2"
+    ]
+    if not names:
+        return None
+    why = "one expert per token in a swin_v2, whose norm leaves routers almost no gradient"
+    return f"methods {', '.join(names)}: {why} of the task; model.kind: swin_moe gives them one"
+
+
+def schedule_misfits(study: Study) -> Misfits:
+    """Yield warm-ups that are longer than the training; no data are needed to see it."""
+    for keys, _, training in list_training_settings(study):
+        yield from _schedule(keys, training)
+    yield from _problems_of_methods(study, _schedule)
+
+
+def _schedule(keys: tuple, training: Any) -> Misfits:
+    if training.warmup_epochs > training.epochs:
+        text = f"found {training.warmup_epochs:g}, but epochs is {training.epochs}"
+        yield (*keys, "warmup_epochs"), f"{text}; allowed: 0 to {training.epochs}"
+
+
+def _problems_of_methods(study: Study, rule: Callable[[tuple, Any], Misfits]) -> Misfits:
+    """Yield what a rule says of ``pretrain`` as methods change it, where it is not said of all."""
+    if study.pretrain is None:
+        return
+    of_all = set(rule((), study.pretrain))
+    for name, method in study.methods.items():
+        try:
+            changed = method.merge_pretrain_settings(study.pretrain)
+        except UserError:
+            continue  # ``method_misfits`` says it
+        for keys, text in rule((), changed):
+            if (keys, text) not in of_all:
+                yield ("methods", name, "pretrain", *keys), text
+
+
+def training_image_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield batches and shots that the training images of a phase do not give."""
+    for keys, phase, training in list_training_settings(study):
+        if preview := previews.get(phase):
+            yield from _sizes(keys, phase, training, preview)
+    preview = previews.get("pretrain")
+    if preview is None:
+        return
+    yield from _problems_of_methods(study, lambda keys, own: _sizes(keys, "pretrain", own, preview))
+    asked = [study.methods[name] for name in study.run.methods if name in study.methods]
+    fitted = any(method.guided_routing and not method.joint for method in asked)
+    if preview.counts and fitted and study.teacher_router is not None:
+        images = preview.images["train"]
+        yield from _batch(("teacher_router", "batch"), study.teacher_router, images, "pretrain")
+
+
+def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
+    if preview.counts:
+        yield from _batches_and_views(keys, phase, training, preview)
+    views, place = training.views, (*keys, "views")
+    if preview.truth:
+        changes = [(*place, "randaugment"), (*place, "jitter"), (*place, "erasing"), (*keys, "mix")]
+        settings = (views.randaugment, views.jitter, views.erasing, training.mix)
+        for changed in compress(changes, settings):
+            yield changed, f"found a change of pixels, {FALSIFIED.format(phase)}"
+    if preview.short_side is None:
+        sides = preview.size if isinstance(preview.size, tuple) else (preview.size,)
+        if views.shift >= min(sides):
+            text = f"found {views.shift}, but data.{phase} has images of {preview.size} pixels"
+            yield (*place, "shift"), f"{text}; allowed: less than that"
+        return
+    if views.crop is None:
+        yield (*place, "crop"), f"found null, but in data.{phase} {UNEVEN_REFUSAL}"
+
+
+def _batches_and_views(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
+    counts = preview.counts["train"]
+    images, why = sum(counts), f"data.{phase}"
+    shots = getattr(training, "shots", None)
+    if shots is not None and preview.classes:
+        numbers, named = [number for number in counts if number], "a class"
+        least = min(numbers)
+        if len(counts) > 1:
+            named = f"class {preview.classes[counts.index(least)]}"
+        else:  # of drawn data the number of each class is not known yet
+            numbers = [images // len(preview.classes)] * len(preview.classes)
+            least = numbers[0]
+        if shots > least:
+            text = f"found {shots}, but {named} of data.{phase} has {least} training images"
+            yield (*keys, "shots"), f"{text}; allowed: 1 to {least}, or null"
+            return
+        images = shots * len(numbers)
+        why = f"{shots} shots of {len(numbers)} classes"
+    yield from _batch((*keys, "batch"), training, images, why)
+
+
+def _batch(keys: tuple, settings: Any, images: int, why: str) -> Misfits:
+    if settings.batch > images:
+        text = f"found {settings.batch}, but there are {images} training images ({why})"
+        yield keys, f"{text}; allowed: 1 to {images}"
+
+
+def idle_view_misfits(study: Study) -> Misfits:
+    """Yield changes of images that are none, whatever the data are."""
+    for keys, _, views in _list_views(study):
+        for key in ("affine", "randaugment", "jitter"):
+            change = getattr(views, key)
+            if change is not None and change.is_identity:
+                settings = ", ".join(name for name in type(change).model_fields if name != "names")
+                text = f"found one that changes nothing; allowed: null, or other {settings}"
+                yield (*keys, key), text
+        if views.fill != "zeros" and not views.leaves_image:
+            text = f"found {views.fill}, but no view reaches beyond its image"
+            yield (*keys, "fill"), f"{text}; allowed: zeros, or a shift, a crop or an affine"
+    for keys, _, training in list_training_settings(study):
+        if training.mix is not None and not training.mix.active:
+            text = "found one that mixes nothing; allowed: null, or mixup or cutmix above 0"
+            yield (*keys, "mix"), text
+
+
+def image_view_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+    """Yield changes that images of one channel do not have, or that would falsify their truth."""
+    for keys, phase, views in _list_views(study):
+        preview = previews.get(phase)
+        if preview is None:
+            continue
+        if preview.channels == 1:
+            yield from _colours_of_grey(keys, phase, views)
+        if preview.truth and keys == ("routing", "views"):  # those of trainings: training_rules.py
+            for key in ("randaugment", "jitter", "erasing"):
+                if getattr(views, key):
+                    yield (*keys, key), f"found a change of pixels, {FALSIFIED.format(phase)}"
+    routing, truths = study.routing, [name for name in study.run.phases if name in previews]
+    for phase in [name for name in truths if previews[name].truth][:1]:
+        if routing and "augmentations" in routing.model_fields_set and routing.augmentations:
+            text = f"found changes of images, {FALSIFIED.format(phase)}"
+            yield ("routing", "augmentations"), text
+
+
+def _colours_of_grey(keys: tuple, phase: str, views: ViewSettings) -> Misfits:
+    problem = f"but data.{phase} has grey images, whose saturation nothing changes"
+    if views.jitter is not None and views.jitter.saturation:
+        text = f"found {views.jitter.saturation:g}, {problem}; allowed: 0"
+        yield (*keys, "jitter", "saturation"), text
+    if views.randaugment is not None and set(views.randaugment.names) == {"saturation"}:
+        yield (*keys, "randaugment", "names"), f"found saturation, {problem}; allowed: others"
+
+
+def _list_views(study: Study) -> Views:
+    """Yield where views stand, the data that they are of, and the views."""
+    for keys, phase, training in list_training_settings(study):
+        yield (*keys, "views"), phase, training.views
+    for section in ("routing", "explorer"):
+        settings: Any = getattr(study, section, None)
+        if settings is None or not study.run.phases:
+            continue
+        phase = study.run.phases[0]
+        if section == "routing":
+            yield (section, "views"), phase, settings.views
+        for index, asked in enumerate(settings.augmentations):
+            if not isinstance(asked, str):
+                yield (section, "augmentations", index, "views"), phase, asked.views

@@ -1,10 +1,10 @@
-"""Every part from outside that a study names, held to what ``moecore.testing`` asks of all.
+"""Parts from outside held to what ``moecore.testing`` asks of all, and a step of every method.
 
-Parts have their own settings, models and data are small. A UserError is no fault: a note says that
+Parts have their own settings; models and data are small. A UserError is no fault: a note says that
 the part was not tried. Nothing is prepared, downloaded or trained.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.experts.base import Experts
+from moecore.nn.layers.moe import MoESettings
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.study.model_rules import image_spec
@@ -39,8 +40,15 @@ from moecore.testing import (
     check_task,
     check_teacher,
 )
-from moecore.testing.check_helpers import CLASSES, seeded_randn, small_data, small_vit
+from moecore.testing.check_helpers import (
+    CLASSES,
+    seeded_randn,
+    small_data,
+    small_objective_inputs,
+    small_vit,
+)
 from moecore.testing.measurement_checks import YEARS
+from moecore.training.job import Objective
 from moecore.training.method import Method, TextTowerMethod
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
@@ -190,3 +198,35 @@ def _try_task(task: Task) -> None:
     task.check(labels, "labels of zeros")
     prediction = seeded_randn(ITEMS, task.cells * task.outputs)
     check_task(task, prediction, labels, np.full(shape, np.nan))
+
+
+def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:
+    """Yield what is wrong with a step of each method of ``run.methods``.
+
+    faulty: the keys of parts whose fault is known; their methods are not tried.
+    """
+    for name in study.run.methods:
+        method = study.methods[name]
+        towers = (((), method, method.losses), (("text",), method.text, method.text_losses))
+        for place, tower, losses in towers:
+            keys = ("methods", name, *place)
+            is_known = any(known[: len(keys)] == keys for known in faulty)
+            if tower is None or tower.router is None or tower.experts is None or is_known:
+                continue
+            moe = MoESettings(router=tower.router, experts=tower.experts, blocks="all")
+            for fault in run_and_list_faults(partial(_step, moe, losses), []):
+                yield keys, f"a small step fails: {fault}"
+
+
+def _step(moe: MoESettings, losses: Sequence[Regularizer]) -> None:
+    """Raise AssertionError, in a line, where a step of a small ViT with these layers is wrong."""
+    model = small_vit(moe=moe)
+    step = small_objective_inputs(model)
+    objective = Objective(losses)
+    terms = objective.terms(step)
+    for name, term in terms.items():
+        assert term.ndim == 0 and term.isfinite(), f"the loss {name} is no finite scalar"
+    objective.total(terms).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.isfinite().all(), f"the gradient of {name} is not finite"

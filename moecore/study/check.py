@@ -1,0 +1,388 @@
+"""Everything that can be known before anything runs: the file, its data, its models.
+
+``check_study`` does all. ``read_study_and_problems`` is about the file alone; every problem has its
+file, line, column and key. Rules (``*_misfits``, in the modules ``*_rules``) yield keys and what is
+wrong there; no rule reads the file. ``run``, ``claims`` and ``questions`` are compared with the
+sections that they name on the raw data, also where a section is refused.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from moecore.core.config import KIND, Part, find_class, part_classes_by_kind
+from moecore.core.files import UserError
+from moecore.core.outside_packages import DOTTED_NAME
+from moecore.data.sources.base import PlannedData
+from moecore.measure.base import Measurement
+from moecore.study.data_rules import (
+    chdir_to_stages,
+    data_problems,
+    data_source_key_path,
+    describe_planned_data,
+    load_previews,
+    misfits_with_pretrain_images,
+    volume_misfits,
+)
+from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
+from moecore.study.layers import list_folder_stages
+from moecore.study.method_rules import idle_setting_misfits, method_misfits, unused_stem_note
+from moecore.study.model_rules import model_misfits, paper_model_misfits, reduction_misfits
+from moecore.study.settings import describe_field, format_error_line
+from moecore.study.stages import MEASURE, PHASES, SECTIONS
+from moecore.study.study import (
+    MEASURED_SECTIONS,
+    OPTIONAL_SECTIONS,
+    Misfits,
+    Study,
+    read_study,
+    stage_by_section,
+    study_model,
+)
+from moecore.study.training_rules import (
+    few_class_misfits,
+    gradientless_router_note,
+    idle_view_misfits,
+    image_view_misfits,
+    label_misfits,
+    schedule_misfits,
+    training_image_misfits,
+    unused_teacher_note,
+)
+from moecore.study.trial_rules import (
+    outside_part_misfits,
+    outside_source_misfits,
+    trial_step_misfits,
+)
+
+# What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
+ExtraCheck = Callable[
+    [Study, Sequence[str], Mapping[str, PlannedData]], Iterable[tuple[tuple, str]]
+]
+LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
+LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
+PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
+
+
+class MissingData(UserError):
+    """Nothing is wrong but that data are not on this machine, or cannot be read."""
+
+
+class CheckedStudy(NamedTuple):
+    """A params.yaml that is in order."""
+
+    study: Study
+    notes: tuple[str, ...]  # a line for each data set, and what is better known beforehand
+    untried: tuple[str, ...]  # a line for each part from outside that could not be tried in small
+
+
+def check_study(
+    path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
+) -> CheckedStudy:
+    """Validate the file, open its data sources (headers and counts) and build its models.
+
+    home: the folder in which its stages run; left out, that of the file. Raises UserError with one
+    line per problem: those of the file in its order, then those of data and models.
+    """
+    folder = Path(path).parent
+    document, stages = load_yaml_document(path), list_folder_stages(folder)
+    return check_study_document(document, stages, folder if home is None else home, also)
+
+
+def check_study_document(
+    document: Document, stages: Sequence[str], home: Path, also: ExtraCheck | None = None
+) -> CheckedStudy:
+    """Validate a whole params.yaml for these stages, which run in ``home``, as ``check_study``."""
+    study, problems = read_study_and_problems(document, stages)
+    if study is None:
+        raise UserError(cap_line_count(problems))
+    untried: list[str] = []
+    with chdir_to_stages(home):
+        if faults := list(outside_source_misfits(study, untried)):
+            raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
+        previews = load_previews(study)
+    missing = format_misfits(document, data_problems(previews, document.data))
+    others = [
+        *misfits_with_pretrain_images(study, previews),
+        *training_image_misfits(study, previews),
+        *image_view_misfits(study, previews),
+        *few_class_misfits(study, previews),
+    ]
+    if not problems:  # of a file with mistakes, models would be wrong for the same reasons
+        others += model_misfits(study, previews)
+        others += paper_model_misfits(study)
+        others += reduction_misfits(study, previews)
+        if not others:
+            others += outside_part_misfits(study, previews, untried)
+            others += trial_step_misfits(study, [keys for keys, _ in others])
+        if also is not None and not others:  # it reads what all these rules have held good
+            others += also(study, stages, previews)
+    lines = [*problems, *missing, *format_misfits(document, others)]
+    if missing and len(lines) == len(missing):
+        raise MissingData(cap_line_count([*lines, f"{document.path}: all else is in order"]))
+    if lines:
+        raise UserError(cap_line_count(lines))
+    notes = [
+        f"{'.'.join(data_source_key_path(phase))}: {describe_planned_data(preview)}"
+        for phase, preview in previews.items()
+    ]
+    known = (unused_teacher_note, gradientless_router_note, unused_stem_note)
+    notes += [note for tell in known if (note := tell(study))]
+    return CheckedStudy(study, tuple(notes), tuple(untried))
+
+
+def check_and_describe_study(
+    path: str | Path = "params.yaml", home: Path | None = None, also: ExtraCheck | None = None
+) -> str:
+    """Return ``params.yaml: in order (…)`` and a line per data set; raises like ``check_study``."""
+    study, notes, untried = check_study(path, home, also)
+    trained = "nothing is trained"
+    if study.run.methods:
+        seeds = ", ".join(map(str, study.run.seeds))
+        trained = f"{', '.join(study.run.methods)}; seeds {seeds}"
+    return "\n".join(
+        [f"{path}: in order ({trained})", *(f"  {note}" for note in (*notes, *untried))]
+    )
+
+
+def check_document(document: Document, stages: Sequence[str]) -> Study:
+    """Validate a whole params.yaml for these stages; raises UserError with one line per problem."""
+    study, problems = read_study_and_problems(document, stages)
+    if study is None or problems:
+        raise UserError(cap_line_count(problems))
+    return study
+
+
+def read_study_and_problems(
+    document: Document, stages: Sequence[str]
+) -> tuple[Study | None, list[str]]:
+    """Return the study, None where its sections cannot be read, and a line for each problem.
+
+    The lines are in the order of the file.
+    """
+    study, problems = None, []
+    try:
+        study = read_study(document)
+    except UserError as error:
+        problems = str(error).split("\n")
+    if stages and isinstance(document.data, dict):
+        problems += format_misfits(document, _sections(document.data, stages))
+    problems += format_misfits(document, cross_misfits(document.data, study))
+    endless = format_misfits(document, _numbers_out_of_range(document.data))
+    known = {_position(line) for line in endless}
+    problems = endless + [line for line in problems if _position(line) not in known]
+    return study, sorted(dict.fromkeys(problems), key=_position)
+
+
+def format_misfits(document: Document, misfits: Iterable[tuple[tuple, str]]) -> list[str]:
+    """Return one line per misfit, with file, line, column and key."""
+    return [format_error_line(document, keys, text) for keys, text in misfits]
+
+
+def params_schema() -> dict[str, Any]:
+    """Return the JSON schema of a params.yaml, for editors, with the parts of allowed packages."""
+    every = part_classes_by_kind(Measurement, imports=True)
+    outside = {name: part for name, part in every.items() if DOTTED_NAME.fullmatch(name)}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": draft} | study_model(outside).model_json_schema()
+
+
+def cross_misfits(data: Any, study: Study | None) -> Misfits:
+    """Yield what in two sections does not fit together."""
+    yield from selection_misfits(data)
+    if study is not None:
+        yield from method_misfits(study)
+        yield from label_misfits(study)
+        yield from volume_misfits(study)
+        yield from schedule_misfits(study)
+        yield from idle_view_misfits(study)
+        yield from idle_setting_misfits(study)
+        yield from _unwritten_kinds(study, data)
+
+
+def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
+    """Sections that a stage reads and the file has not, and sections that no stage reads."""
+    run = data["run"] if isinstance(data.get("run"), dict) else {}
+    readers = stage_by_section(stages, run)
+    for key, stage in readers.items():
+        if key in OPTIONAL_SECTIONS or data.get(key) is not None or key not in Study.model_fields:
+            continue
+        if key in ("run", "data") and key not in data:
+            continue  # the model itself says so
+        lack = "found null" if key in data else f"missing; the stage {stage} reads it"
+        yield (key,), f"{lack}; allowed: {describe_field(Study, (key,))}"
+    measured = set(Study.model_fields) - {key for keys in SECTIONS.values() for key in keys}
+    # Measurements may be switched off and keep their section
+    welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if MEASURE in stages else ())}
+    for key in data:
+        if key in Study.model_fields and key not in welcome:
+            yield (key,), f"no stage of dvc.yaml reads it; allowed: {', '.join(readers)}"
+    # dvc.yaml's matrix of measurements is read from the file, where defaults do not count
+    for key in ("measurements", "thorough") if MEASURE in stages else ():
+        if key not in run:
+            text = "missing; the stage measure of dvc.yaml goes by it; allowed: a list"
+            yield ("run", key), text
+    sources = data.get("data")
+    if not isinstance(sources, dict):
+        return
+    for phase in PHASES:
+        if phase in stages and phase not in sources:
+            there = ", ".join(sources)
+            text = f"missing; the stage {phase} works on it; data has: {there}"
+            yield ("data", phase), text
+
+
+def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
+    """Numbers that are infinite, no number, or beyond MOST: no setting may be one."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _numbers_out_of_range(one, (*keys, key))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield keys, f"found {'.nan' if math.isnan(value) else value}; allowed: a finite number"
+    elif type(value) in LARGEST_NUMBERS and abs(value) > LARGEST_NUMBERS[type(value)]:
+        # An integer may be beyond every float
+        shown = f"{value:.3g}" if abs(value) < 10**308 else "a number beyond 1e+308"
+        yield keys, f"found {shown}; allowed: numbers up to {LARGEST_NUMBERS[type(value)]:.0e}"
+
+
+def _unwritten_kinds(study: Study, data: Any) -> Misfits:
+    """Parts whose ``kind`` does not stand in the file: hashes of code go by what is written."""
+    for keys, settings, written in _settings(study, data):
+        if isinstance(settings, Part) and KIND not in written:
+            text = f"add `kind: {settings.kind}`: a default is not tracked, so DVC would miss "
+            yield keys, f"{text}changes of that part"
+
+
+def _settings(value: Any, data: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any, Any]]:
+    """Every settings object inside ``value`` with its keys, and what the file has there."""
+    if isinstance(data, list):
+        data = dict(enumerate(data))
+    written = data if isinstance(data, dict) else {}
+    if isinstance(value, BaseModel):
+        yield keys, value, written
+        value = dict(value)
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _settings(inner, written.get(name), (*keys, name))
+
+
+def _position(problem: str) -> tuple[str, int, int]:
+    match = LINE_PLACE.match(problem)
+    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, 0)
+
+
+def selection_misfits(data: Any) -> Misfits:
+    """Yield what ``run`` and ``claims`` name and the file has not."""
+    whole = _as_mapping(data)
+    run = _as_mapping(whole.get("run"))
+    methods = list(_as_mapping(whole.get("methods")))
+    for key, known in (("methods", methods), ("measurements", MEASURED_SECTIONS)):
+        allowed = ", ".join(map(str, known)) or f"nothing, {key} is empty"
+        for index, name in enumerate(_as_list(run.get(key))):
+            if key == "measurements" and isinstance(name, str) and DOTTED_NAME.fullmatch(name):
+                for text in _outside_measurement_problems(whole, name):
+                    yield ("run", key, index), text
+            elif isinstance(name, str) and name not in known:
+                text = f"found {name!r}{did_you_mean(name, known)}; allowed: {allowed}"
+                yield ("run", key, index), text
+    yield from _repeated_entries(run)
+    yield from _claims(whole, run)
+    yield from _repeated_claims(whole)
+    for name in methods:
+        if not PLAIN_NAME.fullmatch(name):
+            allowed = "up to 100 small letters, digits and _, a letter first (it becomes a folder)"
+            yield ("methods", name), f"found the name {name!r}; allowed: {allowed}"
+    yield from _phases(whole, run)
+
+
+def _outside_measurement_problems(whole: dict, name: str) -> Iterator[str]:
+    """Yield why a measurement from outside cannot be run."""
+    package, _, module = name.partition(".")
+    if "." in module:
+        yield f"found {name!r}; allowed: package.module"
+    elif module not in _as_mapping(whole.get(package)):
+        yield f"{name} has no settings; write {package}: {{{module}: {{}}}} (all as by default)"
+    else:
+        try:
+            find_class(Measurement, name)
+        except ValueError as error:
+            yield str(error)
+
+
+def _repeated_entries(run: dict) -> Misfits:
+    for key in ("methods", "seeds", "phases", "measurements"):
+        before: set[str] = set()
+        for index, value in enumerate(_as_list(run.get(key))):
+            if repr(value) in before:
+                yield ("run", key, index), f"{value!r} is there twice; keep one"
+            if key == "seeds" and isinstance(value, int) and value < 0:
+                yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
+            before.add(repr(value))
+
+
+def _claims(whole: dict, run: dict) -> Misfits:
+    # What run leaves out of these, such claims wait for.
+    methods = list(_as_mapping(whole.get("methods")))
+    phases = [phase for phase in PHASES if phase in whole]
+    known_by_key = {"method": methods, "against": methods, "phase": phases}
+    asked = [
+        (section, index, _as_mapping(one))
+        for section in ("claims", "questions")
+        for index, one in enumerate(_as_list(whole.get(section)))
+    ]
+    for section, index, one in asked:
+        for key, allowed in known_by_key.items():
+            value = one.get(key)
+            if isinstance(value, str) and value not in allowed:
+                known = ", ".join(map(str, allowed))
+                text = f"found {value!r}{did_you_mean(value, allowed)}; allowed: {known}"
+                yield (section, index, key), text
+        same = one.get("method") is not None and one.get("method") == one.get("against")
+        if same and not one.get("against_metric"):
+            others = ", ".join(map(str, _as_list(run.get("methods"))))
+            allowed = f"another of {others}, or the same with against_metric"
+            text = f"found {one['against']!r}, the method itself; allowed: {allowed}"
+            yield (section, index, "against"), text
+
+
+def _repeated_claims(whole: dict) -> Misfits:
+    """Claims of one paper about the same two numbers, also where the two are turned round."""
+    first: dict[str, int] = {}
+    for index, one in enumerate(map(_as_mapping, _as_list(whole.get("claims")))):
+        metric, phase = one.get("metric"), one.get("phase", "pretrain")
+        ours = [metric, one.get("method")]
+        theirs = [one.get("against_metric") or metric, one.get("against")]
+        fact = repr((one.get("paper"), phase, sorted([ours, theirs], key=repr)))
+        if (same := first.setdefault(fact, index)) != index:
+            text = f"found the two numbers of claims[{same}]; allowed: each fact once"
+            yield ("claims", index, "metric"), text
+
+
+def _phases(whole: dict, run: dict) -> Misfits:
+    """``run.phases`` against the sections that such a phase needs."""
+    if run.get("methods") == [] and "pretrain" in whole:
+        yield ("run", "methods"), "found none, but there is pretrain; allowed: entries of methods"
+    for index, phase in enumerate(_as_list(run.get("phases"))):
+        if phase not in PHASES:
+            continue
+        there = {phase: phase in whole, f"data.{phase}": phase in _as_mapping(whole.get("data"))}
+        lacking = [name for name in sorted(there) if not there[name]]
+        if lacking:
+            text = f"needs {' and '.join(lacking)}; add what lacks, or leave the phase out"
+            yield ("run", "phases", index), text
+
+
+def _as_mapping(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,331 @@
+"""The stages of a study: a row each. All that moecore knows of a stage follows from its row: its
+entry in dvc.yaml, the sections of params.yaml that it reads, the code that its result depends on,
+the phases of a study, who may share it, what the fork server imports and how MLflow shows it.
+
+A new stage is a row and a script in stages/; a new phase also has the class of its settings. After
+an edit `moecore study write` writes the root's dvc.yaml.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+METHODS, SEEDS, PHASES_RUN = "${run.methods}", "${run.seeds}", "${run.phases}"
+EACH = {  # over what a stage is repeated: the matrix of DVC, for each of whose items it runs once
+    "": {},
+    "data": {"key": "${data}"},  # not a matrix but a foreach
+    "seed": {"seed": SEEDS},
+    "model": {"method": METHODS, "seed": SEEDS},
+    "phase and seed": {"phase": PHASES_RUN, "seed": SEEDS},
+    "measured model": {"phase": PHASES_RUN, "method": METHODS, "seed": SEEDS},
+    "measurement": {
+        "what": "${run.measurements}",
+        "phase": "${run.thorough}",
+        "method": METHODS,
+        "seed": SEEDS,
+    },
+}
+
+
+class Stage(NamedTuple):
+    """One stage; {method}, {seed}, … in texts stand for the item for which it runs.
+
+    A stage of nothing in ``each`` runs once.
+    """
+
+    name: str
+    says: str
+    each: str = ""
+    reads: tuple[str, ...] = ()  # keys of params.yaml
+    code: tuple[str, ...] = ()  # below artifacts/code: hashes, except of its script and method
+    after: tuple[str, ...] = ()  # below artifacts: what it reads, where another stage writes it
+    folder: bool = False  # it writes a folder, at the path that its result and history have, too
+    script: str = ""  # in stages/, where it is not called as the stage
+    words: str = ""  # of its command, where they are not the item's
+    path: str = ""  # of its result and history, where not its name and the item
+    entry: Mapping[str, Any] = {}  # of dvc.yaml: what does not follow from the rest
+    settings: str = ""  # class of its section below moecore, where ``Study`` does not name it
+    title: str = ""  # of the phase whose models it makes, on the page; "" makes no phase
+    trains: bool = False  # several ranks may share it
+    alone: bool = False  # takes all cores, as every other stage waits for it
+    early: bool = False  # runs before all that could run: much waits for it
+    usual: bool = True  # in the root's dvc.yaml, and in studies that name no stages
+
+    @property
+    def module(self) -> str:
+        """The name of its script."""
+        return self.script or self.name
+
+    @property
+    def item(self) -> tuple[str, ...]:
+        """The names of what differs between its runs."""
+        return tuple(EACH[self.each])
+
+    @property
+    def item_path(self) -> str:
+        """The path of its result and its history, below folders of artifacts."""
+        return self.path or "/".join([self.name, *(f"{{{name}}}" for name in self.item)])
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """The files below artifacts/code with the hashes of its code, without suffix."""
+        method = ("methods/{method}",) if "method" in self.item else ()
+        return (f"stages/{self.module}", *self.code, *method)
+
+    @property
+    def is_phase(self) -> bool:
+        """Return whether the models that it makes are measured."""
+        return bool(self.title)
+
+
+METHOD = "methods.{method}"
+DATA, MODEL = "data/{phase}", "{phase}/{method}/{seed}"
+ROUTERS, PRETRAINED = "teacher_router/{method}/{seed}", "pretrain/{method}/{seed}"
+OUT_OF_FOLD = "out_of_fold/{phase}/{method}/{seed}"
+ROWS = (
+    Stage(
+        "code",
+        "Hash the source files that decide the result of a stage",
+        entry={"outs": ["artifacts/code"], "always_changed": True},
+        alone=True,
+    ),
+    Stage(
+        "prepare",
+        "Raw data to checked, split, memory-mappable arrays with a card",
+        each="data",
+        reads=("data.{key}",),
+        code=("sections/data.{key}",),
+        entry={"outs": ["artifacts/data/${key}", "artifacts/history/prepare/${key}"]},
+        alone=True,
+    ),
+    Stage(
+        "teacher",
+        "One dense model a seed, trained here, or pretrained weights through timm",
+        each="seed",
+        reads=("teacher",),
+        code=("sections/teacher",),
+        after=("data/pretrain",),
+        folder=True,
+        trains=True,
+        alone=True,
+        early=True,
+    ),
+    Stage(
+        "teacher_router",
+        "Routers on the frozen teacher of a seed, for the methods that it guides",
+        each="model",
+        reads=("model", "teacher_router", METHOD),
+        after=("data/pretrain", "teacher/{seed}"),
+        folder=True,
+        early=True,
+    ),
+    Stage(
+        "pretrain",
+        "One method trained from scratch with one seed",
+        each="model",
+        reads=("model", "pretrain", METHOD),
+        after=("data/pretrain", ROUTERS),
+        folder=True,
+        title="Pretrained",
+        trains=True,
+    ),
+    Stage(
+        "finetune",
+        "A pretrained model goes on with other data at another resolution",
+        each="model",
+        reads=("finetune", METHOD),
+        after=("data/finetune", PRETRAINED, ROUTERS),
+        folder=True,
+        words="finetune {method} {seed}",
+        title="Fine-tuned",
+        trains=True,
+    ),
+    Stage(
+        "adversarial",
+        "The same pretrained model goes on with images that are attacked at every step",
+        each="model",
+        reads=("adversarial", METHOD),
+        code=("sections/adversarial",),
+        after=("data/adversarial", PRETRAINED, ROUTERS),
+        folder=True,
+        script="finetune",
+        words="adversarial {method} {seed}",
+        settings="training.settings.AdversarialFinetuning",
+        title="Adversarially fine-tuned",
+        trains=True,
+        usual=False,
+    ),
+    Stage(
+        "prune",
+        "A pretrained model without the experts of the lowest score",
+        each="model",
+        reads=("prune",),
+        after=("data/prune", PRETRAINED),
+        folder=True,
+        script="prune_experts",
+        settings="training.surgery.prune.Prune",
+        title="Pruned",
+        usual=False,
+    ),
+    Stage(
+        "merge",
+        "A pretrained model whose similar experts became one",
+        each="model",
+        reads=("merge",),
+        after=("data/merge", PRETRAINED),
+        folder=True,
+        script="merge_experts",
+        settings="training.surgery.merge.Merge",
+        title="Merged",
+        usual=False,
+    ),
+    Stage(
+        "out_of_fold",
+        "Training volumes predicted by models that never saw them, where calibrate.calibrator is "
+        "fitted on such",
+        each="model",
+        reads=("model", "pretrain", METHOD, "calibrate.calibrator", "out_of_fold"),
+        code=("sections/calibrate",),
+        after=("data/pretrain", ROUTERS),
+        folder=True,
+        path="out_of_fold/pretrain/{method}/{seed}",
+        settings="brain.out_of_fold.OutOfFold",
+        usual=False,
+    ),
+    Stage(
+        "calibrate",
+        "Fit the calibration on the validation split, measure it on the test split",
+        each="measured model",
+        reads=("calibrate",),
+        code=("sections/calibrate",),
+        after=(DATA, MODEL, OUT_OF_FOLD),
+        folder=True,
+    ),
+    Stage(
+        "robustness",
+        "Attack a model, and see how its routing changes",
+        each="measured model",
+        reads=("robustness",),
+        code=("sections/robustness",),
+        after=(DATA, MODEL),
+    ),
+    Stage(
+        "routing",
+        "Load, entropy, confidence, agreement with the teacher, who sees which patch",
+        each="measured model",
+        reads=("routing",),
+        code=("measure/routing",),
+        after=(DATA, MODEL, ROUTERS),
+        script="measure",
+        words=f"routing {MODEL.replace('/', ' ')}",
+    ),
+    Stage(
+        "measure",
+        "One measurement of one trained model",
+        each="measurement",
+        reads=("{what}", METHOD),
+        code=("measure/{what}",),
+        after=(DATA, MODEL),
+        path=f"{{what}}/{MODEL}",
+    ),
+    Stage(
+        "transfer",
+        "Every method's model scored on the images that were attacked on every other's",
+        each="phase and seed",
+        reads=("run.methods", "transfer"),
+        code=("sections/transfer", "methods"),
+        after=(DATA, "{phase}"),
+        early=True,
+    ),
+    Stage(
+        "linear_experts",
+        "Theorems 1 and 2 on linear experts, over the angle between their subspaces and their "
+        "number",
+        reads=("linear_experts",),
+        settings="measure.linear_experts.LinearExperts",
+        usual=False,
+    ),
+    Stage(
+        "sizes",
+        "Models of the papers' sizes, built without memory and counted",
+        reads=("sizes",),
+        code=("sections/sizes",),
+        usual=False,
+    ),
+    Stage(
+        "compare",
+        "One page, one table, over every method, seed and phase that run names",
+        reads=("run", "claims", "questions"),
+        entry={
+            "deps": [
+                "artifacts/code/stages/compare.json",
+                "params.yaml",
+                "artifacts/measured",
+                "artifacts/data",
+            ],
+            "outs": [
+                "artifacts/compare.json",
+                "artifacts/items.safetensors",
+                "reports/index.html",
+                "reports/explorer.html",
+                "reports/claims.md",
+                "reports/curves",
+            ],
+            "metrics": ["reports/metrics"],
+            "plots": ["reports/plots"],
+        },
+    ),
+    Stage(
+        "numbers",
+        "The numbers that git keeps, and the items that their intervals are of",
+        entry={
+            "cmd": "cp artifacts/compare.json artifacts/items.safetensors reports/",
+            "deps": ["artifacts/compare.json", "artifacts/items.safetensors"],
+            "outs": [
+                {"reports/compare.json": {"cache": False}},
+                {"reports/items.safetensors": {"cache": False}},
+            ],
+        },
+    ),
+)
+STAGES = {stage.name: stage for stage in ROWS}
+CODE_STAGE, MEASURE, LAST_STAGES = "code", "measure", ("compare", "numbers")
+
+PHASES = tuple(stage.name for stage in ROWS if stage.is_phase)
+TRAINING_PHASES = tuple(name for name in PHASES if STAGES[name].trains)  # on their own data
+REDUCING_PHASES = tuple(name for name in PHASES if not STAGES[name].trains)  # to fewer experts
+TRAINING_STAGES = tuple(stage.name for stage in ROWS if stage.trains)
+MODEL_STAGES = tuple(stage.name for stage in ROWS if stage.trains or stage.is_phase)
+MEASURED_STAGES = tuple(stage.name for stage in ROWS if stage.each == "measured model")
+SECTIONS = {  # of params.yaml, by the stage that reads them; {what} is named by run.measurements
+    stage.name: tuple(
+        dict.fromkeys(key.partition(".")[0] for key in stage.reads if key != "{what}")
+    )
+    for stage in ROWS
+    if stage.reads
+}
+
+
+def list_code_hashes(name: str, **item: str | None) -> list[str]:
+    """Return the paths below artifacts/code of the hashes that a stage's result depends on.
+
+    name: of the stage, or of a measurement. item: for which it runs.
+    """
+    stage = STAGES.get(name, STAGES[MEASURE])
+    return [hash_file(path).format(what=name, **item) for path in stage.hashes]
+
+
+def hash_file(path: str) -> str:
+    """Return a path of ``Stage.hashes`` with its suffix; ``methods`` is the folder of all."""
+    return path if path == "methods" else f"{path}.json"
+
+
+def stage_of_command(words: Sequence[str]) -> str:
+    """Return the name of the stage that ``python -m moecore.stages.SCRIPT WORD …`` runs.
+
+    words: those after ``python``.
+    """
+    script, *others = words[1:]
+    script = script.rpartition(".")[2]
+    names = [stage.name for stage in ROWS if stage.module == script]
+    word = others[0] if others else ""
+    return next(name for name in (word, script, *names) if name in names)

@@ -1,1 +1,0 @@
-"""What writes params.yaml: what layers come to, and single values from the command line."""
