@@ -1,7 +1,9 @@
-"""What a part of one's own is written with: the families' base classes, and what they handle.
+"""What your own part is written with: base classes, the types that they handle, pages' columns.
 
 A file that imports a name from here depends on the file where that name lives, not on the others.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from moecore.attacks.base import Attack as Attack
 from moecore.core.config import Config as Config
@@ -44,3 +46,22 @@ from moecore.training.regularizers.layer_terms import sum_over_layers as sum_ove
 from moecore.training.teachers.base import Teacher as Teacher
 from moecore.training.upcycling_kinds import Drop as Drop
 from moecore.training.upcycling_kinds import Granular as Granular
+
+if TYPE_CHECKING:
+    from moecore.report.column import Column as Column
+    from moecore.report.measures.result_display import Shown as Shown
+else:  # what the page of your own measurement is written with: it loads matplotlib
+    _PAGES = {
+        "Column": "moecore.report.column:Column",
+        "Shown": "moecore.report.measures.result_display:Shown",
+    }
+
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *_PAGES])
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PAGES:
+            raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
+        from pkgutil import resolve_name
+
+        return resolve_name(_PAGES[name])
