@@ -11,7 +11,7 @@ from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
-from moecore.data.expected_data import PlannedData as PlannedData
+from moecore.data.sources.base import PlannedData as PlannedData
 from moecore.data.sources.base import Source as Source
 from moecore.data.writer import DatasetInfo as DatasetInfo
 from moecore.data.writer import SplitToWrite as SplitToWrite

@@ -7,8 +7,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.config import Config
-from moecore.data.views.mix import Mix
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.views import Mix, ViewSettings
 from moecore.training.adversarial import Adversarial
 from moecore.training.runtime import Precision
 

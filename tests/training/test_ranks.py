@@ -30,8 +30,7 @@ from moecore.core.ranks import Ranks, join_ranks, leave_ranks
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.data.views.mix import Mix
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.views import Mix, ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
 from moecore.study.reading.document import load_yaml_document

@@ -9,9 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
 from moecore.study.reading.study import Misfits, Study
 
 PREPARED_DATA = Path("artifacts/data")

@@ -17,8 +17,7 @@ from moecore.attacks.base import Attack
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
 from moecore.core.part_families import Part
-from moecore.data.expected_data import PlannedData
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.study.checking.data_rules import (
     chdir_to_stages,
     data_problems,

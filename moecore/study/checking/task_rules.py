@@ -9,7 +9,7 @@ from typing import Any
 
 from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
 from moecore.core.part_families import part_classes_by_kind
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study

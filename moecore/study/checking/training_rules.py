@@ -5,7 +5,7 @@ from itertools import compress
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import UNEVEN_REFUSAL
 from moecore.study.checking.task_rules import list_training_settings
 from moecore.study.checking.view_rules import FALSIFIED

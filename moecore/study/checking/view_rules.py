@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.study.checking.task_rules import list_training_settings
 from moecore.study.reading.study import Misfits, Study

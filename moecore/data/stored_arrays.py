@@ -1,10 +1,12 @@
-"""Images kept whole, as JPEG files in one file, each decoded when it is asked for."""
+"""Arrays on disk: .npy files, and images kept whole as JPEG files in one file."""
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,46 @@ from PIL import Image
 
 from moecore.core.files import UserError
 from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil, resize_centre_square
-from moecore.data.npy import PREPARE_AGAIN, open_array
 from moecore.data.thread_map import thread_count
+
+PREPARE_AGAIN = "run the stage `prepare` again"
+
+
+def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return a .npy file memory-mapped; UserError unless it has this shape and dtype."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {PREPARE_AGAIN}") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a whole .npy file ({error}); {PREPARE_AGAIN}") from error
+    if array.shape != shape or array.dtype != dtype:
+        says = f"card.json says {np.dtype(dtype)} {shape}"
+        raise UserError(
+            f"{path}: holds {array.dtype} {array.shape}; {says}. {PREPARE_AGAIN.capitalize()}"
+        )
+    return array
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Write an array to exactly this path."""
+    with open(path, "wb") as file:
+        # of a file, numpy writes through the C library, and its error does not say what is wrong
+        plain: Any = SimpleNamespace(write=file.write)
+        np.save(plain, values, allow_pickle=False)
+
+
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
+    """Return a memory-mapped .npy file to fill; one that was begun goes on.
+
+    Its space is taken now: filling a sparse file on a full disk kills the process (SIGBUS).
+    """
+    mode = "r+" if begun else "w+"
+    array = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    return array
 
 
 def jpeg_store_file_names(split: str) -> list[str]:
