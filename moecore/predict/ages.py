@@ -11,15 +11,13 @@ import numpy as np
 
 from moecore.brain.prediction_table import (
     PredictionRow,
-    correct_ages,
-    prediction_rows,
-    write_predictions,
-)
-from moecore.brain.training_cohort import (
     TrainingCohortRanges,
     age_range_flags,
+    correct_ages,
     out_of_range_flags,
+    prediction_rows,
     unknown_site_flags,
+    write_predictions,
 )
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum

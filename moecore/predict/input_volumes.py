@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain.training_cohort import TrainingCohortRanges
+from moecore.brain.prediction_table import TrainingCohortRanges
 from moecore.core.files import UserError
 from moecore.core.paths_below_root import join_below_root
 from moecore.data.volumes.cohorts import SEX, read_delimited_table

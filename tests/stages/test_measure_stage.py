@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moecore.brain import out_of_fold as brain
-from moecore.brain.age_predictions import Ages, fit_age_line
+from moecore.brain.age_measurement import Ages, fit_age_line
 from moecore.brain.out_of_fold import assign_folds
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError

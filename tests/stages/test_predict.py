@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_measurement import summarize_age_errors
-from moecore.brain.age_predictions import Ages, fit_age_line
+from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError
