@@ -33,10 +33,14 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.pipeline.predict_cli import main
-from moecore.predict.ages import calibrator_folder, load_age_calibration
+from moecore.predict.ages import (
+    calibrator_folder,
+    find_volumes,
+    load_age_calibration,
+    prepare_volumes,
+)
 from moecore.predict.ages import predict_ages as predict
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
-from moecore.predict.input_volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened
