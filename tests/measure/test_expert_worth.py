@@ -25,7 +25,7 @@ from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
-from moecore.testing.small_models import small_data, small_vit
+from moecore.testing.check_helpers import small_data, small_vit
 from moecore.training.surgery.expert_use import compute_all_outputs
 from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import IMAGE, subject, text_subject

@@ -11,7 +11,7 @@ from moecore.nn.foreign_routers import FOREIGN_ROUTERS, build_record
 from moecore.nn.layers.standalone_moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.testing.small_models import small_vit
+from moecore.testing.check_helpers import small_vit
 from moecore.training.teachers.torchvision_operators import define_missing_operators
 
 SMALL = {

@@ -25,7 +25,7 @@ from moecore.testing import (
     check_router,
     check_teacher,
 )
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
 from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
 

@@ -22,8 +22,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
-from moecore.testing.check_helpers import draw_weights
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE, draw_weights
 from moecore.training.upcycle import upcycle_model
 
 VOLUMES = IMAGE.model_copy(update={"size": (8, 8, 8)})

@@ -40,9 +40,8 @@ from moecore.testing import (
     check_task,
     check_teacher,
 )
-from moecore.testing.attack_checks import YEARS
-from moecore.testing.check_helpers import seeded_randn
-from moecore.testing.small_models import CLASSES, small_data, small_vit
+from moecore.testing.check_helpers import CLASSES, seeded_randn, small_data, small_vit
+from moecore.testing.measurement_checks import YEARS
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher

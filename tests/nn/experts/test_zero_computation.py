@@ -17,8 +17,7 @@ from moecore.nn.routers.competition import Competition
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
-from moecore.testing.check_helpers import draw_weights
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE, draw_weights
 from moecore.training.regularizers.zero_computation_balance import (
     ZeroComputationBalance,
     uneven_use,
