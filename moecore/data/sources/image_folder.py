@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import candidate_folders
 from moecore.data.files.image_files import (
     ImageFilesSource,
     LabelledFiles,
