@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from moecore.data.views.warping import MixedSizeImageList, crop_images_to_views
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -16,6 +15,7 @@ from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, recompress_image
 from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
+from moecore.data.views.warping import MixedSizeImageList, crop_images_to_views
 from moecore.data.writer import channel_moments
 
 IMAGENET = 1_281_167  # training images

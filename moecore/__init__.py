@@ -1,53 +1,73 @@
 """Sparse mixture-of-experts models, their training, and what the papers measure.
 
-What ``__all__`` lists is public (docs/api.md); everything else may change. None of it is imported
+The names below are public (docs/api.md); everything else may change. None of them is imported
 before it is used: ``import moecore`` loads no torch.
 """
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "MoELayer",
-    "ModelOutput",
-    "Prepared",
-    "RoutingRecord",
-    "Target",
-    "UserError",
-    "__version__",
-    "attacks",
-    "backbones",
-    "expert_agreement",
-    "expert_counts",
-    "experts",
-    "lens",
-    "load_cv2",
-    "load_model",
-    "measure",
-    "model_folder",
-    "pages",
-    "parts",
-    "predict_in_batches",
-    "regularizers",
-    "routers",
-    "routing_loss",
-    "testing",
-    "trace",
-    "upcycle",
-    "update_routers",
-]
+RENAMED = {"pages": "parts"}  # a public name of the last minor version → its new one
 
-RENAMED: dict[str, str] = {}  # a public name of the last minor version → its new one
-
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-if TYPE_CHECKING:
-    from moecore.face import *
+if TYPE_CHECKING:  # read by type checkers, and by pipeline/closures.py
+    from moecore import attacks as attacks
+    from moecore import lens as lens
+    from moecore import measure as measure
+    from moecore import parts as parts
+    from moecore import testing as testing
+    from moecore.attacks.attack_setup import Target as Target
+    from moecore.core.files import UserError as UserError
+    from moecore.core.routing_records import ModelOutput as ModelOutput
+    from moecore.core.routing_records import RoutingRecord as RoutingRecord
+    from moecore.data.prepared import Prepared as Prepared
+    from moecore.measure.routing_metrics.layer_metrics import expert_agreement as expert_agreement
+    from moecore.measure.routing_metrics.layer_metrics import expert_counts as expert_counts
+    from moecore.measure.routing_metrics.layer_metrics import load_cv2 as load_cv2
+    from moecore.nn import backbones as backbones
+    from moecore.nn import experts as experts
+    from moecore.nn import routers as routers
+    from moecore.nn.layers.moe import MoELayer as MoELayer
+    from moecore.nn.layers.moe import update_routers as update_routers
+    from moecore.nn.predict import predict_in_batches as predict_in_batches
+    from moecore.nn.router_hooks import routing_collector as trace
+    from moecore.tracking.model import model_folder as model_folder
+    from moecore.training import regularizers as regularizers
+    from moecore.training.artifacts import load_model as load_model
+    from moecore.training.job import routing_loss as routing_loss
+    from moecore.training.upcycle import upcycle_in_place as upcycle
 
     __version__: str
-else:  # where a type checker does not see it, it names what is not public
+else:
+    HOMES = {  # the same for the interpreter: module, or module:name
+        "MoELayer": "moecore.nn.layers.moe:MoELayer",
+        "ModelOutput": "moecore.core.routing_records:ModelOutput",
+        "Prepared": "moecore.data.prepared:Prepared",
+        "RoutingRecord": "moecore.core.routing_records:RoutingRecord",
+        "Target": "moecore.attacks.attack_setup:Target",
+        "UserError": "moecore.core.files:UserError",
+        "attacks": "moecore.attacks",
+        "backbones": "moecore.nn.backbones",
+        "expert_agreement": "moecore.measure.routing_metrics.layer_metrics:expert_agreement",
+        "expert_counts": "moecore.measure.routing_metrics.layer_metrics:expert_counts",
+        "experts": "moecore.nn.experts",
+        "lens": "moecore.lens",
+        "load_cv2": "moecore.measure.routing_metrics.layer_metrics:load_cv2",
+        "load_model": "moecore.training.artifacts:load_model",
+        "measure": "moecore.measure",
+        "model_folder": "moecore.tracking.model:model_folder",
+        "parts": "moecore.parts",
+        "predict_in_batches": "moecore.nn.predict:predict_in_batches",
+        "regularizers": "moecore.training.regularizers",
+        "routers": "moecore.nn.routers",
+        "routing_loss": "moecore.training.job:routing_loss",
+        "testing": "moecore.testing",
+        "trace": "moecore.nn.router_hooks:routing_collector",
+        "upcycle": "moecore.training.upcycle:upcycle_in_place",
+        "update_routers": "moecore.nn.layers.moe:update_routers",
+    }
+    __all__ = sorted(["__version__", *HOMES])
+
+    def __dir__() -> list[str]:
+        return __all__
 
     def __getattr__(name: str) -> Any:
         if name in RENAMED:
@@ -56,12 +76,12 @@ else:  # where a type checker does not see it, it names what is not public
             text = f"moecore.{name} is now moecore.{RENAMED[name]}"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             name = RENAMED[name]
-        if name not in __all__:
-            raise AttributeError(f"module 'moecore' has no attribute {name!r}")
         if name == "__version__":
             from importlib.metadata import version
 
             return version("moecore")
-        from moecore import face
+        if name not in HOMES:
+            raise AttributeError(f"module 'moecore' has no attribute {name!r}")
+        from pkgutil import resolve_name
 
-        return getattr(face, name)
+        return resolve_name(HOMES[name])

@@ -62,7 +62,7 @@ class Result(Config):
     mean: float
 '''
 BRIGHTNESS_PAGE = """\
-from moecore.pages import Column, Shown
+from moecore.parts import Column, Shown
 from my_lab.brightness import Result
 
 COLUMNS = (Column("brightness", "Brightness", lambda result: result.mean),)

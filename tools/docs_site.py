@@ -18,7 +18,6 @@ from mkdocs.structure.pages import Page
 
 import moecore
 from moecore.core.config import Config
-from moecore.face.family_parts import FamilyParts
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".", "docs", "docs/site", "docs/tutorials", "pipelines", "pipelines/*", "benchmarks")
@@ -73,7 +72,7 @@ def write_public_names() -> Iterator[str]:
 
 def write_name(name: str, value: Any, level: int) -> Iterator[str]:
     """Yield the heading of a public name and what mkdocstrings is to write below it."""
-    if isinstance(value, (ModuleType, FamilyParts, str)):
+    if isinstance(value, (ModuleType, str)):
         text = "The installed version." if isinstance(value, str) else inspect.getdoc(value)
         yield f"{'#' * level} `{name}`\n\n{text}\n"
         return
@@ -97,14 +96,14 @@ def shown_members(value: Any) -> dict[str, Any]:
 
 def public_members(value: Any) -> dict[str, Any]:
     """Return what a public module or family offers, by name: parts, checks, base classes."""
-    if not isinstance(value, (ModuleType, FamilyParts)):
+    if not isinstance(value, ModuleType):
         return {}
     members = {
         name: one
         for name, one in inspect.getmembers(value)
         if not name.startswith("_") and not isinstance(one, ModuleType)
     }
-    if value in (moecore.lens, moecore.parts, moecore.pages):
+    if value in (moecore.lens, moecore.parts):
         return members
     is_offered = inspect.isfunction if value is moecore.testing else is_part
     return {name: one for name, one in members.items() if is_offered(one)}

@@ -1,8 +1,13 @@
-"""Calibration for data whose labels are ages: correct, measure, and write what a user needs."""
+"""Calibration for data whose labels are ages: correct, measure, and write what a user needs.
 
+The model card says in words what the model was made of, how well it does, and its limits.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from moecore.brain.age_calibration import render_model_card
+from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.age_measurement import (
     AgeResult,
     Ages,
@@ -11,19 +16,162 @@ from moecore.brain.age_measurement import (
     summarize_age_errors,
 )
 from moecore.brain.prediction_table import (
+    ConformalInterval,
     age_range_flags,
     collect_training_ranges,
     out_of_range_flags,
     prediction_rows,
     write_predictions,
 )
-from moecore.brain.tissue_ridge import measure_tissue_ridge
+from moecore.brain.tissue_ridge import RidgeResult, measure_tissue_ridge
 from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles
 from moecore.nn.predict import predict_in_batches
+from moecore.statistics.intervals import Estimate
+
+SIMULATED = """\
+**The volumes are SIMULATED.** They show that the software works: that it finds an effect of age \
+that was put in, and how large its errors are on this simulation. They can support no statement \
+about people, patients, scanners or diseases, and an error of so many years here says nothing \
+about the error on real scans."""
+REAL = """\
+The volumes are scans of people. The numbers hold for people, scanners and a preparation like \
+those of this cohort, and for no others."""
+NOT_FOR = """\
+- **No diagnosis and no decision about a person.** The interval of one prediction is wide (see \
+above); a large brain-PAD is no finding.
+- **No use outside the age range, the scanners and the preparation of the training data.** Volumes \
+unlike these are flagged in `qc_flags`:
+  a flagged prediction is not to be used, and an unflagged one is not thereby right.
+- **No comparison of groups that differ in age, sex, site or head size** without taking these into \
+account: brain-PAD depends on age by
+  construction, and the correction removes that dependence only for people like those it was \
+fitted to.
+- **No causal reading.** Brain-PAD (predicted minus known age) is not a measured rate of ageing, \
+nor brain health, nor a biological age. It
+  mixes individual anatomy, errors of the model and artefacts of the scan.
+- **No selection of people** (insurance, employment, asylum, access to treatment)."""
+TAKES_AGE = """\
+It takes the known age: it corrects the gap (brain-PAD) of people whose age is known, and predicts \
+nobody's age; so it has no MAE, and intervals are around the uncorrected predictions."""
+TABLE_HEAD = """\
+| Prediction | MAE, years | corr(ŷ − y, y) | slope | intercept |
+| --- | --- | --- | --- | --- |"""
+
+GAP_HEAD = """\
+| Gap against diagnosis | difference, years | at equal age and sex | AUC |
+| --- | --- | --- | --- |"""
+
+
+def render_model_card(card: Mapping[str, Any], result: AgeResult, item: str) -> str:
+    """The text of MODEL_CARD.md; card: of the data; result: of ``calibrate``."""
+    title = f"# Brain-age model {item}"
+    sections = [
+        f"{title} (SIMULATED data)" if result.simulated else title,
+        SIMULATED if result.simulated else REAL,
+        "## Data",
+        _data_section(card, result),
+        "## Error on the test split",
+        _error_section(result),
+        "## Not for",
+        NOT_FOR,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _data_section(card: Mapping[str, Any], result: AgeResult) -> str:
+    low, high = card["target_range"]
+    size = " × ".join(map(str, card["size"]))
+    edges = " × ".join(f"{edge:g}" for edge in card["voxel_mm"])
+    lines = [f"{card['name']}; {card['source']}. Licence: {card['licence']}."]
+    for split, counts in card["counts"].items():
+        sexes = ", ".join(f"{name} {number}" for name, number in counts.items())
+        lines.append(f"{split}: {card['images'][split]} volumes ({sexes}).")
+    lines += [
+        f"Ages in training: {low:.1f} to {high:.1f} {result.unit}.",
+        f"Volumes of {size} voxels of {edges} mm.",
+        f"Left out when the cohort was read: {len(card['skipped'])}.",
+        f"Weights: sha256 {result.predictor_sha256}.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _error_section(result: AgeResult) -> str:
+    rows = [_error_row("as predicted", result.raw)]
+    if result.pooled is not None:
+        rows.append(_error_row("corrected, one line", result.pooled))
+    if result.sex_specific is not None:
+        rows.append(_error_row("corrected, a line per sex", result.sex_specific))
+    low, high = result.age_range
+    test = (
+        f"{result.n_test} test volumes, ages {low:.1f} to {high:.1f}; in brackets 95 % intervals "
+        "over participants."
+    )
+    median = (
+        "Always saying the training's median age has an MAE of "
+        f"{result.median_mae:.2f} {result.unit}."
+    )
+    if (ridge := result.tissue_ridge) is not None:
+        rows.append(_error_row(_ridge_words(ridge), ridge.errors))
+    table = "\n".join([TABLE_HEAD, *rows])
+    lines = [table, f"{test} {median}", _correction_line(result), _interval_line(result.interval)]
+    if result.diagnosis_gaps:
+        rows = [_diagnosis_row(one) for one in result.diagnosis_gaps]
+        lines += ["\n".join([GAP_HEAD, *rows])]
+    return "\n\n".join(lines)
+
+
+def _diagnosis_row(one: DiagnosisGap) -> str:
+    gap = "corrected" if one.corrected else "raw"
+    cells = " | ".join(map(_format_estimate, (one.difference, one.adjusted, one.auc)))
+    words = f"{one.diagnosis} (n {one.n}) against {one.reference} (n {one.n_reference}), {gap}"
+    return f"| {words} | {cells} |"
+
+
+def _error_row(words: str, errors: AgeErrors) -> str:
+    cells = (errors.mae, errors.corr, errors.slope, errors.intercept)
+    return f"| {words} | {' | '.join(map(_format_estimate, cells))} |"
+
+
+def _ridge_words(ridge: RidgeResult) -> str:
+    words = "beside it: ridge on tissue volumes"
+    if ridge.harmonise != "none":
+        words += f", {ridge.harmonise}"
+    if ridge.reference:
+        words += f", {ridge.n_test} volumes that are no site's reference"
+    return words
+
+
+def _correction_line(result: AgeResult) -> str:
+    if result.refused:
+        return f"No correction was fitted: {result.refused}."
+    where = result.fit_on.replace("_", " ")
+    fitted = f"The correction was fitted on {result.n_fit} predictions ({where})."
+    return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
+
+
+def _interval_line(interval: ConformalInterval) -> str:
+    if interval.radius is None or interval.coverage is None:
+        return (
+            f"No interval is given for a single prediction: {interval.n} validation participants "
+            "are too few."
+        )
+    return (
+        f"Interval of a single prediction ({interval.level:.0%}, split conformal, {interval.n} "
+        f"validation participants): ± {interval.radius:.1f} years; it held "
+        f"{interval.coverage.value:.0%} of the test volumes."
+    )
+
+
+def _format_estimate(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "–"
+    if estimate.low is None:
+        return f"{estimate.value:.3f}"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def calibrate_ages(

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -203,20 +203,29 @@ def collect_constants_named(package: str, name: str) -> list[Any]:
     return [getattr(module, name) for module in (*own, *others)]
 
 
-def find_by_class_name(family: type[AnySettings], word: str) -> type[AnySettings]:
-    """Return a family, or our part of it, by the name of its class. Raises AttributeError."""
-    if word == family.__name__:
-        return family
-    own = list_own_names(family) if word[:1].isupper() else []
-    for name in own:
-        if _class_name(name) == word:
-            return find_class(family, name)
-    raise AttributeError(f"{_folder(family).name} has no attribute {word!r}")
+def offer_classes(base: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a family's package: its classes by their names.
 
+    base: module and name of the family's base class. Each class is imported at its first use.
+    """
+    module, _, base_name = base.partition(":")
+    package = module.rpartition(".")[0]
 
-def list_class_names(family: type[Config]) -> list[str]:
-    """Return the names of the classes of a family, its own among them."""
-    return sorted([family.__name__, *map(_class_name, list_own_names(family))])
+    def find_by_class_name(name: str) -> type[Config]:
+        if name[:1].isupper():
+            family = getattr(importlib.import_module(module), base_name)
+            if name == base_name:
+                return family
+            for kind in list_own_names(family):
+                if _class_name(kind) == name:
+                    return find_class(family, kind)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def list_class_names() -> list[str]:
+        family = getattr(importlib.import_module(module), base_name)
+        return sorted([base_name, *map(_class_name, list_own_names(family))])
+
+    return find_by_class_name, list_class_names
 
 
 @cache

@@ -12,7 +12,7 @@ SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of
 RUNS = ".runs"  # of a project: folders in which the questions of pipelines/ are run
 PROJECT_ANSWERS = ".moecore.json"  # of a project: with what `moecore new` began it
 CODE = Path("artifacts/code")  # their hashes, which the stage `code` writes
-FAMILIES = (  # folders of parts; the `__init__` of each holds nothing but their union
+FAMILIES = (  # folders of parts
     "nn/routers",
     "nn/experts",
     "nn/backbones",

@@ -1,6 +1,7 @@
 """Data sets: sources are read by ``prepare`` and written as prepared folders, which training opens.
 
-``sources/`` one file per kind of data; ``files/`` the formats that they read; ``volumes/``,
-``text/`` and ``phantom/`` what is particular to those; ``views/`` what training sees of an image;
-``corruptions/`` what measurements do to one. ``prepared``: what a folder holds.
+``sources/`` has one file per kind of data, ``files/`` what sources of image files share, ``text/``,
+``volumes/`` and ``phantom/`` what is particular to these. ``views/`` is what training sees of an
+image, ``corruptions`` and ``image_noise`` what measurements do to one. ``prepared`` says what a
+folder holds, ``writer`` writes it, ``loader`` gives each step its batch.
 """

@@ -1,6 +1,8 @@
 """What the routing of a trace is like, layer by layer: every measure that needs records alone.
 
-N items, T tokens of one, E experts; chosen, probs and combine are (N, T, E).
+N items, T tokens of one, E experts; chosen, probs and combine are (N, T, E). Also what a trace
+knows of each token, and the tokens that stand for an expert: those of the highest probability, and
+drawn ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +16,11 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens.analyses import TokenLabels
 from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
-from moecore.measure.routing_metrics.expert_information import check_exchangeable
+from moecore.measure.exploring.expert_gallery import FavouritePatch
+from moecore.measure.exploring.expert_overlay_data import patch_crop
+from moecore.measure.routing_metrics.expert_information import FEWEST, check_exchangeable
 from moecore.measure.routing_metrics.expert_roles import (
     NOTHING_BESIDE,
     BesideRecord,
@@ -39,9 +42,143 @@ from moecore.measure.routing_metrics.seed_matching import (
     matched_agreement_by_image,
     seed_agreement,
 )
+from moecore.measure.routing_metrics.token_labels import mask_rare_words
 from moecore.measure.truth import permuted_truth_tables
+from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.statistics.crossed import crossed_difference, linearize_ratio
 from moecore.statistics.intervals import Interval
+
+
+class TokenLabels:
+    """Labels of some items of a trace, read once; ``remarks`` say what is left out, and why."""
+
+    def __init__(self, trace: Trace, places: np.ndarray) -> None:
+        """``places``: of the items, (N,)."""
+        self.layers = trace.card.layers
+        self.items = len(places)
+        self.known: dict[str, Tensor] = {}
+        self.remarks: list[str] = []
+        for name, kind in (("positions", "position"), ("labels", "label"), ("tokens", "word")):
+            values = trace.beside(name, places)
+            if values is not None:
+                self.known[kind] = values
+        if "word" in self.known:
+            self.known["word"] = torch.from_numpy(mask_rare_words(self.known["word"].numpy()))
+        if self.items < FEWEST:
+            problem = f"found {self.items} items; allowed: {FEWEST} and more, as they are exchanged"
+            self.remarks.append(
+                f"purity, and what experts tell of labels and words: {problem} to know chance"
+            )
+        elif "label" in self.known and len(self.known["label"].clamp_min(-1).unique()) < 2:
+            self.remarks.append("purity: found one label; allowed: two and more")
+
+    def by_kind(self, number: int, before: Tensor | None) -> dict[str, Tensor]:
+        """Return kind → labels of a layer's tokens, (N or 1, T or 1), −1 where unknown.
+
+        before: first experts of the layer before it, (N, T') or None.  Labels of other tokens than
+        this layer's are left out, and of too few items all but positions.
+        """
+        tokens = self.layers[number].tokens
+        labels = {"position": torch.arange(tokens)[None]}
+        given = self.known if before is None else self.known | {"layer_before": before}
+        for kind, values in given.items():
+            values = values[:, None] if values.ndim == 1 else values
+            fits = values.shape[1] in (1, tokens)
+            if fits and values.max() >= 0 and (kind == "position" or self.items >= FEWEST):
+                labels[kind] = number_from_zero(values)
+        return labels
+
+
+def number_from_zero(labels: Tensor) -> Tensor:
+    """Return labels of any size as 0, 1, …, in their order, and −1 for those below 0."""
+    known = labels >= 0
+    places = torch.full_like(labels, -1)
+    places[known] = labels[known].unique(return_inverse=True)[1]
+    return places
+
+
+EXAMPLES = 8  # of an expert, of each kind
+AROUND = 4  # words before and after an example
+
+
+class KeptTokens(NamedTuple):
+    """Of each expert the tokens of the highest keys, one an item, the highest first, (K, E)."""
+
+    keys: Tensor  # −1: no token
+    items: Tensor
+    patches: Tensor
+    probabilities: Tensor  # that the router gave the expert
+
+
+class Example(NamedTuple):
+    """A token that chose an expert, and what stands there."""
+
+    token: FavouritePatch  # its patch is one of the finest layer's
+    crop: Tensor | None  # uint8 (C, h, w); None without pictures
+    words: tuple[str, str, str]  # before it, it, after it; of a token without a word its place
+
+
+def keep_highest(
+    kept: KeptTokens, record: RoutingRecord, keys: Tensor, layout: TokenLayout, items: np.ndarray
+) -> KeptTokens:
+    """Return the EXAMPLES highest of what is kept and of new items: of each item and expert that
+    of its patches that chose it with the highest key; the first of equal ones.
+
+    keys: (N, T, E or 1), from 0.  items: their places, (N,), above those that are kept.
+    """
+    own = torch.where(record.chosen, keys, -1)[:, layout.special :]
+    highest, patches = own.max(dim=1)
+    probabilities = record.probs[:, layout.special :].gather(1, patches[:, None])[:, 0]
+    places = torch.from_numpy(items)[:, None].expand_as(patches)
+    pairs = zip(kept, (highest, places, patches, probabilities), strict=True)
+    joined = [torch.cat([before.to(new.dtype), new]) for before, new in pairs]
+    order = joined[0].sort(dim=0, descending=True, stable=True).indices[:EXAMPLES]
+    return KeptTokens(*(one.gather(0, order) for one in joined))
+
+
+def read_examples(
+    trace: Trace, kept: KeptTokens, layout: TokenLayout, fine: TokenLayout
+) -> list[list[Example]]:
+    """Return for each expert of a layer the tokens that are kept, with what stands there.
+
+    fine: the layout of the finest layer.
+    """
+    experts: list[list[Example]] = [[] for _ in range(kept.keys.shape[1])]
+    items = kept.items[kept.keys >= 0].unique().numpy()
+    if not len(items):
+        return experts
+    pictures, tokens = (trace.beside(name, items) for name in ("pictures", "tokens"))
+    covers = coarse_patch_indices(layout, fine)
+    for rank, expert in (kept.keys >= 0).nonzero().tolist():
+        item, patch = (int(field[rank, expert]) for field in (kept.items, kept.patches))
+        row = int(np.searchsorted(items, item))
+        token = FavouritePatch(
+            image=item,
+            patch=int((covers == patch).nonzero()[0]),
+            probability=round(float(kept.probabilities[rank, expert]), 4),
+        )
+        words = ("", f"item {item}, token {patch + 1}", "")
+        if tokens is not None and tokens.shape[1] == layout.special + len(covers):
+            words = words_around(trace, tokens[row].tolist(), layout.special + patch)
+        crop = None
+        if pictures is not None:  # a copy: the crop is a view of the whole picture
+            crop = patch_crop(pictures[row], patch, layout).clone()
+        experts[expert].append(Example(token, crop, words))
+    return experts
+
+
+def words_of_tokens(trace: Trace, tokens: Sequence[int]) -> list[str]:
+    """Return the words of tokens; without a vocabulary their numbers."""
+    vocabulary = trace.card.vocabulary
+    return [vocabulary[one] if vocabulary else str(one) for one in tokens]
+
+
+def words_around(trace: Trace, tokens: Sequence[int], place: int) -> tuple[str, str, str]:
+    """Return words of an item's tokens: before a place, there and after it."""
+    words = words_of_tokens(trace, tokens[max(0, place - AROUND) : place + AROUND + 1])
+    there = min(place, AROUND)
+    return " ".join(words[:there]), words[there], " ".join(words[there + 1 :])
+
 
 # Of chosen, probs and combine of one layer: quantities by name, one value an item, (N,), whose
 # mean is the quantity.

@@ -1,4 +1,8 @@
-"""What a page module of one's own measurement is written with: its columns, and what it shows."""
+"""The old name of ``moecore.parts``, until 0.4."""
 
-from moecore.report.column import Column as Column
-from moecore.report.measures.result_display import Shown as Shown
+import warnings
+
+from moecore.parts import Column as Column
+from moecore.parts import Shown as Shown
+
+warnings.warn("moecore.pages is now moecore.parts", DeprecationWarning, stacklevel=2)

@@ -64,13 +64,8 @@ DECIDING = (  # the rooms whose code decides a result; an edit of the others rer
     "brain",
 )
 OUTSIDE = "outside"  # in the place of a room: of packages that params.yaml lists
-BY_NAME = Path("moecore/face/family_parts.py")  # offers all parts of families, and imports none
-PASSED_THROUGH = ("run", "face")  # decide none either, but what they import does
-PUBLIC_MODULES = {  # what only passes names on, which live elsewhere
-    "moecore": Path("moecore/face/__init__.py"),
-    "moecore/parts": Path("moecore/parts/__init__.py"),
-    "moecore/pages": Path("moecore/pages/__init__.py"),
-}
+PASSED_THROUGH = ("run", "parts.py")  # decide none either, but what they import does
+PUBLIC_MODULES = ("moecore", "moecore/parts")  # pass on names, which live elsewhere
 FAMILY_AT_KEY = {  # the family of a part at this key, where two families have a kind of that name
     "router": "routers",
     "calibrator": "calibrators",
@@ -295,11 +290,6 @@ def _imported_files(file: Path, root: Path, packages: tuple[str, ...]) -> tuple[
     if file.suffix != ".py":
         return ()
     files: dict[Path, None] = {}
-    if file == BY_NAME:
-        folders = [root / "moecore" / family for family in FAMILIES]
-        files |= dict.fromkeys(
-            part.relative_to(root) for one in folders for part in one.glob("*.py")
-        )
     for module, name in _read_source(file, root).imports:
         for package, one in _homes(module, name, root):
             if package.split("/")[0] in (OUR_PACKAGE, *packages):
@@ -313,13 +303,19 @@ def _homes(package: str, name: str, root: Path) -> Sequence[tuple[str, str]]:
         package, name = f"{package}/{name}", ""
     if package not in PUBLIC_MODULES:
         return [(package, name)]
-    imports = _read_source(PUBLIC_MODULES[package], root).imports
-    return [one for one in imports if one[1] == name] or imports
+    file = _module_file(package, root)
+    imports = _read_source(file, root).imports if file else ()
+    return [one for one in imports if name and one[1] == name] or imports
 
 
 def _module_files(package: str, name: str, root: Path) -> Iterator[Path]:
-    """The files of ``package``, of those above it, and of ``package/name`` where it is a module."""
+    """The files of ``package``, of those above it, and of ``package/name`` where it is a module.
+
+    Of a family, which offers its parts by the names of their classes, the files of all parts.
+    """
     words = [*package.split("/"), name] if name else package.split("/")
+    if "/".join(words[1:]) in FAMILIES:
+        yield from sorted(Path(*words, part.name) for part in (root / Path(*words)).glob("*.py"))
     for count in range(1, len(words) + 1):
         if file := _module_file("/".join(words[:count]), root):
             yield file

@@ -1,31 +1,142 @@
-"""Predictions of a trained model for pictures of any size and mode: answers, numbers, experts.
+"""Predictions of a trained model for pictures of any size and mode, and the page that shows them.
 
-A file that is no picture keeps its row, which says why.
+A file that is no picture keeps its row, which says why. A model with two towers compares the
+pictures with texts: T texts, M tokens of one, d numbers of an embedding. The page is one HTML file
+that needs nothing else, light or dark: every picture with its answer, and which experts processed
+its patches.
 """
 
+import base64
 import csv
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 from unicodedata import category
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from moecore.core.files import UserError, atomic_text_file, join_below_root
 from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
+from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.measure.calibrators.temperature import FittedTemperature
+from moecore.measure.exploring.caption_word_experts import experts_by_word
 from moecore.nn.backbones.base_model import Model
+from moecore.nn.backbones.two_towers import TwoTowerModel
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
-from moecore.predict.pictures import SHOWN, Shown, picture_tile_with_experts
+from moecore.report.figures.drawing import expert_colours
+from moecore.report.page.templating import template_environment
 from moecore.run.progress import report_progress
 from moecore.tasks.base import Task
+from moecore.tasks.image_text import cosine_matrix, similarity_matrix
 from moecore.training.artifacts import load_card
+
+SHOWN = 500  # files of a page, at most: more would make it tens of megabytes
+SMALL = 96  # pixels: up to here a picture is kept as it is, above as JPEG
+
+
+class Tile(NamedTuple):
+    """A picture as an address, and the experts of its patches in every layer.
+
+    experts: a layer → rows of patches → the experts of a patch, the first with most weight.
+    """
+
+    picture: str
+    experts: list[list[list[list[int]]]]
+    label: str = ""
+
+
+class Shown(NamedTuple):
+    """One file: its name, the answer, and its tiles (one of a picture, three of a volume)."""
+
+    name: str
+    answer: str
+    tiles: list[Tile]
+    more: Sequence[str] = ()  # lines below the answer
+
+
+class RoutedText(NamedTuple):
+    """One text: its words with their experts per MoE layer, and the pictures that lie nearest."""
+
+    text: str
+    layers: list[list[tuple[str, list[int]]]]
+    nearest: list[str]
+    remark: str = ""
+
+
+class Failure(NamedTuple):
+    """A file without a prediction, and why."""
+
+    name: str
+    reason: str
+
+
+class PredictedPage(NamedTuple):
+    """All that the page says."""
+
+    model: str
+    data: str
+    remarks: Sequence[str]
+    shown: Sequence[Shown]
+    total: int  # files
+    failures: Sequence[Failure]
+    experts: int = 0  # of a layer; 0 of a dense model
+    texts: Sequence[RoutedText] = ()
+    text_experts: int = 0  # of a layer of the text tower
+
+
+def render_predictions(content: PredictedPage) -> str:
+    """Return the whole page."""
+    return (
+        template_environment()
+        .get_template("predicted.html.jinja")
+        .render(
+            page=content,
+            routing={
+                "colours": expert_colours(content.experts),
+                "items": [[tile.experts for tile in one.tiles] for one in content.shown],
+            },
+            layers=len(content.shown[0].tiles[0].experts) if content.shown else 0,
+            colours=expert_colours(content.text_experts),
+        )
+    )
+
+
+def picture_tile_with_experts(
+    pixels: np.ndarray, experts: Sequence[np.ndarray], label: str = ""
+) -> Tile:
+    """Return a picture uint8 (C, H, W) of one or three channels with the experts of its patches.
+
+    experts: a layer (rows, columns, k).
+    """
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    kind = "png" if max(image.size) <= SMALL else "jpeg"
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    address = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return Tile(address, [layer.tolist() for layer in experts], label)
+
+
+def middle_slice_tiles(volume: np.ndarray, experts: Sequence[np.ndarray]) -> list[Tile]:
+    """Return the three middle slices of a volume (1, D, H, W) in [0, 1].
+
+    experts: a layer (d, h, w, k) of patches.
+    """
+    tiles = []
+    for axis, label in enumerate(("first axis", "second axis", "third axis")):
+        cut = np.take(volume[0], volume.shape[axis + 1] // 2, axis=axis)
+        pixels = np.rint(np.clip(cut.astype(np.float32), 0, 1) * 255).astype(np.uint8)
+        layers = [np.take(layer, layer.shape[axis] // 2, axis=axis) for layer in experts]
+        tiles.append(picture_tile_with_experts(pixels[None], layers, label))
+    return tiles
 
 
 class Row(NamedTuple):
@@ -199,3 +310,102 @@ def experts_of(combine: Tensor, special: int, grid: tuple[int, ...], most: int =
     weights, experts = combine[:, special:].topk(min(most, combine.shape[-1]))
     chosen = torch.where(weights > 0, experts, -1)
     return chosen.view(len(combine), *grid, -1).numpy().astype(np.int16)
+
+
+MOST = 10_000  # texts: each is a column of the table
+LONGEST = 80  # letters of a text below a picture
+NEAREST = 5  # matches that are named, both ways
+
+Match = tuple[str, float]  # a picture's name, and its cosine with a text
+
+
+class Texts(NamedTuple):
+    """The texts of a file, as the model reads them."""
+
+    texts: list[str]
+    tokenizer: Tokenizer
+    encoded: list[EncodedCaption]
+    tokens: Tensor  # (T, M) int32
+    sides: Tensor  # (T, d + 3)
+
+
+def read_texts(path: Path, model: TwoTowerModel, folder: Path) -> Texts:
+    """Return a file's lines, each once, none blank. Raises UserError where there are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error}"
+        raise UserError(f"{path}: {reason}; --texts is a file with one text per line") from None
+    texts = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not 1 <= len(texts) <= MOST:
+        allowed = f"1 to {MOST:,}, one per line"
+        raise UserError(f"{path}: found {len(texts):,} texts; allowed: {allowed}")
+    task = model.text.task
+    tokenizer = load_tokenizer(folder, task)
+    encoded = [tokenizer.encode(text, task.context) for text in texts]
+    tokens = torch.tensor([one.tokens for one in encoded], dtype=torch.int32)
+    return Texts(texts, tokenizer, encoded, tokens, model.targets(tokens)[:, 0])
+
+
+def nearest_caption_reader(texts: Texts, pairs: str) -> OutputReader:
+    """Return the reading of a picture's side: cosines, and the nearest text with its share."""
+
+    def row(side: Tensor) -> Row:
+        near = cosine_matrix(side[None], texts.sides)[0]
+        logits = similarity_matrix(side[None].double(), texts.sides.double())[0]
+        shares = logits.sigmoid() if pairs == "sigmoid" else logits.softmax(dim=0)
+        order = near.argsort(descending=True, stable=True)[:NEAREST].tolist()
+        more = [f"{near[place]:.3f} {shorten(texts.texts[place], LONGEST)}" for place in order]
+        best = int(near.argmax())
+        return Row("", texts.texts[best], float(shares[best]), tuple(near.tolist()), "", more)
+
+    share = "that the pair fits" if pairs == "sigmoid" else "its share among the texts"
+    remark = f"numbers of texts are cosines; the probability of an answer: {share}, not calibrated"
+    lost = sum(one.cut for one in texts.encoded)
+    if lost:
+        remark += f"; {lost} of {len(texts.texts)} texts are longer than the context and were cut"
+    return OutputReader(tuple(texts.texts), row, remark)
+
+
+def match_texts_to_pictures(texts: Texts, rows: Sequence[Row]) -> list[list[Match]]:
+    """Return for each text the pictures with the largest cosines, best first."""
+    good = [row for row in rows if not row.error]
+    return [
+        [
+            (row.file, row.numbers[text])
+            for row in sorted(good, key=lambda row: -row.numbers[text])[:NEAREST]
+        ]
+        for text in range(len(texts.texts))
+    ]
+
+
+def write_best_pictures(path: Path, texts: Texts, matches: Sequence[Sequence[Match]]) -> None:
+    """Write the best pictures of each text: text, place from 1 on, file, cosine."""
+    lines = [
+        (text, str(place), file, f"{cosine:.6g}")
+        for text, best in zip(texts.texts, matches, strict=True)
+        for place, (file, cosine) in enumerate(best, 1)
+    ]
+    write_csv(path, [("text", "place", "file", "cosine"), *lines])
+
+
+def texts_with_experts(
+    model: TwoTowerModel, texts: Texts, matches: Sequence[Sequence[Match]]
+) -> list[RoutedText]:
+    """Return each text with the experts of its words, and its best pictures."""
+    read = experts_by_word(model, texts.tokens, texts.tokenizer)
+    return [
+        RoutedText(
+            text, layers, [f"{cosine:.3f} {file}" for file, cosine in best], _unread_words(one)
+        )
+        for text, layers, best, one in zip(texts.texts, read, matches, texts.encoded, strict=True)
+    ]
+
+
+def _unread_words(encoded: EncodedCaption) -> str:
+    words = []
+    if encoded.unknown:
+        words.append(f"{encoded.unknown} words that the vocabulary does not have")
+    if encoded.cut:
+        words.append("longer than the context: cut")
+    return "; ".join(words)

@@ -1,15 +1,31 @@
-"""What every measurement promises, as a function that a test calls in one line."""
+"""What every measurement, calibrator and attack promises, as functions of one line in a test."""
 
 import copy
 import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
+from moecore.attacks.attack_setup import Target
+from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.testing.check_helpers import assert_that, settings_of, small_data, small_vit
+from moecore.measure.calibrators.base import Calibrator
+from moecore.tasks.base import Task
+from moecore.tasks.regression import Regression
+from moecore.testing.check_helpers import (
+    CLASSES,
+    IMAGE,
+    SIDE,
+    assert_that,
+    seeded_randn,
+    settings_of,
+    small_data,
+    small_vit,
+)
 
 
 class Killed(Exception):
@@ -70,3 +86,120 @@ def _measure_over_kills(settings: Measurement, subject: MeasuredModel) -> Config
             return settings.measure(subject, pieces)
         except Killed:
             continue
+
+
+def check_calibrator(calibrator: Calibrator | type[Calibrator]) -> None:
+    """Raise AssertionError, in one line, where a calibrator breaks a promise of calibrators.
+
+    calibrator: settings, or their class, whose defaults are then checked. It is fitted to logits
+    (N, K) that are too sure of themselves, or to numbers (N,) that lean towards their mean, in two
+    groups. The fit draws nothing, is the same twice and behind JSON, and is of the calibrator's
+    kind. What it calibrates is finite, keeps its shape, and depends on no other prediction.
+    """
+    settings = settings_of(calibrator)
+    predictions, labels = _logits() if settings.predicts == "classes" else _numbers()
+    groups = ["F", "M"] * (len(labels) // 2) if settings.predicts == "numbers" else None
+    before = torch.get_rng_state()
+    fitted = settings.fit(predictions, labels, groups)
+    assert_that(settings, torch.equal(before, torch.get_rng_state()), "its fit draws no number")
+    fits = isinstance(fitted, settings.fitted) and fitted.kind == settings.kind
+    assert_that(settings, fits, "fit returns what fitted says, of its kind")
+    again = settings.fit(predictions, labels, groups)
+    assert_that(settings, again == fitted, "it fits the same twice")
+    read = settings.fitted.model_validate_json(fitted.model_dump_json())
+    assert_that(settings, read == fitted, "what is fitted is the same behind JSON")
+    for given in [None] if groups is None else [None, groups]:
+        ages = {"ages": labels} if fitted.uses_age else {}
+        values = fitted.apply(predictions, given, **ages)
+        fits = values.shape == predictions.shape and np.isfinite(np.asarray(values)).all()
+        assert_that(settings, fits, "what it calibrates is finite and keeps its shape")
+        first = {name: known[1:2] for name, known in ages.items()}
+        alone = fitted.apply(predictions[1:2], given and given[1:2], **first)
+        same = np.allclose(np.asarray(alone), np.asarray(values[1:2]))
+        assert_that(settings, same, "a prediction is calibrated alike in any batch")
+    if groups:
+        assert_that(settings, len(fitted.used(groups)) == len(groups), "used has one for each")
+
+
+def _logits() -> tuple[Any, Any]:
+    logits = 6 * seeded_randn(300, 4)
+    return logits, (logits / 3 + seeded_randn(300, 4, seed=2)).argmax(dim=1)
+
+
+def _numbers() -> tuple[Any, Any]:
+    ages = np.linspace(20, 90, 60)
+    return 11 + 0.8 * ages + 3 * seeded_randn(60).double().numpy(), ages
+
+
+EPSILON = 0.1
+YEARS = Regression(target="age", unit="years")
+
+
+def check_attack(attack: Attack | type[Attack]) -> None:
+    """Raise AssertionError, in one line, where an attack breaks a promise of attacks.
+
+    attack: settings, or their class, whose defaults are then checked. Images stay in [0, 1] and
+    within ε of the clean ones, and have all their bits for ε = 0; the same seeds give the same
+    images whatever the batch. The model is left as it was, and so are global draws. An attack that
+    climbs the task's loss raises it.
+    """
+    settings = settings_of(attack)
+    task = CLASSES if settings.refuses(CLASSES) is None else YEARS
+    assert_that(
+        settings, settings.refuses(task) is None, "it attacks a classification or a regression"
+    )
+    target = small_target(task)
+    target.model.head.requires_grad_(False)
+    random = torch.get_rng_state()
+    clean = target.clean_images()
+    before = copy.deepcopy(target.model.state_dict())
+    attacked = target.attacked(settings, EPSILON)
+    _check_images(settings, clean, attacked)
+    assert_that(
+        settings, torch.equal(target.attacked(settings, 0.0), clean), "ε = 0 changes no bit"
+    )
+    promise = "the same seeds give the same images in batches of another size"
+    for batch in (1, len(clean)):
+        again = target._replace(batch=batch).attacked(settings, EPSILON)
+        assert_that(settings, torch.allclose(again, attacked, atol=1e-5), promise)
+    assert_that(settings, torch.equal(random, torch.get_rng_state()), "it draws no global number")
+    _check_model_is_unchanged(settings, target.model, before)
+    if settings.climbs_task:
+        losses = [_task_loss(target, images) for images in (clean, attacked)]
+        assert_that(settings, losses[1] > losses[0], "it raises the mean loss of the task")
+
+
+def small_target(task: Task) -> Target:
+    """Eight images, of which one is black and one white, and a small model of this task."""
+    images = seeded_randn(8, 1, SIDE, SIDE).sigmoid()
+    images[0] = 0.0
+    images[1] = 1.0
+    labels = torch.arange(8) % 4
+    if task is YEARS:
+        labels = labels.float()[:, None]
+    model = small_vit(IMAGE.model_copy(update={"task": task}))
+    return Target(model, task, images, labels, batch=3)
+
+
+def _check_images(attack: Any, clean: Tensor, attacked: Tensor) -> None:
+    fits = attacked.shape == clean.shape and attacked.dtype == torch.float32
+    assert_that(attack, fits, "it gives fp32 images of the same shape")
+    assert_that(attack, not attacked.requires_grad, "its images are detached")
+    near = (attacked - clean).abs().max() <= EPSILON + 1e-6
+    assert_that(attack, near, "no pixel moves by more than ε")
+    inside = attacked.min() >= 0 and attacked.max() <= 1
+    assert_that(attack, inside, "pixels stay in [0, 1]")
+
+
+def _check_model_is_unchanged(attack: Any, model: nn.Module, before: dict[str, Tensor]) -> None:
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    clean = all(one.grad is None for one in model.parameters())
+    alike = same and clean and frozen == ["head.weight", "head.bias"]
+    assert_that(attack, alike, "it leaves the model as it was, without gradients")
+
+
+def _task_loss(target: Target, images: Tensor) -> float:
+    with torch.no_grad():
+        prediction = target.model(images).prediction
+    return float(target.task.loss(prediction, target.labels, 0.0))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moecore.lens.traces import open_tensors
 
 from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
+from moecore.lens.traces import open_tensors
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.timm import Timm

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moecore.data.stored_arrays import new_array
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
@@ -22,6 +21,7 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
+from moecore.data.stored_arrays import new_array
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared

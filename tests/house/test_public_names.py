@@ -1,5 +1,6 @@
 """The public names: page, ``__all__`` and docstrings agree, and an import loads nothing."""
 
+import ast
 import inspect
 import json
 import re
@@ -9,9 +10,7 @@ import sys
 import pytest
 
 import moecore
-from moecore import face
 from moecore.core.source_layout import ROOT
-from moecore.face.family_parts import FamilyParts
 
 SAID = "import sys, moecore; print(*dir(moecore)); print(*sys.modules)"
 
@@ -19,14 +18,37 @@ SAID = "import sys, moecore; print(*dir(moecore)); print(*sys.modules)"
 @pytest.mark.parametrize("name", moecore.__all__)
 def test_a_public_name_is_there_and_has_a_docstring(name):
     value = getattr(moecore, name)
-    parts = dir(value) if isinstance(value, FamilyParts) else []
-    for one in (value, *(getattr(value, part) for part in parts)):
-        assert isinstance(one, str) or (inspect.getdoc(one) or "")[:1].isupper()
+    parts = dir(value) if inspect.ismodule(value) else []
+    for one in (value, *(getattr(value, part) for part in parts if part[:1].isupper())):
+        assert isinstance(one, (str, bool)) or (inspect.getdoc(one) or "")[:1].isupper()
 
 
-def test_the_face_imports_what_is_listed_and_nothing_else():
-    imported = {name for name in vars(face) if not name.startswith("_")} - {"family_parts"}
-    assert sorted([*imported, "__version__"]) == moecore.__all__ == sorted(moecore.__all__)
+@pytest.mark.parametrize("module", [moecore, moecore.parts])
+def test_type_checkers_and_the_interpreter_read_the_same_names(module):
+    """The former read the imports of a block that the latter skips, and it a table."""
+    tree = ast.parse(inspect.getsource(module))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.asname: f"{node.module}:{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    table = moecore.HOMES if module is moecore else moecore.parts._PAGES
+    named = {
+        name: home if ":" in home else ":".join(home.rsplit(".", 1)) for name, home in table.items()
+    }
+    assert typed == named
+    assert moecore.__all__ == sorted(moecore.__all__)
+
+
+def test_a_family_offers_its_classes_by_name():
+    from moecore.attacks import Pgd
+
+    assert Pgd is moecore.attacks.Pgd and "Pgd" in dir(moecore.attacks)
+    assert {"Router", "TopKSoftmax"} <= set(dir(moecore.routers))
+    with pytest.raises(AttributeError, match=r"'moecore\.nn\.routers' has no attribute 'Chance'"):
+        moecore.routers.Chance  # noqa: B018
 
 
 def test_an_import_loads_nothing():
@@ -48,6 +70,17 @@ def test_a_renamed_name_warns_and_leads_to_the_new_one(monkeypatch):
     monkeypatch.setitem(moecore.RENAMED, "load_modl", "load_model")
     with pytest.warns(DeprecationWarning, match=r"moecore\.load_modl is now moecore\.load_model"):
         assert moecore.load_modl is moecore.load_model
+
+
+def test_pages_is_now_parts():
+    code = (
+        "from moecore.pages import Column; from moecore import parts; print(Column is parts.Column)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True\n"
+    assert "DeprecationWarning: moecore.pages is now moecore.parts" in done.stderr
 
 
 def test_type_checkers_read_its_types():

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from moecore.lens.traces import Trace, write_trace
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -15,6 +14,7 @@ from moecore.lens import traces
 from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import render_lens, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
+from moecore.lens.traces import Trace, write_trace
 from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics
 from moecore.measure.routing_metrics.load_concentration import choice_margin

@@ -5,13 +5,13 @@ the explorer keeps of single images, against the records and slow counts.
 import numpy as np
 import pytest
 import torch
-from moecore.data.image_noise import add_noise, standard_normal_noise
 from torch import nn
 
 from moecore.attacks.attack_setup import Target
 from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
+from moecore.data.image_noise import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.expert_overlay_data import parse_expert_grid

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
 from moecore.core.files import UserError
+from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel

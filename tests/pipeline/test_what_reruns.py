@@ -258,7 +258,7 @@ def draw_files(project: Project, number: int) -> list[str]:
     draw = random.Random(int(os.environ.get("MOECORE_SOAK_SEED", "0")))
     files = [
         path.relative_to(project.folder).as_posix()
-        for path in sorted((project.folder / "moecore").rglob("[a-z]*.py"))
+        for path in sorted((project.folder / "moecore").glob("*/**/[a-z]*.py"))
     ]
     rooms = sorted({file.split("/")[1] for file in files})
     others = [room for room in rooms if room not in code_hashes.DECIDING]

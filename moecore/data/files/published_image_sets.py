@@ -1,12 +1,16 @@
-"""Sets that their authors split into training and test: what Fashion-MNIST and CIFAR share."""
+"""Image sets that their authors split into training and test: their source, and downloads."""
 
+import http.client
+import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError, candidate_folders
+from moecore.core.files import UserError, candidate_folders, file_checksum, whole_file
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.sources.base import PlannedData, Source, class_counts
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
@@ -154,3 +158,34 @@ class PublishedSource(SplitSettings, Source):
         numbers = self._number_kept_classes(whole)
         rows = {"train": train, "validation": validation, "test": test}
         return {split: part[numbers[part] >= 0] for split, part in rows.items()}
+
+
+def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
+    """Raise UserError where the file's digest differs from the published one."""
+    digest = file_checksum(path, algorithm)
+    if digest != expected:
+        raise UserError(
+            f"{source}: has {algorithm} {digest}; published: {expected}. Fetch it again"
+        )
+
+
+def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
+    """Download ``url`` to ``path``, which appears only once ``check(temporary path)`` accepts it.
+
+    Raises UserError on any network problem (naming the URL) and from ``check``.
+    """
+    with whole_file(path) as temporary:
+        try:
+            torch.hub.download_url_to_file(url, str(temporary), progress=False)
+        except (
+            urllib.error.URLError,
+            http.client.HTTPException,
+            TimeoutError,
+            ConnectionError,
+            ValueError,  # of an address, which a redirection names
+        ) as error:
+            raise UserError(
+                f"{url}: download failed ({error}); check the network, or put the file at {path} "
+                "by hand"
+            ) from error
+        check(temporary)

@@ -1,7 +1,7 @@
 """Another generator of phantoms: a head of ellipsoids in place of the MNI152 anatomy, with another
 contrast and other scanners. For tests of what a model learned from the first; nothing trains on it.
 
-It ages as the first does (numbers.py), so that its tissue has the same trajectories. Every number
+It ages as the first does (anatomy.py), so that its tissue has the same trajectories. Every number
 here is a choice of this simulation; lengths in mm, from the middle of the head.
 """
 

@@ -1,5 +1,10 @@
-"""What cohorts of T1-weighted MRI share, whatever their layout: each subject's files, read once."""
+"""What cohorts of T1-weighted MRI share, whatever their layout: each subject's files, read once.
 
+What was made of a subject's files is kept for the next ``prepare``.
+"""
+
+import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -7,12 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, candidate_folders
+from moecore.core.files import UserError, candidate_folders, whole_file
 from moecore.data.sources.base import PlannedData, Source
-from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.cohorts import (
     CohortSettings,
@@ -26,9 +31,45 @@ from moecore.data.volumes.volume_preparation import (
     REGIONS,
     Grid,
     UnusableVolume,
+    VolumeWithTissueShares,
     read_subject_volumes,
 )
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
+
+VERSION = 2  # raise it where reading a subject gives other values than before
+
+
+class VolumeCache(NamedTuple):
+    """One .npz file per subject, named after the settings and path, size and time of change of the
+    subject's files; those of other settings stay, the folder may be deleted at any time.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+
+    def subject_path(self, files: Mapping[str, Path]) -> Path:
+        """Return where a subject is kept."""
+        states = {name: (path, path.stat()) for name, path in files.items()}
+        stamps = {
+            name: [str(path.resolve()), state.st_size, state.st_mtime_ns]
+            for name, (path, state) in states.items()
+        }
+        words = json.dumps([VERSION, self.settings, stamps], sort_keys=True)
+        return self.folder / f"{hashlib.sha256(words.encode()).hexdigest()}.npz"
+
+
+def load_cached_volume(path: Path) -> VolumeWithTissueShares:
+    """Return what was kept."""
+    with np.load(path, allow_pickle=False) as kept:
+        return VolumeWithTissueShares(kept["image"], kept.get("regions"))
+
+
+def save_cached_volume(path: Path, made: VolumeWithTissueShares) -> None:
+    """Keep a subject."""
+    arrays = {name: values for name, values in made._asdict().items() if values is not None}
+    with whole_file(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, **arrays)
+
 
 PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \
 sub-01 or sub-01_ses-1, * for anything"""

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_limits
+
+from moecore.core.files import UserError
+from moecore.data.phantom import anatomy as phantom_template
 from moecore.data.phantom.anatomy import (
     HEAD_LOG_SD,
     HEAD_ML,
@@ -24,11 +28,6 @@ from moecore.data.phantom.anatomy import (
     ventricles_relative_to_25,
     white_matter_relative_to_25,
 )
-from moecore.data.volumes.volume_preparation import normalise_intensities
-from threadpoolctl import threadpool_limits
-
-from moecore.core.files import UserError
-from moecore.data.phantom import anatomy as phantom_template
 from moecore.data.phantom.shells import (
     CONTRAST,
     HEAD,
@@ -39,6 +38,7 @@ from moecore.data.phantom.shells import (
 from moecore.data.phantom.simulated_person import LifelongTraits, tissue_removal_map
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate_scan
+from moecore.data.volumes.volume_preparation import normalise_intensities
 
 SMALL = {"subjects": 12, "age_groups": 2}
 

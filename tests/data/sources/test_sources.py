@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moecore.data.stored_arrays import JpegImages
 from PIL import Image
 
 from moecore.core.files import UserError, file_checksum
@@ -24,6 +23,7 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
+from moecore.data.stored_arrays import JpegImages
 from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
 
 

@@ -19,6 +19,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageEnhance, ImageOps
+
+from moecore.core.streams import BatchDraws, generator_for
+from moecore.data.views import augmentations, warping
 from moecore.data.views.augmentations import (
     OPERATIONS,
     DrawnOperations,
@@ -26,11 +30,6 @@ from moecore.data.views.augmentations import (
     apply_colour_operations,
     draw_operations,
 )
-from moecore.data.views.warping import warp_images
-from PIL import Image, ImageEnhance, ImageOps
-
-from moecore.core.streams import BatchDraws, generator_for
-from moecore.data.views import augmentations, warping
 from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
@@ -38,6 +37,7 @@ from moecore.data.views.views import (
     evaluation_images,
     make_random_views,
 )
+from moecore.data.views.warping import warp_images
 from moecore.training.teachers.timm import define_missing_operators
 
 STEP = 4  # grey levels per pixel of the ramps

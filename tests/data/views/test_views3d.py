@@ -4,7 +4,6 @@ refused.
 
 import pytest
 import torch
-from moecore.data.views.warping import clamp_or_reflect_indices, in_range_mask
 from scipy.ndimage import map_coordinates
 
 from moecore.core.files import UserError
@@ -22,6 +21,7 @@ from moecore.data.views.views3d import (
     volume_rotations,
     warp_volumes,
 )
+from moecore.data.views.warping import clamp_or_reflect_indices, in_range_mask
 from moecore.nn.correspondence import match_patches
 
 SIZE = (6, 8, 10)

@@ -14,7 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from moecore.core.files import UserError
+from moecore.data import prepared
+from moecore.data.loader import few_shot_indices, load_split_for_device
+from moecore.data.prepared import Prepared
+from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
 from moecore.data.volumes.cohorts import CohortSettings, split_cohort
+from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_preparation import (
     Grid,
     VolumeWithTissueShares,
@@ -27,13 +34,6 @@ from moecore.data.volumes.volume_preparation import (
     resample_volume,
     unusual_volume_flags,
 )
-
-from moecore.core.files import UserError
-from moecore.data import prepared
-from moecore.data.loader import few_shot_indices, load_split_for_device
-from moecore.data.prepared import Prepared
-from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
-from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 from moecore.report.figures.dataset_samples import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from moecore.testing.model_checks import MOE
 from torch import nn
 
 from moecore.core.files import UserError
@@ -11,6 +10,7 @@ from moecore.nn.backbones.sfcn import Sfcn, soft_labels
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.testing.check_helpers import IMAGE
+from moecore.testing.model_checks import MOE
 from tests.volumes import VOLUMES
 
 SMALL = Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)

@@ -1,1 +1,0 @@
-"""The fifteen corruptions of test images, by family, and how strong each is."""

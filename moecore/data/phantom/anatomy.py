@@ -1,0 +1,351 @@
+"""The anatomy of every simulated person: its numbers with their sources, random fields, MNI152.
+
+Volumes in mL, lengths in mm, ages in years. The maps of MNI152 at 64³ (see mni152/NOTICE.md) are
+made by tools/build_template.py; their digest is here, so other maps are other code.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+from scipy import ndimage
+
+from moecore.core.files import UserError, file_checksum
+
+Preset = Literal["demo", "realistic"]
+
+# Population medians by age, women (Bethlehem et al. 2022, "Brain charts for the human lifespan",
+# Nature 604: 525; evaluated from the published GAMLSS fits). Only their shape relative to age 25 is
+# used; men's curves are proportional.
+AGES = np.arange(20, 91, 5)
+GREY_ML = np.array(
+    [607.9, 587.9, 571.0, 556.5, 543.9, 532.8, 522.9, 514.1]
+    + [506.1, 498.8, 492.1, 486.0, 480.3, 475.0, 470.1]
+)
+WHITE_ML = np.array(
+    [442.4, 447.2, 448.0, 446.2, 442.9, 438.5, 433.5, 428.0]
+    + [422.3, 416.4, 410.5, 404.5, 398.6, 392.7, 386.9]
+)
+VENTRICLES_ML = np.array(
+    [10.94, 11.78, 12.87, 14.20, 15.79, 17.63, 19.76, 22.19]
+    + [24.96, 28.11, 31.68, 35.70, 40.23, 45.33, 51.05]
+)
+REFERENCE = 1  # index of age 25 in AGES: the template is taken to be of that age
+
+# Choices of this simulation, not published values
+HEAD_ML = {"F": 1390.0, "M": 1580.0}  # median volume inside the skull
+HEAD_LOG_SD = 0.085  # SD of its logarithm within a sex
+VENTRICLES_OF_MEN = 1.08  # times those of women, at equal head size and age
+# limits of the brain age that is simulated (age + gap)
+OLDEST = 95.0
+YOUNGEST = 18.0
+SHAPE_LOG_SD = 0.025  # head proportions, along each axis
+# what remains of the pose after registration
+TILT_DEGREES_SD = 1.5
+SHIFT_MM_SD = 1.0
+# a larger ventricle pushes tissue outwards; the push falls off over this distance
+PUSH_DECAY_MM = 25.0
+CORTEX_LOG_SD = 0.25  # regional variation of cortical thinning
+
+# Brightness on a T1-weighted image, as shares of the template's brightest tissue; lesions in white
+# matter are darker by LESION_DARKER
+GREY = 0.65
+WHITE = 0.87
+FLUID = 0.31
+LESION_DARKER = 0.22
+# caps around the ventricles, and spots where a smooth field is above LESION_SPOT
+LESION_RIM_MM = 5.0
+LESION_SPOT = 0.9
+LESION_SPOT_WEIGHT = 0.6
+LESION_HEAD_ML = 1450.0  # the head volume that lesions_ml is for
+
+# Scanner and site
+# smooth shading and overall brightness of one scan
+BIAS = 0.06
+SCAN_LOG_SD = 0.03
+# of one site: brightness, contrast, noise (SD at gain 1)
+SITE_GAIN = (0.7, 1.4)
+SITE_GAMMA_LOG_SD = 0.06
+SITE_NOISE = (0.015, 0.03)
+
+
+class PopulationSpread(NamedTuple):
+    """How much people of one age and sex differ."""
+
+    gap: float  # SD of brain age − age, years
+    atrophy: float  # SD of the share of tissue that has become fluid
+    boundary: float  # SD of the shift between grey and white matter, as a share of white matter
+    ventricles: float  # SD of the logarithm of the ventricles' volume
+    lesions: float  # SD of the logarithm of the lesions' volume
+    warp: float  # SD of the smooth displacement, mm
+
+
+PRESETS: dict[str, PopulationSpread] = {
+    "demo": PopulationSpread(3.0, 0.018, 0.05, 0.25, 0.5, 3.0),
+    "realistic": PopulationSpread(4.0, 0.035, 0.08, 0.38, 0.7, 4.0),
+}
+
+
+def grey_matter_relative_to_25(age: float) -> float:
+    """Grey matter at an age, relative to age 25; linear between the medians."""
+    return float(np.interp(age, AGES, GREY_ML / GREY_ML[REFERENCE]))
+
+
+def white_matter_relative_to_25(age: float) -> float:
+    """White matter at an age, relative to age 25; linear between the medians."""
+    return float(np.interp(age, AGES, WHITE_ML / WHITE_ML[REFERENCE]))
+
+
+def ventricles_relative_to_25(age: float) -> float:
+    """Lateral ventricles at an age, relative to age 25; their logarithm is linear in between."""
+    return float(np.exp(np.interp(age, AGES, np.log(VENTRICLES_ML / VENTRICLES_ML[REFERENCE]))))
+
+
+def lesions_ml(age: float) -> float:
+    """White-matter lesions (mL), a choice: about 1 when young, later doubling every 10 years."""
+    return float(1.1 + 0.35 * np.exp((age - 50) / 14))
+
+
+SIDE = 64  # voxels along each axis
+VOXEL_MM = 3.0
+VOXEL_ML = VOXEL_MM**3 / 1000
+KNOTS = 8  # control points along each axis, about 38 mm apart
+# SD of a cubic B-spline field whose control points have SD 1, measured over the grid
+SPLINE_SD = 0.315
+
+
+def spline_basis() -> np.ndarray:
+    """Uniform cubic B-splines at SIDE points: float32 (SIDE, KNOTS); rows sum to 1."""
+    place = np.linspace(0, KNOTS - 3 - 1e-6, SIDE)
+    first = np.floor(place).astype(int)
+    t = place - first
+    pieces = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
+    basis = np.zeros((SIDE, KNOTS), np.float32)
+    for offset, piece in enumerate(pieces):
+        basis[np.arange(SIDE), first + offset] = piece / 6
+    return basis
+
+
+BASIS = spline_basis()
+
+
+def smooth_fields(random: Generator, number: int = 1) -> np.ndarray:
+    """Smooth Gaussian fields with SD near 1: float32 (number, 64, 64, 64)."""
+    field = random.standard_normal((number, KNOTS, KNOTS, KNOTS), dtype=np.float32) @ BASIS.T
+    field = np.matmul(BASIS, field)  # (n, 8, 64, 64)
+    field = np.matmul(BASIS, field.reshape(number, KNOTS, SIDE * SIDE))
+    return field.reshape(number, SIDE, SIDE, SIDE) / np.float32(SPLINE_SD)
+
+
+def grid_points() -> np.ndarray:
+    """Indices of all voxels, float32 (3, 64³), the last axis fastest."""
+    return np.indices((SIDE, SIDE, SIDE), np.float32).reshape(3, -1)
+
+
+def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """Linear interpolation of a volume (64, 64, 64) at points (3, n) in voxels; float32 (n,)."""
+    return ndimage.map_coordinates(
+        volume, points, order=1, mode="nearest", prefilter=False, output=np.float32
+    )
+
+
+def scan_brain(
+    brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
+) -> np.ndarray:
+    """One scan of a brain: float32 (D, H, W), positive inside ``mask`` and exactly 0 outside.
+
+    It has its site's brightness and contrast, smooth shading, and Rician noise. seed and scan: the
+    person's and which of his scans, in random streams that do not touch that of the anatomy.
+    """
+    random = np.random.default_rng([seed, 2, scan])
+    scanner = np.random.default_rng([site, 77])
+    gain = scanner.uniform(*SITE_GAIN)
+    gamma = float(np.exp(scanner.normal(0, SITE_GAMMA_LOG_SD)))
+    noise = scanner.uniform(*SITE_NOISE) * gain
+    shading = np.exp(BIAS * smooth_fields(random)[0] + random.normal(0, SCAN_LOG_SD))
+    real, imaginary = random.standard_normal((2, mask.sum()), dtype=np.float32) * np.float32(noise)
+    signal = np.clip(brightness, 0, None) ** gamma * shading * gain
+    image = np.zeros(brightness.shape, np.float32)
+    image[mask] = np.hypot(signal[mask] + real, imaginary)
+    return image
+
+
+FILE = Path(__file__).parent / "mni152" / "mni152_64.npz"
+SHA256 = "868656a0af5c77b3ba04897af18c4efdd53ed9c75d25bdaad74661c87dfdb3e5"
+# of the distance to the ventricles; below it the direction away from them is not clear and is made
+# shorter
+SMALLEST_SLOPE = 0.2
+SKULL_MM = 20.0  # within this distance of the outer surface tissue gives way less and less
+# the voxels that may become ventricle, and how far its wall may move
+NEAR_MM = 45.0
+WALL = (-6.0, 40.0)
+BISECTIONS = 22  # 46 mm / 2^22: the wall's place is exact to 1e-5 mm
+
+
+class Template(NamedTuple):
+    """Volumes float32 (64, 64, 64); tissue as shares of a voxel.
+
+    Lateral ventricles are filled with the tissue around them.
+    """
+
+    brightness: np.ndarray
+    grey: np.ndarray
+    white: np.ndarray
+    fluid: np.ndarray  # around the brain and in the other ventricles
+    distance: np.ndarray  # to the wall of the lateral ventricles, mm; negative inside
+    away: np.ndarray  # (3, 64³) direction away from them, about length 1, falling to 0 at the skull
+    region: np.ndarray  # int64 (n,): the voxels in which a head may lie, as flat indices
+    thinning: np.ndarray  # how fast grey matter is lost at a place
+    head_ml: float
+    shares: tuple[float, ...]  # of grey matter, white matter, lateral ventricles in the head
+
+
+class Pose(NamedTuple):
+    """A head: proportions (3,), rotation (3, 3), shift (3,), displacement (3, 64³), voxels."""
+
+    shape: np.ndarray
+    rotation: np.ndarray
+    shift: np.ndarray
+    warp: np.ndarray
+
+
+class PlacedTemplate(NamedTuple):
+    """The template in a head: maps float32 (64, 64, 64)."""
+
+    brightness: np.ndarray
+    grey: np.ndarray
+    white: np.ndarray
+    fluid: np.ndarray  # without the lateral ventricles
+    ventricles: np.ndarray
+    caps: np.ndarray  # 1 at the ventricles, falling off outwards
+
+
+@cache
+def load_template() -> Template:
+    """Load the template and derive what does not depend on the person.
+
+    Raises UserError where its file is missing or not the one this code is for.
+    """
+    if not FILE.is_file() or file_checksum(FILE) != SHA256:
+        raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
+    with np.load(FILE, allow_pickle=False) as stored:
+        brightness, grey, white, fluid = (
+            stored[name].astype(np.float32) / 255
+            for name in ("brightness", "grey", "white", "fluid")
+        )
+        distance = stored["distance"].astype(np.float32)
+        origin = stored["origin_mm"]
+    full = np.maximum(grey + white + fluid, 1)  # rounded to bytes they may add up to 1.006
+    return template_from_maps(brightness, grey / full, white / full, fluid / full, distance, origin)
+
+
+def template_from_maps(
+    brightness: np.ndarray,
+    grey: np.ndarray,
+    white: np.ndarray,
+    fluid: np.ndarray,
+    distance: np.ndarray,
+    origin: np.ndarray,
+) -> Template:
+    """An anatomy with what follows from its maps.
+
+    Maps and distance float32 (64, 64, 64), as in Template; origin: of voxel (0, 0, 0), (3,) mm.
+    """
+    head = grey + white + fluid
+    slope = np.stack(np.gradient(distance, VOXEL_MM))
+    # the skull does not move
+    depth = np.asarray(ndimage.distance_transform_edt(head > 0.5))
+    give = np.clip(depth * VOXEL_MM / SKULL_MM, 0, 1)
+    steepness = np.maximum(np.linalg.norm(slope, axis=0), SMALLEST_SLOPE)
+    away = (give * slope / steepness).astype(np.float32).reshape(3, -1)
+    region = np.flatnonzero(ndimage.binary_dilation(head > 0.02, iterations=3))
+    ventricles = ventricle_voxel_shares(0.0, distance)
+    parts = (grey * (1 - ventricles), white * (1 - ventricles), ventricles)
+    return Template(
+        *(brightness, grey, white, fluid, distance, away, region),
+        thinning=_thinning(origin),
+        head_ml=float(head.sum()) * VOXEL_ML,
+        shares=tuple(float(part.sum() / head.sum()) for part in parts),
+    )
+
+
+def ventricle_voxel_shares(offset: float, distance: np.ndarray) -> np.ndarray:
+    """Share of each voxel inside the ventricles when their wall moves outwards ``offset`` mm."""
+    return np.clip(0.5 + (offset - distance) / VOXEL_MM, 0, 1)
+
+
+def _thinning(origin: np.ndarray) -> np.ndarray:
+    """Where grey matter is lost first: the front and lateral sulci (this simulation's choice)."""
+    # mm in MNI space
+    x, y, z = grid_points() * np.float32(VOXEL_MM) + origin.astype(np.float32)[:, None]
+    front = 0.6 / (1 + np.exp(-(y + 5) / 12))
+    sides = 0.5 * np.exp(-(((abs(x) - 45) / 14) ** 2 + ((y + 10) / 28) ** 2 + ((z - 2) / 18) ** 2))
+    cerebellum = 0.3 * np.exp(-(((y + 62) / 18) ** 2 + ((z + 32) / 14) ** 2))
+    return (0.7 + front + sides - cerebellum).astype(np.float32).reshape(SIDE, SIDE, SIDE)
+
+
+def draw_pose(random: Generator, warp_mm: float) -> Pose:
+    """Draw a head's pose and shape; ``warp_mm``: SD of the smooth displacement."""
+    shape = np.exp(random.normal(0, SHAPE_LOG_SD, 3))
+    angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
+    shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM
+    warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
+    return Pose(shape / shape.prod() ** (1 / 3), rotation_matrix(angles), shift, warp)
+
+
+def rotation_matrix(angles: np.ndarray) -> np.ndarray:
+    """Rx · Ry · Rz, (3, 3), about the body's axes; angles (3,) in radians."""
+    cx, cy, cz = np.cos(angles)
+    sx, sy, sz = np.sin(angles)
+    about_x = np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]])
+    about_y = np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
+    return about_x @ about_y @ np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]])
+
+
+def place_template(
+    base: Template, pose: Pose, scale: float, ventricle_voxels: float
+) -> PlacedTemplate:
+    """The template, ``scale`` times as large, in a pose, with these lateral ventricles."""
+    region = base.region
+    centre = (SIDE - 1) / 2
+    back = (pose.rotation @ np.diag(1 / (pose.shape * scale))).astype(np.float32)
+    points = back @ (grid_points()[:, region] - np.float32(centre)) + np.float32(centre)
+    points += pose.warp[:, region] - pose.shift.astype(np.float32)[:, None]
+    distance = interpolate_volume(base.distance, points)
+    wall = ventricle_wall_offset(distance[distance < NEAR_MM], ventricle_voxels)
+    inside = ventricle_voxel_shares(wall, distance)
+    # a voxel shows the tissue that lay nearer to the ventricles before they grew
+    voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
+    away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
+    push = wall * np.exp(-np.abs(distance) / PUSH_DECAY_MM) / VOXEL_MM
+    points -= push.astype(np.float32) * away
+    brightness, grey, white, fluid = (
+        _full(region, interpolate_volume(values, points) * (1 - inside))
+        for values in (base.brightness, base.grey, base.white, base.fluid)
+    )
+    ventricles = _full(region, inside)
+    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / LESION_RIM_MM))
+    ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
+    brightness = brightness + np.float32(FLUID) * ventricles
+    return PlacedTemplate(brightness, grey, white, fluid, ventricles, caps)
+
+
+def ventricle_wall_offset(distance: np.ndarray, voxels: float) -> float:
+    """Return how far (mm) the ventricles' wall moves to hold ``voxels``; distance: (n,) mm."""
+    low, high = WALL
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if ventricle_voxel_shares(middle, distance).sum(dtype=np.float64) < voxels:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _full(region: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values (n,) at the flat indices ``region`` as a volume float32, 0 elsewhere."""
+    volume = np.zeros(SIDE**3, np.float32)
+    volume[region] = values
+    return volume.reshape(SIDE, SIDE, SIDE)

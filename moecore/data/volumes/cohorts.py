@@ -1,0 +1,375 @@
+"""Cohorts: tables of participants and sessions, and which participant belongs to which split.
+
+A table is read with all that is wrong about its rows. Splits are stratified by age and sex, and
+never separate the sessions of a participant.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, join_below_root
+from moecore.data.prepared import SPLITS
+from moecore.data.sources.base import PlannedData
+from moecore.data.stratified_splits import class_quotas
+from moecore.data.volumes.subjects import VolumeSubject, id_problem
+from moecore.tasks.regression import Regression
+
+NEEDED_COLUMNS = ("participant_id", "age", "sex")
+AGES = (0, 120)  # years; another age is a problem
+SEX = {"f": "F", "female": "F", "m": "M", "male": "M", "": ""}
+MISSING = "n/a"
+
+
+class SubjectProblem(NamedTuple):
+    """Why a subject, or one of his sessions (``*``: all), cannot be used."""
+
+    participant_id: str
+    session_id: str
+    reason: str
+
+
+class CohortTable(NamedTuple):
+    """The usable rows, splits that the user chose, the problems of the others, and each
+    participant's first line, as file:line.
+    """
+
+    subjects: list[VolumeSubject]
+    splits: dict[str, str]
+    problems: list[SubjectProblem]
+    places: dict[str, str]
+
+
+def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTable:
+    """Read root/participants.tsv, and each participant's sessions.tsv where there is one.
+
+    A sessions table gives session_id and, where it has the columns, age and diagnosis; else
+    participants.tsv does. Rows of another diagnosis than ``diagnoses`` are passed over. Raises
+    UserError where participants.tsv is missing or lacks a column, or nobody has one of the
+    diagnoses.
+    """
+    path = root / "participants.tsv"
+    people = defaultdict(list)
+    places: dict[str, str] = {}
+    for line, row in enumerate(_read_rows(root, path, NEEDED_COLUMNS), 2):
+        people[row["participant_id"]].append(row)
+        places.setdefault(row["participant_id"], f"{path}:{line}")
+    problems = []
+    subjects = []
+    seen: Counter[str] = Counter()
+    for participant, rows in people.items():
+        if odd := id_problem("participant_id", participant):  # before it becomes a path
+            problems.append(SubjectProblem(participant, "*", f"{path}: {odd}"))
+            continue
+        for file, row in _visit_rows(root, path, rows):
+            diagnosis = row.get("diagnosis", "")
+            seen[diagnosis or "none given"] += 1
+            if diagnoses is None or diagnosis in diagnoses:
+                subject, wrong = parse_subject_with_problems(row)
+                who = subject[:2]
+                problems += [SubjectProblem(*who, f"{file}: {who[0]}: {why}") for why in wrong]
+                subjects.append(subject)
+    if not subjects and not problems:
+        raise UserError(f"{path}: {describe_absent_diagnoses(diagnoses, seen)}")
+    splits, split_problems = chosen_splits(path, people)
+    problems += duplicate_problems(path, subjects) + split_problems
+    for folder in sorted(root.glob("sub-*")):
+        if folder.is_dir() and folder.name not in people:
+            reason = f"{folder}: a folder without a row in participants.tsv"
+            problems.append(SubjectProblem(folder.name, "", reason))
+    bad = {problem[:2] for problem in problems}
+    usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
+    return CohortTable(usable, splits, problems, places)
+
+
+def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, seen: Counter[str]) -> str:
+    """Return in words that nobody has one of the diagnoses; seen: how often each is there."""
+    counted = ", ".join(f"{name} ({number})" for name, number in sorted(seen.items()))
+    wanted = f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`)"
+    return f"{wanted}; found: {counted}"
+
+
+def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    """The rows of a table, with "" for n/a."""
+    if not join_below_root(root, path).is_file():
+        raise UserError(
+            f"{path}: no such file; a cohort needs it, with the columns "
+            f"{', '.join(NEEDED_COLUMNS)} (set `root` to its folder)"
+        )
+    columns, rows = read_delimited_table(path)
+    if lacking := [name for name in needed if name not in columns]:
+        listed = " ".join(", ".join(columns).split()) or "nothing"
+        given = f"lacks the columns {', '.join(lacking)}; found: {listed[:200]}"
+        raise UserError(f"{path}: {given} (columns are separated by tabs)")
+    if not rows:
+        raise UserError(f"{path}: has no rows")
+    return [
+        {name: "" if value == MISSING else value for name, value in row.items()} for row in rows
+    ]
+
+
+def read_delimited_table(
+    path: Path, separator: str = "\t"
+) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns of a table with a head line, and its rows, without blanks around values.
+
+    Raises UserError where it is no text in UTF-8, or no table.
+    """
+    import pandas  # a second of import, for those who use it
+
+    try:
+        table = pandas.read_csv(
+            path,
+            sep=separator,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+            index_col=False,
+        )
+    except (OSError, ValueError) as error:  # pandas' own errors and UnicodeDecodeError are these
+        why = " ".join(str(error).split())
+        between = "tabs" if separator == "\t" else f"{separator!r}"
+        raise UserError(f"{path}: no table of values between {between}: {why}") from None
+    table = table.fillna("").apply(lambda column: column.str.strip())
+    return list(table.columns), table.to_dict("records")
+
+
+def _visit_rows(
+    root: Path, path: Path, rows: list[dict[str, str]]
+) -> list[tuple[Path, dict[str, str]]]:
+    """The rows of a participant's visits, with the file that says so."""
+    participant = rows[0]["participant_id"]
+    sessions = root / participant / f"{participant}_sessions.tsv"
+    if len(rows) > 1 or not sessions.is_file():
+        return [(path, row) for row in rows]
+    return [
+        (sessions, rows[0] | {name: value for name, value in row.items() if value})
+        for row in _read_rows(root, sessions, ("session_id",))
+    ]
+
+
+def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
+    """Return the subject of a row (participant_id, age, sex, and what else there is of session_id,
+    site and diagnosis), and what is wrong about it.
+    """
+    wrong = []
+    session = row.get("session_id", "")
+    if session and (odd := id_problem("session_id", session)):
+        wrong.append(odd)
+    try:
+        age = float(row["age"])
+    except ValueError:
+        age = float("nan")
+    if not AGES[0] <= age <= AGES[1]:
+        wrong.append(f"age is {row['age']!r}; allowed: {AGES[0]} to {AGES[1]} years")
+    sex = row["sex"].lower()
+    if sex not in SEX:
+        wrong.append(f"sex is {row['sex']!r}; allowed: F, M, n/a")
+    who = (row["participant_id"], session, age, SEX.get(sex, ""), row.get("site", ""))
+    return VolumeSubject(*who, diagnosis=row.get("diagnosis", "")), wrong
+
+
+def duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
+    """Return a problem of each participant and session that is there more than once."""
+    allowed = "allowed: once for each participant and session"
+    return [
+        SubjectProblem(
+            *who, f"{path}: {' '.join(who).strip()} stands there {number} times; {allowed}"
+        )
+        for who, number in Counter(subject[:2] for subject in subjects).items()
+        if number > 1
+    ]
+
+
+def chosen_splits(
+    path: Path, people: dict[str, list[dict[str, str]]]
+) -> tuple[dict[str, str], list[SubjectProblem]]:
+    """Return participant → the split of the column ``split``, and what is wrong about it."""
+    splits = {}
+    problems = []
+    for who, rows in people.items():
+        names = {row["split"] for row in rows if row.get("split")}
+        if len(names) > 1 or not names <= set(SPLITS):
+            given = f"split is {', '.join(sorted(names))}; allowed: one of {', '.join(SPLITS)}"
+            problems.append(SubjectProblem(who, "*", f"{path}: {who}: {given}"))
+        elif names:
+            splits[who] = names.pop()
+    return splits, problems
+
+
+# random streams; those below are in use (splits, few_shot, mosaics)
+PURPOSE = {"test": 5, "validation": 6}
+
+
+class CohortSettings(Config):
+    """Fields of every cohort: volumes, each with an age."""
+
+    task: ClassVar[type[Regression]] = Regression  # of the labels that ``prepare`` writes
+    volumes: ClassVar[bool] = True
+
+    seed: int = Field(
+        0, ge=0, description="Seed of the splits, and of the people where they are simulated"
+    )
+    validation: float = Field(
+        0.15, gt=0, lt=1, description="Share of the participants for validation"
+    )
+    test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
+    age_groups: int = Field(
+        8, ge=1, le=100, description="Equally large, for the splits, within each sex"
+    )
+    test_sites: tuple[str, ...] = Field(
+        (), description="The test is everybody of these sites, and nobody else; empty: drawn"
+    )
+
+    @property
+    def allowed_diagnoses(self) -> tuple[str, ...] | None:
+        """Who has another diagnosis is in the test alone; None: no matter."""
+        return None
+
+
+def split_cohort(
+    subjects: Sequence[VolumeSubject],
+    settings: CohortSettings,
+    given: Mapping[str, str] | None = None,
+    places: Mapping[str, str] | None = None,
+) -> dict[str, list[int]]:
+    """Rows of ``subjects`` in each split, all volumes of a participant in one; a function of the
+    seed and the participants, not of their order.
+
+    given: participant → split, the user's; others are drawn, but for those that ``test_sites`` and
+    ``train_diagnoses`` hold out. places: participant → file:line, for messages. UserError for an
+    empty split, and where what is given contradicts what is held out.
+    """
+    # a participant is stratified by the youngest age, which comes last
+    oldest_first = sorted(subjects, key=lambda subject: -subject.age)
+    people = {subject.participant_id: subject for subject in oldest_first}
+    splits_of = dict(given or {})
+    held = held_out_participants(subjects, settings, places or {})
+    _refuse_contradictions(splits_of, held, settings, places or {})
+    splits_of |= dict.fromkeys(held, "test")
+    left = [people[name] for name in sorted(people) if name not in splits_of]
+    splits_of |= draw_splits(left, settings)
+    splits: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for row, subject in enumerate(subjects):
+        splits[splits_of[subject.participant_id]].append(row)
+    if empty := [split for split, rows in splits.items() if not rows]:
+        raise UserError(
+            f"no participant of {len(people)} is in {', '.join(empty)}; allowed: more "
+            "participants, or larger `validation` and `test`"
+        )
+    return splits
+
+
+def held_out_participants(
+    subjects: Sequence[VolumeSubject], settings: CohortSettings, places: Mapping[str, str]
+) -> dict[str, str]:
+    """Return who may be in the test alone, and why, by ``test_sites`` and ``train_diagnoses``.
+
+    Raises UserError for a site that nobody has, and for a participant with visits at sites of both
+    sides.
+    """
+    sites = set(settings.test_sites)
+    there = {subject.site for subject in subjects}
+    if strange := sorted(sites - there):
+        listed = ", ".join(sorted(there - {""})) or "none"
+        raise UserError(
+            f"test_sites: found {', '.join(strange)}; allowed: sites of the cohort: {listed}"
+        )
+    allowed = settings.allowed_diagnoses
+    visits: dict[str, set[str]] = {}
+    held = {}
+    for subject in subjects:
+        who = subject.participant_id
+        visits.setdefault(who, set()).add(subject.site)
+        if subject.site in sites:
+            held[who] = f"site {subject.site} is of test_sites"
+        elif allowed is not None and subject.diagnosis not in allowed:
+            held[who] = f"diagnosis {subject.diagnosis or 'none'} is not of train_diagnoses"
+    if both := [who for who, own in visits.items() if own & sites and own - sites]:
+        lines = [
+            f"{places.get(who, who)}: {who}: visits at {', '.join(sorted(visits[who]))}, some of "
+            "which are of test_sites; allowed: all, or none"
+            for who in both
+        ]
+        raise UserError("\n".join(lines))
+    return held
+
+
+def _refuse_contradictions(
+    given: Mapping[str, str],
+    held: Mapping[str, str],
+    settings: CohortSettings,
+    places: Mapping[str, str],
+) -> None:
+    lines = [
+        f"{places.get(who, who)}: {who}: split is {given[who]}, but its {why}; allowed: test"
+        for who, why in held.items()
+        if given.get(who, "test") != "test"
+    ]
+    if settings.test_sites:
+        lines += [
+            f"{places.get(who, who)}: {who}: split is test, but its site is none of test_sites; "
+            "allowed: train, validation"
+            for who, split in given.items()
+            if split == "test" and who not in held
+        ]
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> dict[str, str]:
+    """Participant → split: test and validation take their share of each age and sex."""
+    if settings.validation + settings.test >= 1:
+        raise UserError(
+            f"validation {settings.validation:g} and test {settings.test:g} leave nothing to "
+            "train on; allowed: less than 1 together"
+        )
+    shares = {"test": 0.0 if settings.test_sites else settings.test}
+    shares["validation"] = settings.validation
+    left = np.arange(len(people))
+    groups = _age_sex_groups(people, settings.age_groups)
+    splits_of = {person.participant_id: "train" for person in people}
+    for split, purpose in PURPOSE.items():
+        number = round(shares[split] * len(people))
+        chosen = _draw_from_groups(left, groups, number, [settings.seed, purpose])
+        splits_of |= {people[row].participant_id: split for row in chosen}
+        left = np.setdiff1d(left, chosen)
+    return splits_of
+
+
+def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndarray:
+    """A whole number for each person: quantile of age, and sex; int64 (N,)."""
+    ages = np.array([person.age for person in people])
+    rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
+    sexes = np.unique([person.sex for person in people], return_inverse=True)[1]
+    return rank * age_groups // max(len(people), 1) * 3 + sexes.astype(int)
+
+
+def _draw_from_groups(
+    rows: np.ndarray, groups: np.ndarray, number: int, seed: list[int]
+) -> np.ndarray:
+    """``number`` of the rows, from every group in proportion (largest remainder)."""
+    if number == 0:
+        return rows[:0]
+    names, counts = np.unique(groups[rows], return_counts=True)
+    random = np.random.default_rng(seed)
+    takes = class_quotas(counts, number)
+    return np.concatenate(
+        [
+            random.permutation(rows[groups[rows] == name])[:take]
+            for name, take in zip(names, takes, strict=True)
+        ]
+    )
+
+
+def planned_age_cohort_data(
+    name: str, size: tuple[int, int, int], regions: tuple[str, ...]
+) -> PlannedData:
+    """The preview of a cohort whose volumes have ages, before anything is counted."""
+    task = Regression(target="age", unit="years")
+    return PlannedData(name, 1, size, task, regions=regions)

@@ -1,0 +1,144 @@
+"""What every data source and task promises, as functions that a test calls in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moecore.core.files import UserError, read_json
+from moecore.core.outside_packages import more_packages, outside_kinds_in_settings
+from moecore.data.prepared import SPLITS, Prepared
+from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
+from moecore.tasks.base import Task
+from moecore.testing.check_helpers import assert_that, is_close, settings_of
+
+
+def check_source(source: Source | type[Source], folder: Path) -> Prepared:
+    """Raise AssertionError, in one line, where a source breaks a promise; return what it wrote.
+
+    source: settings, or their class, whose defaults are then checked: of small data, which are
+    prepared twice, below ``folder``. They have the layout of moecore/data/prepared.py and nothing
+    beside it, labels of the task, and what ``preview`` foresaw. The same settings write the same
+    bytes, whatever was drawn before.
+    """
+    settings = settings_of(source)
+    planned = check_source_preview(settings)
+    card, again = settings.prepare(folder / "first"), settings.prepare(folder / "second")
+    assert_that(settings, again == card, "the same settings write the same bytes")
+    try:
+        with more_packages({kind.partition(".")[0] for kind in outside_kinds_in_settings(card)}):
+            data = Prepared.open(folder / "first", verify=True)
+    except UserError as error:
+        raise AssertionError(f"{type(settings).__name__}: what it wrote opens: {error}") from error
+    assert_that(settings, read_json(data.folder / "card.json") == card, "it returns its card")
+    names = sorted(path.name for path in data.folder.iterdir())
+    promise = "the folder has the card's files and nothing else"
+    assert_that(settings, names == sorted([*card["files"], "card.json"]), promise)
+    assert_that(settings, isinstance(data.task, settings.task), "its labels are of its task")
+    for split in data[1:4]:
+        data.task.check(np.asarray(split.labels), f"{type(settings).__name__}: labels")
+    volumes = data.test.images.ndim == 5
+    assert_that(settings, volumes == settings.volumes, "volumes says whether images have 3 axes")
+    if planned is not None:
+        _check_preview(settings, planned, planned_data_from_card(card))
+    return data
+
+
+def check_source_preview(source: Source | type[Source]) -> PlannedData | None:
+    """Raise AssertionError, in one line, where ``preview`` breaks a promise; return what it says.
+
+    source: settings, or their class, whose defaults are then checked; nothing is prepared. It says
+    the same twice and draws nothing. Its task is that of the source, ``volumes`` says whether
+    images have three axes, and images are counted by split.
+    """
+    settings = settings_of(source)
+    before = torch.get_rng_state()
+    planned, again = settings.preview(), settings.preview()
+    assert_that(settings, planned == again, "preview says the same twice")
+    assert_that(settings, torch.equal(before, torch.get_rng_state()), "preview draws no number")
+    if planned is None or planned.problem is not None:
+        return planned
+    fits = planned.task is None or isinstance(planned.task, settings.task)
+    assert_that(settings, fits, "preview foresees labels of its task")
+    is_volume = len(planned.shape) == 3
+    assert_that(settings, is_volume == settings.volumes, "volumes says whether images have 3 axes")
+    fits = not planned.counts or set(planned.counts) == set(SPLITS)
+    assert_that(settings, fits, f"counts has {', '.join(SPLITS)}")
+    return planned
+
+
+def _check_preview(settings: Source, planned: PlannedData, written: PlannedData) -> None:
+    problem = planned.problem
+    assert_that(settings, problem is None, f"its preview sees no problem ({problem})")
+    wrong = [
+        name
+        for name in ("name", "channels", "shape", "classes", "images", "regions", "truth")
+        if getattr(planned, name) not in (None, {}, getattr(written, name))
+    ]
+    assert_that(settings, not wrong, f"preview foresees {', '.join(wrong)}")
+
+
+def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.ndarray) -> None:
+    """Raise AssertionError, in one line, where a task breaks a promise of tasks.
+
+    prediction: (N, …, K) fp32 of N items, as a model gives it; labels: (N, …) of a split, of its
+    task; wrong: such as it must refuse. The loss is a finite fp32 scalar, the mean of those of the
+    items, with a finite gradient. Scores have a mean that the running sum agrees with, and come
+    back from what a result keeps. Labels have the format that they are stored in, and wrong ones
+    are a UserError in one line.
+    """
+    number, said = len(labels), torch.from_numpy(labels)
+    fits = prediction.shape[-1] == task.cells * task.outputs and len(prediction) == number
+    assert_that(task, fits, "predictions have its outputs")
+    again = type(task).model_validate_json(task.model_dump_json())
+    assert_that(task, again == task, "its settings are the same behind JSON")
+    leaf = prediction.clone().requires_grad_()
+    loss = task.loss(leaf, said)
+    scalar = loss.ndim == 0 and loss.dtype == torch.float32 and bool(loss.isfinite())
+    assert_that(task, scalar, "the loss is a finite fp32 scalar")
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert_that(task, gradient.isfinite().all() and gradient.any(), "the loss has a gradient")
+    each = task.loss(prediction, said, reduction="none")
+    assert_that(task, each.shape == (number,), 'the loss has (B,) with reduction "none"')
+    assert_that(task, is_close(each.mean(), loss), "the loss is the mean of the items' losses")
+    climbed = task.attack_loss(prediction, said)
+    fits = climbed.shape == (number,) and climbed.dtype == prediction.dtype
+    assert_that(task, fits, "an attack's loss is (B,) in the prediction's dtype")
+    tested = task.test_loss(prediction, said)
+    fits = tested.shape == (number,) and tested.dtype == torch.float64
+    assert_that(task, fits, "the loss of a test split is (N,) fp64")
+    _check_scores(task, prediction, said)
+    if not task.long:  # a text is stored as its tokens
+        shape, dtype = task.storage_format(number)
+        fits = labels.shape == shape and np.array_equal(labels.astype(dtype), labels)
+        assert_that(task, fits, "storage_format is the format of its labels")
+    task.check(labels, "labels")
+    _check_refusal(task, wrong)
+
+
+def _check_scores(task: Task, prediction: Tensor, labels: Tensor) -> None:
+    number = len(labels)
+    scores = task.scores(prediction, labels)
+    fits = scores.shape == (number,) and scores.dtype in (torch.bool, torch.float64)
+    assert_that(task, fits, "scores are (N,), bool or fp64")
+    mean = scores.double().mean()
+    sums = task.running(prediction, labels).double()
+    assert_that(task, is_close(sums, mean * number), "the running sum is that of the scores")
+    interval = task.interval(scores)
+    centred = interval.value is not None and abs(interval.value - float(mean)) < 1e-9
+    assert_that(task, centred, "the interval is around the mean score")
+    kept = json.loads(json.dumps(task.encode_scores(scores)))
+    decoded = task.decode_scores(kept, number)
+    assert_that(task, torch.equal(decoded, scores), "decode_scores gives what encode_scores kept")
+
+
+def _check_refusal(task: Task, wrong: np.ndarray) -> None:
+    promise = "it refuses wrong labels in one line that begins with their name"
+    try:
+        task.check(wrong, "labels")
+    except UserError as error:
+        assert_that(task, str(error).startswith("labels ") and "\n" not in str(error), promise)
+    else:
+        assert_that(task, False, promise)
