@@ -25,20 +25,20 @@ if TYPE_CHECKING:  # read by type checkers, and by pipeline/closures.py
     from moecore.nn import backbones as backbones
     from moecore.nn import experts as experts
     from moecore.nn import routers as routers
+    from moecore.nn.layers.moe import MoELayer as MoELayer
     from moecore.nn.layers.moe import update_routers as update_routers
-    from moecore.nn.layers.standalone_moe import MoELayer as MoELayer
     from moecore.nn.predict import predict_in_batches as predict_in_batches
     from moecore.nn.router_hooks import routing_collector as trace
     from moecore.tracking.model import model_folder as model_folder
     from moecore.training import regularizers as regularizers
     from moecore.training.artifacts import load_model as load_model
-    from moecore.training.objective import routing_loss as routing_loss
-    from moecore.training.upcycle_in_place import upcycle_in_place as upcycle
+    from moecore.training.job import routing_loss as routing_loss
+    from moecore.training.upcycle import upcycle_in_place as upcycle
 
     __version__: str
 else:
     HOMES = {  # the same for the interpreter: module, or module:name
-        "MoELayer": "moecore.nn.layers.standalone_moe:MoELayer",
+        "MoELayer": "moecore.nn.layers.moe:MoELayer",
         "ModelOutput": "moecore.core.routing_records:ModelOutput",
         "Prepared": "moecore.data.prepared:Prepared",
         "RoutingRecord": "moecore.core.routing_records:RoutingRecord",
@@ -58,10 +58,10 @@ else:
         "predict_in_batches": "moecore.nn.predict:predict_in_batches",
         "regularizers": "moecore.training.regularizers",
         "routers": "moecore.nn.routers",
-        "routing_loss": "moecore.training.objective:routing_loss",
+        "routing_loss": "moecore.training.job:routing_loss",
         "testing": "moecore.testing",
         "trace": "moecore.nn.router_hooks:routing_collector",
-        "upcycle": "moecore.training.upcycle_in_place:upcycle_in_place",
+        "upcycle": "moecore.training.upcycle:upcycle_in_place",
         "update_routers": "moecore.nn.layers.moe:update_routers",
     }
     __all__ = sorted(["__version__", *HOMES])

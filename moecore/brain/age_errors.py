@@ -20,7 +20,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, reflected_interval
-from moecore.tasks.regression_metrics import age_fit
+from moecore.tasks.regression import age_fit
 
 
 class AgeErrors(Config):

@@ -29,8 +29,7 @@ from moecore.measure.calibration import OnRefusal
 from moecore.measure.calibrators.base import Calibrator, FitOn, FittedCalibrator
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate, mean_share
-from moecore.tasks.regression import Regression
-from moecore.tasks.regression_metrics import median_mae
+from moecore.tasks.regression import Regression, median_mae
 
 
 class Ages(NamedTuple):

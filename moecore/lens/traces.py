@@ -37,7 +37,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, whole_folder, write_json
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.safetensors_files import check_header_size, write_tensors
-from moecore.nn.foreign_routers import check_record
+from moecore.nn.router_hooks import check_record
 
 FORMAT = 2
 CARD = "trace.json"

@@ -42,7 +42,7 @@ def describe_driver(holder: Path) -> str:
 
 def dvc_command(*words: str) -> list[str]:
     """Return the command line of a DVC process that ends with the one that starts it."""
-    return [sys.executable, "-m", "moecore.pipeline.project_lock", *words]
+    return [sys.executable, "-m", "moecore.pipeline.project", *words]
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ import numpy as np
 
 from moecore.brain import prediction_table
 from moecore.core.config import read_json_settings
-from moecore.core.files import UserError, file_checksum
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, file_checksum, join_below_root
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.volumes.cohorts import SEX, read_delimited_table
 from moecore.data.volumes.volume_preparation import Grid, read_volume

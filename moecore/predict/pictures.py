@@ -21,8 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from moecore.core.files import UserError, atomic_text_file
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, atomic_text_file, join_below_root
 from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
@@ -37,7 +36,7 @@ from moecore.report.figures.drawing import expert_colours
 from moecore.report.page.templating import template_environment
 from moecore.run.progress import report_progress
 from moecore.tasks.base import Task
-from moecore.tasks.retrieval_recall import cosine_matrix, similarity_matrix
+from moecore.tasks.image_text import cosine_matrix, similarity_matrix
 from moecore.training.artifacts import load_card
 
 SHOWN = 500  # files of a page, at most: more would make it tens of megabytes

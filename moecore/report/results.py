@@ -18,8 +18,8 @@ from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
-from moecore.study.reading.run_section import Phase as PhaseName
-from moecore.study.reading.run_section import Selection
+from moecore.study.sections import Phase as PhaseName
+from moecore.study.sections import Selection
 from moecore.tasks.base import Task
 
 USUAL = ("calibrate", "robustness", "routing")

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, ImageSpec
+from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.noisy_top_k import NoisyTopK

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.core.source_layout import RUNS
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory

@@ -27,7 +27,7 @@ from moecore.data.views.views import make_random_views, mix_images
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
-from moecore.training.objective import Objective
+from moecore.training.job import Objective
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 

@@ -10,7 +10,7 @@ import pytest
 from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
 from moecore.lens.traces import open_tensors
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.timm import Timm
 

@@ -19,8 +19,8 @@ from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics
 from moecore.measure.routing_metrics.load_concentration import choice_margin
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.foreign_routers import build_record
 from moecore.nn.predict import concat_records, predict_in_batches
+from moecore.nn.router_hooks import build_record
 from moecore.pipeline.cli import app
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import opened

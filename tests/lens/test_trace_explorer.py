@@ -16,7 +16,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.foreign_routers import build_record
+from moecore.nn.router_hooks import build_record
 from moecore.report.page.explorer_page import HEAD
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import LOOKS, clipped, opened

@@ -23,7 +23,7 @@ from moecore.measure.truth import (
     Truth,
     truth_layer,
 )
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp

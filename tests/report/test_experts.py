@@ -33,7 +33,7 @@ from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.statistics.intervals import mean_over_seed_pairs, mean_over_seeds, seed_pseudo_values
-from moecore.study.reading.claims_section import Question
+from moecore.study.sections import Question
 from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import IMAGE, subject
 

@@ -31,7 +31,7 @@ from moecore.stages import (
     teacher,
     transfer,
 )
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -92,7 +92,7 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     assert not checkpoints(project)
 
 
-CODE = "moecore/training/optimizer.py"
+CODE = "moecore/training/settings.py"
 EDIT = "\nEDITED = True\n"
 
 

@@ -24,7 +24,7 @@ from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp

@@ -7,11 +7,11 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.core.part_families import list_own_names, part_classes_by_kind
+from moecore.core.config import list_own_names, part_classes_by_kind
 from moecore.data.sources.base import parse_card_task
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.balances.base import Balance
 from moecore.testing import (

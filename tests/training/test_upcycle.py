@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.sfcn import Sfcn
 from moecore.nn.backbones.single_layer import SingleLayer

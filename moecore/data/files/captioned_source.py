@@ -16,9 +16,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.core.paths_below_root import join_below_root
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import (
+    UserError,
+    candidate_folders,
+    file_checksum,
+    join_below_root,
+    write_sealed,
+)
 from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import PlannedData, Source

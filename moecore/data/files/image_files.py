@@ -11,9 +11,13 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError, read_json, write_sealed
-from moecore.core.paths_below_root import join_below_root
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import (
+    UserError,
+    candidate_folders,
+    join_below_root,
+    read_json,
+    write_sealed,
+)
 from moecore.data.files.decode import (
     SUFFIXES,
     JpegWithHistogram,

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError, file_checksum, whole_file
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import UserError, candidate_folders, file_checksum, whole_file
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.sources.base import PlannedData, Source, class_counts
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from moecore.core.config import Part
 from moecore.core.files import UserError
-from moecore.core.part_families import Part
 from moecore.tasks.base import Task
 
 

@@ -16,8 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, whole_file
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import UserError, candidate_folders, whole_file
 from moecore.data.sources.base import PlannedData, Source
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.cohorts import (

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import candidate_folders
 from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 

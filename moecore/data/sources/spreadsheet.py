@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.data.sources.file_cohort import FileCohort
 from moecore.data.volumes import cohorts
 from moecore.data.volumes.subjects import VolumeSubject

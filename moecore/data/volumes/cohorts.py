@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import PlannedData
 from moecore.data.stratified_splits import class_quotas

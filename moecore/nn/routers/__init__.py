@@ -1,5 +1,5 @@
 """Who sends which token to which expert: a family of parts, each a file (see base.py)."""
 
-from moecore.core.part_families import offer_classes
+from moecore.core.config import offer_classes
 
 __getattr__, __dir__ = offer_classes("moecore.nn.routers.base:Router")

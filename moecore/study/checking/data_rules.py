@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.study import Misfits, Study
 
 PREPARED_DATA = Path("artifacts/data")
 DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages

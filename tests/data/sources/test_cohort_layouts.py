@@ -17,7 +17,7 @@ from moecore.data.volumes.cohorts import split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_preparation import load_volume
 from moecore.predict.ages import find_volumes
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from tests.data.making import AFFINE, SMALL, cohort, head, participants, save
 from tests.project import ROOT
 

@@ -38,7 +38,7 @@ from moecore.data.views.views import (
     make_random_views,
 )
 from moecore.data.views.warping import warp_images
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators
 
 STEP = 4  # grey levels per pixel of the ramps
 

@@ -9,8 +9,8 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.competition import Competition
