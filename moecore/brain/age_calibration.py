@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moecore.brain import prediction_table
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.age_measurement import (
     AgeResult,
@@ -14,14 +15,6 @@ from moecore.brain.age_measurement import (
     CalibratorFit,
     fit_age_line,
     summarize_age_errors,
-)
-from moecore.brain.prediction_table import (
-    ConformalInterval,
-    age_range_flags,
-    collect_training_ranges,
-    out_of_range_flags,
-    prediction_rows,
-    write_predictions,
 )
 from moecore.brain.tissue_ridge import RidgeResult, measure_tissue_ridge
 from moecore.core.files import whole_folder, write_sealed, write_whole
@@ -31,6 +24,60 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.calibration import Calibrate, CalibrationFiles
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
+
+
+def calibrate_ages(
+    subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles
+) -> AgeResult:
+    """A line from the split that the calibrator names; writes the folder ``files.out``."""
+    data = subject.data
+    predicted = {}
+    for split in SPLITS:
+        volumes = getattr(data, split).images
+        outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
+        predicted[split] = outputs[:, 0].double().numpy()
+    ages = Ages.of(data, predicted, files.model / "model.safetensors")
+    line = fit_age_line(ages, settings.calibrator, files.out_of_fold, settings.on_refusal)
+    result = summarize_age_errors(ages, line)
+    if settings.tissue_ridge is not None:
+        ridge = measure_tissue_ridge(data, settings.tissue_ridge)
+        result = result.model_copy(update={"tissue_ridge": ridge})
+    write_calibration_folder(files.out, ages, line, result, files.item)
+    return result
+
+
+def write_calibration_folder(
+    folder: Path, ages: Ages, line: CalibratorFit, result: AgeResult, item: str
+) -> None:
+    """Write the folder that predictions of new volumes need, all or nothing.
+
+    calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
+    MODEL_CARD.md. item: phase/method/seed.
+    """
+    reference = prediction_table.collect_training_ranges(ages.data, result.interval, ages.sha256)
+    rows = []
+    for split in SPLITS:
+        corrected = ages.correct_split(split, line.fitted)
+        volumes = getattr(ages.data, split).images
+        flags = [
+            [
+                *prediction_table.out_of_range_flags(volume, reference),
+                *prediction_table.age_range_flags(float(best), float(age), reference),
+            ]
+            for volume, best, age in zip(volumes, corrected.best, ages.known(split), strict=True)
+        ]
+        radius = result.interval.radius
+        rows += prediction_table.prediction_rows(
+            ages.subjects[split], split, corrected, radius, flags
+        )
+    with whole_folder(folder) as target:
+        if line.fitted:
+            write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
+        write_sealed(target / "reference.json", to_jsonable(reference))
+        prediction_table.write_predictions(target / "predictions.csv", rows)
+        card = render_model_card(ages.data.card, result, item)
+        write_whole(target / "MODEL_CARD.md", card)
+
 
 SIMULATED = """\
 **The volumes are SIMULATED.** They show that the software works: that it finds an effect of age \
@@ -153,7 +200,7 @@ def _correction_line(result: AgeResult) -> str:
     return f"{fitted} {TAKES_AGE}" if result.uses_age else fitted
 
 
-def _interval_line(interval: ConformalInterval) -> str:
+def _interval_line(interval: prediction_table.ConformalInterval) -> str:
     if interval.radius is None or interval.coverage is None:
         return (
             f"No interval is given for a single prediction: {interval.n} validation participants "
@@ -172,54 +219,3 @@ def _format_estimate(estimate: Estimate | None) -> str:
     if estimate.low is None:
         return f"{estimate.value:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
-
-
-def calibrate_ages(
-    subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles
-) -> AgeResult:
-    """A line from the split that the calibrator names; writes the folder ``files.out``."""
-    data = subject.data
-    predicted = {}
-    for split in SPLITS:
-        volumes = getattr(data, split).images
-        outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
-        predicted[split] = outputs[:, 0].double().numpy()
-    ages = Ages.of(data, predicted, files.model / "model.safetensors")
-    line = fit_age_line(ages, settings.calibrator, files.out_of_fold, settings.on_refusal)
-    result = summarize_age_errors(ages, line)
-    if settings.tissue_ridge is not None:
-        ridge = measure_tissue_ridge(data, settings.tissue_ridge)
-        result = result.model_copy(update={"tissue_ridge": ridge})
-    write_calibration_folder(files.out, ages, line, result, files.item)
-    return result
-
-
-def write_calibration_folder(
-    folder: Path, ages: Ages, line: CalibratorFit, result: AgeResult, item: str
-) -> None:
-    """Write the folder that predictions of new volumes need, all or nothing.
-
-    calibrator.json (where there is one), reference.json, predictions.csv of all splits, and
-    MODEL_CARD.md. item: phase/method/seed.
-    """
-    reference = collect_training_ranges(ages.data, result.interval, ages.sha256)
-    rows = []
-    for split in SPLITS:
-        corrected = ages.correct_split(split, line.fitted)
-        volumes = getattr(ages.data, split).images
-        flags = [
-            [
-                *out_of_range_flags(volume, reference),
-                *age_range_flags(float(best), float(age), reference),
-            ]
-            for volume, best, age in zip(volumes, corrected.best, ages.known(split), strict=True)
-        ]
-        radius = result.interval.radius
-        rows += prediction_rows(ages.subjects[split], split, corrected, radius, flags)
-    with whole_folder(folder) as target:
-        if line.fitted:
-            write_sealed(target / "calibrator.json", line.fitted.model_dump(mode="json"))
-        write_sealed(target / "reference.json", to_jsonable(reference))
-        write_predictions(target / "predictions.csv", rows)
-        card = render_model_card(ages.data.card, result, item)
-        write_whole(target / "MODEL_CARD.md", card)

@@ -14,16 +14,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moecore.brain.age_errors import (
-    AgeErrors,
-    DiagnosisGap,
-    GapRows,
-    GroupErrors,
-    age_decade,
-    measure_age_errors,
-    measure_diagnosis_gaps,
-    measure_group_errors,
-)
+from moecore.brain import age_errors
 from moecore.brain.prediction_table import (
     ConformalInterval,
     CorrectedAges,
@@ -158,16 +149,16 @@ class AgeResult(Config):
     n_fit: int = Field(description="pairs that the line was fitted to")
     fit_on: FitOn
     refused: str | None = Field(description="why no line was fitted; null where one was")
-    raw: AgeErrors
-    pooled: AgeErrors | None
-    sex_specific: AgeErrors | None
+    raw: age_errors.AgeErrors
+    pooled: age_errors.AgeErrors | None
+    sex_specific: age_errors.AgeErrors | None
     median_mae: float = Field(description="of always saying the training's median age")
     age_range: tuple[float, float]
-    by_sex: tuple[GroupErrors, ...]
-    by_decade: tuple[GroupErrors, ...]
-    by_site: tuple[GroupErrors, ...]
-    by_diagnosis: tuple[GroupErrors, ...] = ()
-    diagnosis_gaps: tuple[DiagnosisGap, ...] = Field(
+    by_sex: tuple[age_errors.GroupErrors, ...]
+    by_decade: tuple[age_errors.GroupErrors, ...]
+    by_site: tuple[age_errors.GroupErrors, ...]
+    by_diagnosis: tuple[age_errors.GroupErrors, ...] = ()
+    diagnosis_gaps: tuple[age_errors.DiagnosisGap, ...] = Field(
         (), description="of each diagnosis against the one that most training volumes have"
     )
     interval: ConformalInterval
@@ -190,17 +181,17 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
     sexes = ages.column("test", "sex")
     corrected = [name for name in test.variants if name != "raw"]
     no_predictions = corrected if line.uses_age else []
-    table = measure_age_errors(test_ages, test.variants, people, no_predictions)
+    table = age_errors.measure_age_errors(test_ages, test.variants, people, no_predictions)
     predictions = {name: said for name, said in test.variants.items() if name not in no_predictions}
     by_one_line = {name: said for name, said in predictions.items() if name != "sex_specific"}
 
-    def by(groups: list[str]) -> tuple[GroupErrors, ...]:
-        return measure_group_errors(groups, test_ages, by_one_line, people)
+    def by(groups: list[str]) -> tuple[age_errors.GroupErrors, ...]:
+        return age_errors.measure_group_errors(groups, test_ages, by_one_line, people)
 
     diagnoses = ages.column("test", "diagnosis")
     corrects = test.pooled is not None
     said = test.raw if test.pooled is None else test.pooled
-    gaps = GapRows(said - test_ages, test_ages, sexes, diagnoses, people)
+    gaps = age_errors.GapRows(said - test_ages, test_ages, sexes, diagnoses, people)
     return AgeResult(
         kind=line.kind,
         uses_age=line.uses_age,
@@ -216,10 +207,12 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         median_mae=median_mae(torch.from_numpy(ages.known("train")), torch.from_numpy(test_ages)),
         age_range=(float(test_ages.min()), float(test_ages.max())),
         by_sex=by(sexes),
-        by_decade=by([age_decade(age) for age in test_ages]),
+        by_decade=by([age_errors.age_decade(age) for age in test_ages]),
         by_site=by(ages.column("test", "site")),
         by_diagnosis=by(diagnoses) if any(diagnoses) else (),
-        diagnosis_gaps=measure_diagnosis_gaps(gaps, ages.column("train", "diagnosis"), corrects),
+        diagnosis_gaps=age_errors.measure_diagnosis_gaps(
+            gaps, ages.column("train", "diagnosis"), corrects
+        ),
         interval=fit_conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
         points=AgePoints(

@@ -20,15 +20,8 @@ from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
 from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
+from moecore.measure.routing_metrics import expert_roles, seed_matching
 from moecore.measure.routing_metrics.expert_information import FEWEST, check_exchangeable
-from moecore.measure.routing_metrics.expert_roles import (
-    NOTHING_BESIDE,
-    BesideRecord,
-    ExpertRoles,
-    RolesLayer,
-    Values,
-    layer_roles,
-)
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
 from moecore.measure.routing_metrics.load_concentration import chance_violation
@@ -36,11 +29,6 @@ from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
     purity_by_image,
-)
-from moecore.measure.routing_metrics.seed_matching import (
-    chance_agreement,
-    matched_agreement_by_image,
-    seed_agreement,
 )
 from moecore.measure.routing_metrics.token_labels import mask_rare_words
 from moecore.measure.truth import permuted_truth_tables
@@ -184,7 +172,7 @@ def words_around(trace: Trace, tokens: Sequence[int], place: int) -> tuple[str, 
 # mean is the quantity.
 Analysis = Callable[[Tensor, Tensor, Tensor], Mapping[str, Tensor]]
 PROBABILITIES = 2**23  # of a layer that is read at once: 32 MiB
-ROLES = ExpertRoles()  # windows of neighbours, and items of a batch, as in our studies
+ROLES = expert_roles.ExpertRoles()  # windows of neighbours, and items of a batch, as in our studies
 
 
 class LayerNumbers(NamedTuple):
@@ -198,7 +186,7 @@ class LayerNumbers(NamedTuple):
     chances: dict[str, float]
     load: tuple[float, ...]
     coverage: tuple[float, ...]
-    roles: RolesLayer
+    roles: expert_roles.RolesLayer
     partners: tuple[int, ...] = ()
 
 
@@ -268,21 +256,21 @@ def analyse_trace(
         check_same_items(trace, against, places)
     labels = TokenLabels(trace, places)
     layers: list[LayerNumbers] = []
-    every: list[Values] = []
+    every: list[expert_roles.Values] = []
     before: Tensor | None = None
-    beside = NOTHING_BESIDE
+    beside = expert_roles.NOTHING_BESIDE
     for number in range(len(trace.card.layers)):
         routing = trace.layer(number, places)
         theirs = None if against is None else against.layer(number, places)
         layout = trace.card.layers[number].layout()
         known = labels.by_kind(number, before)
         if beside.before is not None and beside.before.shape[1] != routing.chosen.shape[1]:
-            beside = NOTHING_BESIDE
+            beside = expert_roles.NOTHING_BESIDE
         layer, by_item = analyse_layer(routing, layout, known, theirs, analyses, beside)
         layers.append(layer)
         every.append(by_item)
         before = first_choices(record_of_layer(routing))
-        beside = BesideRecord(before=routing.chosen)
+        beside = expert_roles.BesideRecord(before=routing.chosen)
     chances = {
         name: fmean(layer.chances[name] for layer in layers if name in layer.chances)
         for name in dict.fromkeys(name for layer in layers for name in layer.chances)
@@ -297,8 +285,8 @@ def analyse_layer(
     labels: dict[str, Tensor],
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
-    beside: BesideRecord = NOTHING_BESIDE,
-) -> tuple[LayerNumbers, Values]:
+    beside: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
+) -> tuple[LayerNumbers, expert_roles.Values]:
     """Return one layer's numbers, and the values by item, (N,), of those that have any.
 
     layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
@@ -309,7 +297,7 @@ def analyse_layer(
     counts = expert_counts(routing.chosen)
     dead = Interval(dead_expert_share(counts))  # refuses a layer in which nothing was chosen
     by_item = {name: one.numpy() for analyse in analyses for name, one in analyse(*routing).items()}
-    roles, values = layer_roles(record, layout, labels, ROLES, beside)
+    roles, values = expert_roles.layer_roles(record, layout, labels, ROLES, beside)
     by_item |= values
     chances = chances_of_layer(roles, int(counts.sum()))
     if "label" in roles.labels:
@@ -327,7 +315,7 @@ def analyse_layer(
 
 
 def average_quantities(
-    layers: Sequence[LayerNumbers], every: Sequence[Values]
+    layers: Sequence[LayerNumbers], every: Sequence[expert_roles.Values]
 ) -> dict[str, Interval]:
     """Return each quantity's mean over the layers that have it, with an interval where they do.
 
@@ -363,7 +351,7 @@ def item_mean(values: np.ndarray) -> Interval:
     return crossed_difference(values[None]).interval()
 
 
-def chances_of_layer(roles: RolesLayer, choices: int) -> dict[str, float]:
+def chances_of_layer(roles: expert_roles.RolesLayer, choices: int) -> dict[str, float]:
     """Return what chance gives for a layer's quantities: even random choices, exchanged items."""
     experts = len(roles.share)
     return {
@@ -375,7 +363,7 @@ def chances_of_layer(roles: RolesLayer, choices: int) -> dict[str, float]:
     }
 
 
-def quantities_without_interval(roles: RolesLayer) -> dict[str, Interval]:
+def quantities_without_interval(roles: expert_roles.RolesLayer) -> dict[str, Interval]:
     """Return what has no value an item: a quantile, a mean over batches, p of permutations."""
     names = ("smallest_margin", "batch_violation")
     values = {name: roles.values[name] for name in names if name in roles.values}
@@ -403,10 +391,10 @@ def compare_matched(
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
-    partners = seed_agreement(*pair, is_fit).partners
-    by_item = matched_agreement_by_image(pair[0][~is_fit], pair[1][~is_fit], partners)
+    partners = seed_matching.seed_agreement(*pair, is_fit).partners
+    by_item = seed_matching.matched_agreement_by_image(pair[0][~is_fit], pair[1][~is_fit], partners)
     names = {"correlation": "matched_correlation", "overlap": "matched_overlap"}
-    chance = chance_agreement(*pair, is_fit)._asdict()
+    chance = seed_matching.chance_agreement(*pair, is_fit)._asdict()
     return (
         tuple(partners.tolist()),
         {names[name]: values for name, values in by_item.items()},

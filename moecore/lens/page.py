@@ -14,14 +14,8 @@ from matplotlib.figure import Figure
 
 from moecore.core.files import write_whole
 from moecore.data.prepared import evenly_spaced_indices
+from moecore.lens import trace_explorer
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace, record_of_layer
-from moecore.lens.trace_explorer import (
-    UNLIKE,
-    ExploredTrace,
-    TraceExplorer,
-    can_explore,
-    render_traces,
-)
 from moecore.lens.traces import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.measure.exploring.expert_gallery import ExpertUseByImage, expert_use_by_image
@@ -41,71 +35,6 @@ from moecore.report.page.templating import template_environment
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.tables.number_format import NumberFormat
 from moecore.statistics.intervals import Interval
-
-PATCHES = 8  # of an expert
-ROWS = 16  # experts of a layer, those that are used most
-IMAGES = 6  # that are shown with the experts of their patches
-EXAMINED = 2000  # items among which an expert's patches are looked for
-SQUARE = 1.35  # inches of an image
-CROP = 0.75  # inches of a patch
-CAPTION = (
-    "Of each of the most used experts those patches, one an image, to which the router gave the "
-    "highest probability; each in the middle of what is around it."
-)
-
-
-def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
-    """Yield what a page shows of a trace with pictures, by name: a figure, then one a layer."""
-    places = evenly_spaced_indices(trace.items, EXAMINED)
-    pictures = trace.beside("pictures", places)
-    if pictures is None:
-        return
-    yield "Experts of patches", draw_experts_of_patches(trace)
-    for number, shape in enumerate(trace.card.layers):
-        layout = shape.layout(pictures.shape[2:])
-        record = record_of_layer(trace.layer(number, places))
-        no_kinds = torch.zeros(*record.chosen.shape[:2], 0, dtype=torch.bool)
-        use = expert_use_by_image(record, layout.special, no_kinds)
-        most = use.chosen.sum(dim=0).argsort(descending=True, stable=True)[:ROWS].tolist()
-        rows = {
-            expert: [
-                Tile(displayable_image(patch_crop(pictures[item], patch, layout).numpy()))
-                for item, patch in patches
-            ]
-            for expert in sorted(most)
-            if (patches := typical_patches(use, expert))
-        }
-        name = f"Patches of experts, layer {number + 1}"
-        labels = SheetLabels(name, [f"Expert {expert}" for expert in rows], caption=CAPTION)
-        yield name, sheet(list(rows.values()), labels, CROP, CROP)
-
-
-def typical_patches(use: ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
-    """Return items and patches of the highest probability that chose the expert, one an item."""
-    highest = use.highest[:, expert]
-    order = highest.sort(descending=True, stable=True).indices[:PATCHES].tolist()
-    return [(item, int(use.patch[item, expert])) for item in order if highest[item] >= 0]
-
-
-def draw_experts_of_patches(trace: Trace) -> Figure:
-    """Draw a few items, and below them the expert with most weight in each patch, a row a layer."""
-    places = evenly_spaced_indices(trace.items, IMAGES)
-    pictures = trace.beside("pictures", places)
-    assert pictures is not None, "asked for where there are pictures"
-    images = pictures.numpy()
-    tiles = [[Tile(displayable_image(image)) for image in images]]
-    for number, shape in enumerate(trace.card.layers):
-        combine = trace.layer(number, places).combine[:, shape.special :]
-        best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
-        colours = expert_colours(shape.experts)
-        grids = best.unflatten(1, shape.grid).numpy()
-        tiles.append(
-            [patch_experts_tile(*pair, colours) for pair in zip(images, grids, strict=True)]
-        )
-    names = ["Image", *(f"Layer {number}" for number in range(1, len(tiles)))]
-    caption = "The expert with the largest weight in each patch."
-    return sheet(tiles, SheetLabels("Experts of patches", names, caption=caption), SQUARE, SQUARE)
-
 
 SHOWN = 300  # words of a page
 HEAD = (
@@ -163,17 +92,19 @@ def write_lens_page(
     other = None if against is None else Trace(against)
     numbers = analyse_trace(trace, items, other)
     explorer = f"{page.stem}_explorer.html"
-    if can_explore(trace.card.layers):
+    if trace_explorer.can_explore(trace.card.layers):
         head = PageHead(*HEAD, address=page.name, more="All numbers")
-        ours = ExploredTrace(TraceExplorer(trace, items), numbers)
+        ours = trace_explorer.ExploredTrace(trace_explorer.TraceExplorer(trace, items), numbers)
         theirs = None
         if other is not None:
-            theirs = ExploredTrace(TraceExplorer(other, items), analyse_trace(other, items))
-        write_whole(page.with_name(explorer), render_traces(ours, head, theirs))
+            theirs = trace_explorer.ExploredTrace(
+                trace_explorer.TraceExplorer(other, items), analyse_trace(other, items)
+            )
+        write_whole(page.with_name(explorer), trace_explorer.render_traces(ours, head, theirs))
     else:
         page.with_name(explorer).unlink(missing_ok=True)
         explorer = ""
-        numbers.remarks.append(UNLIKE)
+        numbers.remarks.append(trace_explorer.UNLIKE)
     print_numbers(numbers)
     write_whole(page, render_lens(trace, numbers, explorer))
 
@@ -306,3 +237,68 @@ def read_words_with_experts(trace: Trace) -> list[WordWithExperts]:
         WordWithExperts(trace.card.vocabulary[number], True, [layer[place] for layer in layers])
         for place, number in enumerate(numbers)
     ]
+
+
+PATCHES = 8  # of an expert
+ROWS = 16  # experts of a layer, those that are used most
+IMAGES = 6  # that are shown with the experts of their patches
+EXAMINED = 2000  # items among which an expert's patches are looked for
+SQUARE = 1.35  # inches of an image
+CROP = 0.75  # inches of a patch
+CAPTION = (
+    "Of each of the most used experts those patches, one an image, to which the router gave the "
+    "highest probability; each in the middle of what is around it."
+)
+
+
+def draw_trace_pictures(trace: Trace) -> Iterator[tuple[str, Figure]]:
+    """Yield what a page shows of a trace with pictures, by name: a figure, then one a layer."""
+    places = evenly_spaced_indices(trace.items, EXAMINED)
+    pictures = trace.beside("pictures", places)
+    if pictures is None:
+        return
+    yield "Experts of patches", draw_experts_of_patches(trace)
+    for number, shape in enumerate(trace.card.layers):
+        layout = shape.layout(pictures.shape[2:])
+        record = record_of_layer(trace.layer(number, places))
+        no_kinds = torch.zeros(*record.chosen.shape[:2], 0, dtype=torch.bool)
+        use = expert_use_by_image(record, layout.special, no_kinds)
+        most = use.chosen.sum(dim=0).argsort(descending=True, stable=True)[:ROWS].tolist()
+        rows = {
+            expert: [
+                Tile(displayable_image(patch_crop(pictures[item], patch, layout).numpy()))
+                for item, patch in patches
+            ]
+            for expert in sorted(most)
+            if (patches := typical_patches(use, expert))
+        }
+        name = f"Patches of experts, layer {number + 1}"
+        labels = SheetLabels(name, [f"Expert {expert}" for expert in rows], caption=CAPTION)
+        yield name, sheet(list(rows.values()), labels, CROP, CROP)
+
+
+def typical_patches(use: ExpertUseByImage, expert: int) -> list[tuple[int, int]]:
+    """Return items and patches of the highest probability that chose the expert, one an item."""
+    highest = use.highest[:, expert]
+    order = highest.sort(descending=True, stable=True).indices[:PATCHES].tolist()
+    return [(item, int(use.patch[item, expert])) for item in order if highest[item] >= 0]
+
+
+def draw_experts_of_patches(trace: Trace) -> Figure:
+    """Draw a few items, and below them the expert with most weight in each patch, a row a layer."""
+    places = evenly_spaced_indices(trace.items, IMAGES)
+    pictures = trace.beside("pictures", places)
+    assert pictures is not None, "asked for where there are pictures"
+    images = pictures.numpy()
+    tiles = [[Tile(displayable_image(image)) for image in images]]
+    for number, shape in enumerate(trace.card.layers):
+        combine = trace.layer(number, places).combine[:, shape.special :]
+        best = combine.argmax(dim=-1).where(combine.amax(dim=-1) > 0, -1)
+        colours = expert_colours(shape.experts)
+        grids = best.unflatten(1, shape.grid).numpy()
+        tiles.append(
+            [patch_experts_tile(*pair, colours) for pair in zip(images, grids, strict=True)]
+        )
+    names = ["Image", *(f"Layer {number}" for number in range(1, len(tiles)))]
+    caption = "The expert with the largest weight in each patch."
+    return sheet(tiles, SheetLabels("Experts of patches", names, caption=caption), SQUARE, SQUARE)

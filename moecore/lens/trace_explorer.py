@@ -16,16 +16,7 @@ from torch import Tensor
 
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens.analyses import (
-    EXAMPLES,
-    Example,
-    KeptTokens,
-    TraceNumbers,
-    keep_highest,
-    read_examples,
-    record_of_layer,
-    words_of_tokens,
-)
+from moecore.lens import analyses
 from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import Result, ShownVariant
@@ -57,7 +48,7 @@ class SeenLayer(NamedTuple):
 
     profiles: list[ExpertProfile]
     places: Tensor | None  # (E, 1, *grid) of the finest layer, shares of items; None of a text
-    examples: list[tuple[list[Example], list[Example]]]
+    examples: list[tuple[list[analyses.Example], list[analyses.Example]]]
 
 
 class TraceExplorer:
@@ -81,7 +72,7 @@ class TraceExplorer:
         self.layers = [self._see_layer(number) for number in range(len(shapes))]
 
     def page_data(
-        self, numbers: TraceNumbers, name: str, pool: dict[str, int], items: int, most: int
+        self, numbers: analyses.TraceNumbers, name: str, pool: dict[str, int], items: int, most: int
     ) -> dict[str, Any]:
         """Return what the page knows of the trace; packed texts are places in ``pool``.
 
@@ -96,7 +87,7 @@ class TraceExplorer:
         model = intern_texts(self.result(items, most).model_dump(mode="json"), pool)
         return {"name": name, "model": model, "known": {"layers": known, "open": []}}
 
-    def result(self, items: int = ITEMS, most: int = EXAMPLES) -> Result:
+    def result(self, items: int = ITEMS, most: int = analyses.EXAMPLES) -> Result:
         """Return what is shown: so many items, and of an expert so many examples and words."""
         trace, fine = self.trace, self.fine
         places = np.sort(spread_places(trace.items, items))
@@ -105,7 +96,7 @@ class TraceExplorer:
         there = slice(fine.special + prod(fine.grid))
         layers = []
         for number, layout in enumerate(self.layouts):
-            record = record_of_layer(trace.layer(number, places))
+            record = analyses.record_of_layer(trace.layer(number, places))
             record = record_on_finer_grid(record, layout, self.fine)
             layers.append(encode_top_experts(record.map_tensors(lambda field: field[:, there])))
         pictures, labels, tokens = (
@@ -121,7 +112,7 @@ class TraceExplorer:
         )
         words, of_items, kinds = None, nothing, None
         if tokens is not None and self.is_text:
-            words = [words_of_tokens(trace, row) for row in tokens[:, there].tolist()]
+            words = [analyses.words_of_tokens(trace, row) for row in tokens[:, there].tolist()]
         if labels is not None and not self.has_kinds:
             of_items = [[label] * (label >= 0) for label in labels.tolist()]
         if labels is not None and labels.shape[1:] == record.probs.shape[1:2]:
@@ -142,16 +133,16 @@ class TraceExplorer:
         """Count what one layer did with all items, and keep examples of each expert."""
         trace, layout = self.trace, self.layouts[number]
         experts = trace.card.layers[number].experts
-        surest = drawn = KeptTokens(*torch.zeros(4, 0, experts).unbind())
+        surest = drawn = analyses.KeptTokens(*torch.zeros(4, 0, experts).unbind())
         at_place = torch.zeros(prod(layout.grid), experts)
         uses = {name: torch.zeros(1 + len(of), experts).int() for name, of in self.numbers.items()}
         load = torch.zeros(experts).double()
         draws = np.random.default_rng((SEED, number))
         for places in self.parts:
-            record = record_of_layer(trace.layer(number, places))
+            record = analyses.record_of_layer(trace.layer(number, places))
             keys = torch.from_numpy(draws.random(record.chosen.shape[:2]))[..., None]
-            surest = keep_highest(surest, record, record.probs, layout, places)
-            drawn = keep_highest(drawn, record, keys, layout, places)
+            surest = analyses.keep_highest(surest, record, record.probs, layout, places)
+            drawn = analyses.keep_highest(drawn, record, keys, layout, places)
             load += record.chosen.sum(dim=(0, 1))
             at_place += record.chosen[:, layout.special :].sum(dim=0)
             for name, of in uses.items():
@@ -159,7 +150,7 @@ class TraceExplorer:
         at_place = at_place[coarse_patch_indices(layout, self.fine)] / sum(map(len, self.parts))
         places = None if self.is_text else at_place.T.unflatten(1, (1, *self.fine.grid))
         profiles = self._profiles(load, places, uses)
-        sides = [read_examples(trace, kept, layout, self.fine) for kept in (surest, drawn)]
+        sides = [analyses.read_examples(trace, kept, layout, self.fine) for kept in (surest, drawn)]
         return SeenLayer(profiles, places, list(zip(*sides, strict=True)))
 
     def _profiles(
@@ -176,7 +167,7 @@ class TraceExplorer:
         for expert, share in enumerate((load / load.sum().clamp(min=1)).tolist()):
             told = largest_shares(labels[:, expert])
             often = largest_shares(words[:, expert], WORDS)
-            names = words_of_tokens(self.trace, [int(common[place]) for place, _ in often])
+            names = analyses.words_of_tokens(self.trace, [int(common[place]) for place, _ in often])
             profiles.append(
                 ExpertProfile(
                     load=round(share, 5),
@@ -194,7 +185,7 @@ class ExploredTrace(NamedTuple):
     """A trace on the page: what is shown of it, and what was found."""
 
     explorer: TraceExplorer
-    numbers: TraceNumbers
+    numbers: analyses.TraceNumbers
 
 
 def render_traces(ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | None = None) -> str:
@@ -204,7 +195,7 @@ def render_traces(ours: ExploredTrace, head: PageHead, theirs: ExploredTrace | N
     """
     page = ""
     for share in SHARES:
-        page = _render_part(ours, head, theirs, ITEMS // share, EXAMPLES // share)
+        page = _render_part(ours, head, theirs, ITEMS // share, analyses.EXAMPLES // share)
         if len(page.encode()) <= MOST_BYTES:
             break
     return page

@@ -11,16 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain.prediction_table import (
-    PredictionRow,
-    TrainingCohortRanges,
-    age_range_flags,
-    correct_ages,
-    out_of_range_flags,
-    prediction_rows,
-    unknown_site_flags,
-    write_predictions,
-)
+from moecore.brain import prediction_table
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum, join_below_root
 from moecore.core.routing_records import RoutingRecord
@@ -71,7 +62,7 @@ def find_volumes(folder: str | Path) -> list[NewVolumeFile]:
 
 
 def prepare_volumes(
-    new_volumes: list[NewVolumeFile], reference: TrainingCohortRanges
+    new_volumes: list[NewVolumeFile], reference: prediction_table.TrainingCohortRanges
 ) -> tuple[list[np.ndarray], list[str]]:
     """Return the usable volumes, float16 (1, D, H, W), and for each of all why not, or ""."""
     edge, *others = set(reference.data.voxel_mm)
@@ -149,14 +140,14 @@ def _participants(path: Path) -> Participants:
 class Calibration(NamedTuple):
     """What the stage ``calibrate`` left beside a model."""
 
-    reference: TrainingCohortRanges
+    reference: prediction_table.TrainingCohortRanges
     fitted: FittedCalibrator | None  # None where its fit was refused
 
 
 class NewAges(NamedTuple):
     """What is said of the volumes of a folder."""
 
-    rows: list[PredictionRow]  # of those that could be used
+    rows: list[prediction_table.PredictionRow]  # of those that could be used
     volumes: np.ndarray  # of these, (N, 1, D, H, W)
     routing: tuple[RoutingRecord, ...]  # of these, one per MoE layer
     left_out: list[tuple[NewVolumeFile, str]]  # and why
@@ -182,7 +173,7 @@ def predict_ages(
     model = load_model(model_folder).to(tune_runtime().device)
     said, routing = predict_in_batches(model, usable, batch)
     rows = new_age_rows(used, usable, said[:, 0].double().numpy(), calibration)
-    write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
+    prediction_table.write_predictions(out, rows, [(one.subject, why) for one, why in left_out])
     return NewAges(rows, usable, routing, left_out)
 
 
@@ -191,7 +182,7 @@ def new_age_rows(
     volumes: np.ndarray,
     raw: np.ndarray,
     calibration: Calibration,
-) -> list[PredictionRow]:
+) -> list[prediction_table.PredictionRow]:
     """Return the rows of predictions.csv, with flags for all in which a volume is unlike training.
 
     volumes: (N, 1, D, H, W); raw: (N,).
@@ -201,16 +192,16 @@ def new_age_rows(
     ages = [float(subject["age"]) if subject["age"] else None for subject in subjects]
     sexes = [subject["sex"] for subject in subjects]
     known = np.array([np.nan if age is None else age for age in ages])
-    said = correct_ages(raw, sexes, calibration.fitted, known)
+    said = prediction_table.correct_ages(raw, sexes, calibration.fitted, known)
     flags = [
         [
-            *out_of_range_flags(volume, reference),
-            *age_range_flags(float(best), age, reference),
-            *unknown_site_flags(subject["site"], reference),
+            *prediction_table.out_of_range_flags(volume, reference),
+            *prediction_table.age_range_flags(float(best), age, reference),
+            *prediction_table.unknown_site_flags(subject["site"], reference),
         ]
         for subject, volume, best, age in zip(subjects, volumes, said.best, ages, strict=True)
     ]
-    return prediction_rows(subjects, "new", said, reference.interval.radius, flags)
+    return prediction_table.prediction_rows(subjects, "new", said, reference.interval.radius, flags)
 
 
 def calibrator_folder(model_folder: Path) -> Path:
@@ -227,7 +218,7 @@ def load_age_calibration(folder: Path, model_folder: Path) -> Calibration:
         problem = f"{folder}: holds no reference.json, which says how volumes are prepared"
         ways = "the stage `calibrate` writes it, --calibrator names another folder"
         raise UserError(f"{problem} and what is usual; {ways}")
-    reference = read_json_settings(place, TrainingCohortRanges, "a reference")
+    reference = read_json_settings(place, prediction_table.TrainingCohortRanges, "a reference")
     digest = file_checksum(model_folder / "model.safetensors")
     if digest != reference.predictor_sha256:
         wrong = f"made for the model {reference.predictor_sha256[:12]}…, this one is {digest[:12]}…"

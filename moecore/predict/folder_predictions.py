@@ -14,24 +14,8 @@ from typing import NamedTuple
 from moecore.core.files import UserError, write_whole
 from moecore.data.files.decode import BACKGROUND
 from moecore.measure.exploring.caption_word_experts import find_two_towers
+from moecore.predict import pictures
 from moecore.predict.ages import NewAges, predict_ages
-from moecore.predict.pictures import (
-    SHOWN,
-    Failure,
-    PredictedPage,
-    Shown,
-    build_output_reader,
-    experts_of,
-    match_texts_to_pictures,
-    middle_slice_tiles,
-    nearest_caption_reader,
-    predict_pictures,
-    read_texts,
-    render_predictions,
-    texts_with_experts,
-    write_best_pictures,
-    write_table,
-)
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime
@@ -78,7 +62,7 @@ def predict_folder(given: PredictionRequest) -> int:
     check_writable(beside)
     content = _volumes(given, card) if len(card.image.shape) == 3 else _pictures(given, files)
     experts = 0 if card.moe is None else card.moe.experts.choices
-    write_whole(beside, render_predictions(content._replace(experts=experts)))
+    write_whole(beside, pictures.render_predictions(content._replace(experts=experts)))
     for remark in content.remarks:
         print(remark)
     print(f"{out} and {beside}: {content.total} files")
@@ -90,39 +74,41 @@ def predict_folder(given: PredictionRequest) -> int:
     return len(content.failures)
 
 
-def _pictures(given: PredictionRequest, files: Sequence[Path]) -> PredictedPage:
+def _pictures(given: PredictionRequest, files: Sequence[Path]) -> pictures.PredictedPage:
     model = load_model(given.model).to(tune_runtime().device)
     towers = find_two_towers(model)
     if towers is None or given.texts is None:
-        texts, reading = None, build_output_reader(given.model, given.calibrator)
+        texts, reading = None, pictures.build_output_reader(given.model, given.calibrator)
     else:
-        texts = read_texts(given.texts, towers, given.model)
-        reading = nearest_caption_reader(texts, towers.config.pairs)
-    rows, shown = predict_pictures(given.folder, files, model, reading, given.batch)
-    write_table(given.out, reading.columns, rows)
+        texts = pictures.read_texts(given.texts, towers, given.model)
+        reading = pictures.nearest_caption_reader(texts, towers.config.pairs)
+    rows, shown = pictures.predict_pictures(given.folder, files, model, reading, given.batch)
+    pictures.write_table(given.out, reading.columns, rows)
     rows_of_pixels, columns = model.image.shape
     about = f"pictures: the centre square at {rows_of_pixels} × {columns} pixels"
     remarks = [reading.remark, f"{about}; transparent pixels stand on {BACKGROUND}"]
-    failures = [Failure(row.file, row.error) for row in rows if row.error]
+    failures = [pictures.Failure(row.file, row.error) for row in rows if row.error]
     said = str(given.model), str(given.folder), remarks
-    content = PredictedPage(*said, shown, len(rows), failures)
+    content = pictures.PredictedPage(*said, shown, len(rows), failures)
     if towers is None or texts is None:
         return content
-    matches = match_texts_to_pictures(texts, rows)
+    matches = pictures.match_texts_to_pictures(texts, rows)
     table = given.out.with_name(f"{given.out.stem}_texts{given.out.suffix}")
-    write_best_pictures(table, texts, matches)
+    pictures.write_best_pictures(table, texts, matches)
     remarks.append(f"the best pictures of each text: {table}")
     moe = towers.config.text.moe
     return content._replace(
-        texts=texts_with_experts(towers, texts, matches),
+        texts=pictures.texts_with_experts(towers, texts, matches),
         text_experts=0 if moe is None else moe.experts.choices,
     )
 
 
-def _volumes(given: PredictionRequest, card: ModelCard) -> PredictedPage:
+def _volumes(given: PredictionRequest, card: ModelCard) -> pictures.PredictedPage:
     model, folder = given.model, given.folder
     ages = predict_ages(model, folder, given.out, given.calibrator, given.batch)
-    failures = [Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out]
+    failures = [
+        pictures.Failure(str(volume.path.relative_to(folder)), why) for volume, why in ages.left_out
+    ]
     flagged = [row for row in ages.rows if row.qc_flags]
     remarks = [
         "volumes: the three middle slices",
@@ -131,23 +117,27 @@ def _volumes(given: PredictionRequest, card: ModelCard) -> PredictedPage:
     ]
     remarks += [f"{row.participant_id} {row.session_id}: {row.qc_flags}" for row in flagged]
     total = len(ages.rows) + len(failures)
-    return PredictedPage(str(model), str(folder), remarks, _slices(card, ages), total, failures)
+    return pictures.PredictedPage(
+        str(model), str(folder), remarks, _slices(card, ages), total, failures
+    )
 
 
-def _slices(card: ModelCard, ages: NewAges) -> list[Shown]:
+def _slices(card: ModelCard, ages: NewAges) -> list[pictures.Shown]:
     grid = card.backbone.grid(card.image)
     layers = [
-        experts_of(record.combine[:SHOWN], record.combine.shape[1] - math.prod(grid), grid)
+        pictures.experts_of(
+            record.combine[: pictures.SHOWN], record.combine.shape[1] - math.prod(grid), grid
+        )
         for record in ages.routing
     ]
     unit = card.image.task.score.unit
     return [
-        Shown(
+        pictures.Shown(
             f"{row.participant_id} {row.session_id}".strip(),
             f"{row.predicted_age:.1f} {unit}".strip(),
-            middle_slice_tiles(ages.volumes[number], [layer[number] for layer in layers]),
+            pictures.middle_slice_tiles(ages.volumes[number], [layer[number] for layer in layers]),
         )
-        for number, row in enumerate(ages.rows[:SHOWN])
+        for number, row in enumerate(ages.rows[: pictures.SHOWN])
     ]
 
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecore.run.history_file import logged_points, routing_points
+from moecore.study.stages import MODEL_STAGES
 
-PHASES = ("pretrain", "finetune", "adversarial")  # in the order of training
-TRAININGS = ("teacher", *PHASES, "prune", "merge")
 PACE = ("epoch", "learning_rate", "images_per_second", "memory_mb")  # beside a training's scores
 GROUPS = {"calibrate": "calibration", "teacher_router": "loss"}  # of stages, where not their name
 Point = tuple[str, float, int, int]  # name, value, milliseconds, step
@@ -75,7 +74,7 @@ def stage_metrics_and_params(
     for name, value in summary.items():
         group = GROUPS.get(stage, stage)
         words = re.sub(r"\.(value|median)$", "", name)
-        if stage in TRAININGS:
+        if stage in MODEL_STAGES:
             own, _, rest = words.partition("_")
             tested = own in ("test", "validation")
             group, words = (own, rest) if tested else ("train", f"{words} overall")

@@ -21,12 +21,12 @@ from moecore.core.source_layout import RUNS
 from moecore.run import histories as records
 from moecore.run.histories import ExecutionHistory
 from moecore.run.history_file import GrowingHistory, routing_points
+from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
 from moecore.tracking.stored_run import (
     LEVEL,
     PARENT,
-    PHASES,
     UID,
     StoredRun,
     curve_points,
@@ -61,7 +61,7 @@ class ModelHistories(NamedTuple):
     def is_outdated(self, history: ExecutionHistory) -> bool:
         """Whether it is of a model that was trained anew since; its stage has not run again yet."""
         header = history.header
-        if header["stage"] in PHASES and self.trainings:
+        if header["stage"] in TRAINING_PHASES and self.trainings:
             return history not in self.trainings.values()
         trained = self.trainings.get(header["phase"]) or self.trainings.get("pretrain")
         if trained is None or header["stage"] == "teacher_router":  # which trainings depend on
@@ -110,7 +110,7 @@ def newest_training_by_phase(histories: Iterable[ExecutionHistory]) -> dict[str,
     """
 
     newest = sorted(
-        (one for one in histories if one.header["stage"] in PHASES),
+        (one for one in histories if one.header["stage"] in TRAINING_PHASES),
         key=lambda one: (one.run_state()[0] == "RUNNING", one.has_ended, one.header["t"]),
     )
     trainings = {history.header["stage"]: history for history in newest}
@@ -127,7 +127,12 @@ NAME = "Methods side by side"
 def save_view(client: Any, experiment: Any, parents: Iterable[StoredRun]) -> None:
     """Let the view show the headline numbers that ``parents`` have, the last phase's first."""
     names = sorted({name for run in parents for name in run.metrics})
-    shown = [name for phase in reversed(PHASES) for name in names if name.startswith(f"{phase}/")]
+    shown = [
+        name
+        for phase in reversed(TRAINING_PHASES)
+        for name in names
+        if name.startswith(f"{phase}/")
+    ]
     columns = [f"metrics.`{name}`" for name in shown]
     columns += [f"attributes.`{name}`" for name in ("Dataset", "Source", "Models")]
     state = {
@@ -309,7 +314,7 @@ class StudyImporter:
         for line in new:
             self._send_line(history, line, run)
         phase = history.header["stage"]
-        if parent is not None and phase in PHASES:
+        if parent is not None and phase in TRAINING_PHASES:
             parent.add_params(history.header["params"])
             parent.add_points(parent_run_points(new, phase))
             parent.set_tags(source_tags(history.header))
@@ -347,7 +352,7 @@ class StudyImporter:
             try:
                 # Of a method's parent, whose row shows it under the name of the stage.
                 stage = history.header["stage"]
-                owner_id = parent.id if parent and stage in PHASES else run.id
+                owner_id = parent.id if parent and stage in TRAINING_PHASES else run.id
                 model_id = models.log_model(self.client, owner_id, stage, experiment, place)
             except UserError as error:  # DVC restored only the history, or it is an older model
                 run.set_tags({MODEL: f"left out: {error}"})

@@ -26,13 +26,7 @@ from moecore.core.files import (
 from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.prepared import SPLITS
 from moecore.data.sources.base import PlannedData, Source
-from moecore.data.text.tokenizers import (
-    AnyTokenizer,
-    EncodedCaption,
-    Tokenizer,
-    WordSettings,
-    WordTokenizer,
-)
+from moecore.data.text import tokenizers
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.image_text import NONE, ImageText
 
@@ -63,8 +57,9 @@ class CaptionedSource(Source):
     channels: Literal[1, 3] = Field(3, description="1 grey, 3 colour; images are converted")
     captions: int = Field(5, ge=1, le=100, description="Captions of an image: its first so many")
     context: int = Field(77, ge=3, le=2**10, description="Tokens of a caption; CLIP: 77")
-    tokenizer: AnyTokenizer = Field(
-        WordSettings(), description="words: of the training captions; bpe: of a file, as CLIP's"
+    tokenizer: tokenizers.AnyTokenizer = Field(
+        tokenizers.WordSettings(),
+        description="words: of the training captions; bpe: of a file, as CLIP's",
     )
     validation: float = Field(
         0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
@@ -109,7 +104,7 @@ class CaptionedSource(Source):
 
     def preview(self) -> PlannedData:
         """Return what ``prepare`` would write; the annotations are read, and no word counted."""
-        unseen = caption_task(self, WordTokenizer([]))  # its words are not known before
+        unseen = caption_task(self, tokenizers.WordTokenizer([]))  # its words are not known before
         known = PlannedData(self.facts()[0], self.channels, self.size, unseen)
         return known.complete_with(self._count_images)
 
@@ -224,7 +219,7 @@ def group_captions(
     return images
 
 
-def caption_task(settings: Any, tokenizer: Tokenizer) -> ImageText:
+def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
     """The task of a source's data; settings: with context, captions and sided."""
     return ImageText(
         words=tokenizer.words,
@@ -239,7 +234,7 @@ def caption_task(settings: Any, tokenizer: Tokenizer) -> ImageText:
 def write_captioned(
     folder: Path,
     facts: DatasetInfo,
-    tokenizer: Tokenizer,
+    tokenizer: tokenizers.Tokenizer,
     parts: Mapping[str, SplitToWrite],
     counts: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
@@ -253,14 +248,14 @@ def write_captioned(
 
 
 def tokenize_captions(
-    captions: Sequence[Sequence[str]], tokenizer: Tokenizer, task: ImageText
+    captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: ImageText
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Tokens int32 (N, C, M) of the first C captions of each image, NONE where there are fewer,
     and how many captions there are, were cut, and how many of their words are unknown.
     """
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
-    known: dict[str, EncodedCaption] = {}
+    known: dict[str, tokenizers.EncodedCaption] = {}
     for image, texts in enumerate(captions):
         for place, text in enumerate(texts[: task.captions]):
             if text not in known:

@@ -9,18 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from moecore.data.phantom.anatomy import (
-    FLUID,
-    GREY,
-    SIDE,
-    VOXEL_MM,
-    WHITE,
-    Template,
-    grid_points,
-    scan_brain,
-    template_from_maps,
-    ventricle_voxel_shares,
-)
+from moecore.data.phantom import anatomy
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.thread_map import one_blas_thread
 from moecore.data.volumes.volume_preparation import (
@@ -62,29 +51,33 @@ def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShar
         brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
         mask = brain.regions.sum(axis=0) > BRAIN
         brightness = np.clip(brain.brightness, 0, None) ** CONTRAST
-        return pack_stored_volume(scan_brain(brightness, mask, seed, 0, site), brain.regions, mask)
+        return pack_stored_volume(
+            anatomy.scan_brain(brightness, mask, seed, 0, site), brain.regions, mask
+        )
 
 
 @cache
-def folded_brain_template() -> Template:
+def folded_brain_template() -> anatomy.Template:
     """The anatomy: a folded ribbon of grey matter around white, two ventricles, two nuclei."""
-    middle = (SIDE - 1) / 2
-    points = ((grid_points() - np.float32(middle)) * np.float32(VOXEL_MM)).reshape(3, *(SIDE,) * 3)
+    middle = (anatomy.SIDE - 1) / 2
+    points = ((anatomy.grid_points() - np.float32(middle)) * np.float32(anatomy.VOXEL_MM)).reshape(
+        3, *(anatomy.SIDE,) * 3
+    )
     depth = -ellipsoid_distance(points, HEAD)
     folds = np.sin(points * np.float32(2 * np.pi / FOLD_MM)).sum(axis=0) / 3
-    head = ventricle_voxel_shares(0.0, -depth)
-    brain = ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD * folds - depth)
-    core = ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD * folds - depth)
+    head = anatomy.ventricle_voxel_shares(0.0, -depth)
+    brain = anatomy.ventricle_voxel_shares(0.0, GREY_DEPTH + GREY_FOLD * folds - depth)
+    core = anatomy.ventricle_voxel_shares(0.0, WHITE_DEPTH + WHITE_FOLD * folds - depth)
     sides = np.abs(points[:1])  # left and right alike
     half = np.concatenate([sides, points[1:]])
-    nucleus = ventricle_voxel_shares(0.0, ellipsoid_distance(half, NUCLEUS, NUCLEUS_AT))
+    nucleus = anatomy.ventricle_voxel_shares(0.0, ellipsoid_distance(half, NUCLEUS, NUCLEUS_AT))
     white = core * (1 - nucleus)
     grey = brain - white
     fluid = head - brain
-    brightness = FLUID * fluid + GREY * grey + WHITE * white
+    brightness = anatomy.FLUID * fluid + anatomy.GREY * grey + anatomy.WHITE * white
     distance = ellipsoid_distance(half, VENTRICLE, VENTRICLE_AT)
     maps = np.stack([brightness, grey, white, fluid, distance]).astype(np.float32)
-    return template_from_maps(*maps, origin=np.full(3, -middle * VOXEL_MM))
+    return anatomy.template_from_maps(*maps, origin=np.full(3, -middle * anatomy.VOXEL_MM))
 
 
 def ellipsoid_distance(

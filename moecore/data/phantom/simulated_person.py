@@ -6,17 +6,6 @@ import numpy as np
 from scipy import ndimage
 
 from moecore.data.phantom import anatomy
-from moecore.data.phantom.anatomy import (
-    VOXEL_ML,
-    PlacedTemplate,
-    Pose,
-    Preset,
-    Template,
-    draw_pose,
-    load_template,
-    place_template,
-    smooth_fields,
-)
 
 MOST = 0.9  # of what a voxel holds may be taken from it
 ROUNDS = 4  # of sharing out what capped voxels could not give
@@ -58,33 +47,35 @@ class LifelongTraits(NamedTuple):
     ventricles: float
     lesions: float
     head: float
-    pose: Pose
+    pose: anatomy.Pose
     thinning: np.ndarray  # (64, 64, 64) where cortex is lost
     spots: np.ndarray  # (64, 64, 64) where lesions lie
-    preset: Preset
+    preset: anatomy.Preset
 
     @classmethod
-    def draw(cls, seed: int, preset: Preset = "demo") -> "LifelongTraits":
+    def draw(cls, seed: int, preset: anatomy.Preset = "demo") -> "LifelongTraits":
         """Draw a person; scanner and site have other random streams."""
         random = np.random.default_rng([seed, 1])
         varies = anatomy.PRESETS[preset]
         gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
-        pose = draw_pose(random, varies.warp)
-        thinning, spots = smooth_fields(random, 2)
+        pose = anatomy.draw_pose(random, varies.warp)
+        thinning, spots = anatomy.smooth_fields(random, 2)
         scores = (gap * varies.gap, atrophy, boundary, ventricles, lesions, head)
         return cls(*scores, pose, thinning, spots, preset)
 
-    def at(self, age: float, sex: str, base: Template | None = None) -> BrainMaps:
+    def at(self, age: float, sex: str, base: anatomy.Template | None = None) -> BrainMaps:
         """The brain of this person at an age in years, as a woman (F) or a man (M)."""
-        base = base or load_template()
+        base = base or anatomy.load_template()
         head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
         targets = self.targets(base, age, sex)
-        placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
+        placement = anatomy.place_template(
+            base, self.pose, scale, targets.ventricles * head_ml / anatomy.VOXEL_ML
+        )
         thinning = base.thinning * np.exp(anatomy.CORTEX_LOG_SD * self.thinning)
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
-    def targets(self, base: Template, age: float, sex: str) -> HeadTissueShares:
+    def targets(self, base: anatomy.Template, age: float, sex: str) -> HeadTissueShares:
         """The volumes of this person at an age, as shares of the head."""
         brain_age = float(np.clip(age + self.gap, anatomy.YOUNGEST, anatomy.OLDEST))
         varies = anatomy.PRESETS[self.preset]
@@ -103,7 +94,10 @@ class LifelongTraits(NamedTuple):
 
 
 def shift_tissue_boundaries(
-    placement: PlacedTemplate, targets: HeadTissueShares, thinning: np.ndarray, spots: np.ndarray
+    placement: anatomy.PlacedTemplate,
+    targets: HeadTissueShares,
+    thinning: np.ndarray,
+    spots: np.ndarray,
 ) -> BrainMaps:
     """Move tissue across its boundaries until grey and white matter have their shares of the head.
 

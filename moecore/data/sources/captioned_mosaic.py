@@ -11,11 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.data.files.captioned_source import (
-    caption_task,
-    tokenize_captions,
-    write_captioned,
-)
+from moecore.data.files import captioned_source
 from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources.base import PlannedData, Source
 from moecore.data.sources.mosaic import CellSource, compose_mosaics
@@ -73,11 +69,11 @@ class CaptionedMosaic(Source):
         names = source.task.classes
         layouts = draw_layouts(len(names), self)
         tokenizer = build_tokenizer(names)
-        task = caption_task(self, tokenizer)
+        task = captioned_source.caption_task(self, tokenizer)
         parts, counts = {}, {}
         for split, rows in layouts.items():
             captions = [layout_captions([names[one] for one in row]) for row in rows]
-            labels, counts[split] = tokenize_captions(captions, tokenizer, task)
+            labels, counts[split] = captioned_source.tokenize_captions(captions, tokenizer, task)
             images = self._images(getattr(source, split), rows, SPLITS.index(split))
             parts[split] = SplitToWrite(labels, images)
         info = DatasetInfo(
@@ -89,7 +85,7 @@ class CaptionedMosaic(Source):
             card["source"],
             self,
         )
-        written = write_captioned(folder, info, tokenizer, parts, counts)
+        written = captioned_source.write_captioned(folder, info, tokenizer, parts, counts)
         shutil.rmtree(scratch)
         return written
 
@@ -99,7 +95,7 @@ class CaptionedMosaic(Source):
         return source._replace(
             name=f"{source.name}, captioned mosaics",
             size=2 * source.shape[0],
-            task=caption_task(self, build_tokenizer(source.classes or ())),
+            task=captioned_source.caption_task(self, build_tokenizer(source.classes or ())),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
 

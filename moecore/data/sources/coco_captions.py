@@ -7,17 +7,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, find_raw_file
-from moecore.data.files.captioned_source import (
-    CaptionedSource,
-    ImageCaptions,
-    group_captions,
-    read_annotation_json,
-    read_karpathy_split,
-    split_by_seed,
-)
+from moecore.data.files import captioned_source
 
 
-class CocoCaptions(CaptionedSource):
+class CocoCaptions(captioned_source.CaptionedSource):
     """Images with five captions; Karpathy's split by its file, or one drawn by the seed."""
 
     kind: Literal["coco_captions"] = "coco_captions"
@@ -35,24 +28,24 @@ class CocoCaptions(CaptionedSource):
         """Name, licence and source."""
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 
-    def read(self) -> dict[str, list[ImageCaptions]]:
+    def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
         """The images of each split. Raises UserError for files that are none of COCO's."""
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return read_karpathy_split(find_raw_file(self.karpathy))
+            return captioned_source.read_karpathy_split(find_raw_file(self.karpathy))
         if len(self.folders) != len(self.annotations):
             given = f"{len(self.annotations)} annotations and {len(self.folders)} folders"
             raise UserError(f"coco_captions: found {given}; allowed: as many")
-        images: list[ImageCaptions] = []
+        images: list[captioned_source.ImageCaptions] = []
         for name, folder in zip(self.annotations, self.folders, strict=True):
             images += read_coco_annotation_file(find_raw_file(name), folder)
-        return split_by_seed(images, self)
+        return captioned_source.split_by_seed(images, self)
 
 
-def read_coco_annotation_file(path: Path, folder: str) -> list[ImageCaptions]:
+def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.ImageCaptions]:
     """The images of one annotation file, in its order; their files lie in ``folder``."""
-    content = read_annotation_json(path)
+    content = captioned_source.read_annotation_json(path)
     try:
         numbers = [image["id"] for image in content["images"]]
         files = {
@@ -67,7 +60,7 @@ def read_coco_annotation_file(path: Path, folder: str) -> list[ImageCaptions]:
     if len(files) != len(numbers):
         twice = Counter(numbers).most_common(1)[0][0]
         raise UserError(f"{path}: the image id {twice} is there twice; allowed: once")
-    return group_captions(path, files, iter(said))
+    return captioned_source.group_captions(path, files, iter(said))
 
 
 def _text_at(entry: Any, key: str) -> str:

@@ -6,14 +6,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from moecore.data import stratified_splits
 from moecore.data.files.decode import resize_images_in_chunks
 from moecore.data.sources.base import PlannedData, Source, class_counts
-from moecore.data.stratified_splits import (
-    SplitSettings,
-    split_train,
-    stratified_limit,
-    stratified_split,
-)
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 
@@ -21,7 +16,7 @@ TASK = Classification(classes=tuple("0123456789"))
 IMAGES = (178, 182, 177, 183, 181, 182, 181, 179, 174, 180)  # of each class
 
 
-class Digits(SplitSettings, Source):
+class Digits(stratified_splits.SplitSettings, Source):
     """Needs no download; the test set is drawn by the seed, stratified by class."""
 
     kind: Literal["digits"] = "digits"
@@ -68,7 +63,9 @@ class Digits(SplitSettings, Source):
 
     def _splits(self, labels: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of each split, int64."""
-        rest, test = stratified_split(labels, self.test, self.seed, purpose=2)
-        test = test[stratified_limit(labels[test], self.test_limit, self.seed)]
-        train, validation = (rest[part] for part in split_train(labels[rest], self))
+        rest, test = stratified_splits.stratified_split(labels, self.test, self.seed, purpose=2)
+        test = test[stratified_splits.stratified_limit(labels[test], self.test_limit, self.seed)]
+        train, validation = (
+            rest[part] for part in stratified_splits.split_train(labels[rest], self)
+        )
         return {"train": train, "validation": validation, "test": test}

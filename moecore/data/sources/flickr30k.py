@@ -7,17 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, find_raw_file
-from moecore.data.files.captioned_source import (
-    CaptionedSource,
-    ImageCaptions,
-    group_captions,
-    read_karpathy_split,
-    read_text_file,
-    split_by_seed,
-)
+from moecore.data.files import captioned_source
 
 
-class Flickr30k(CaptionedSource):
+class Flickr30k(captioned_source.CaptionedSource):
     """31,783 images, five captions each; Karpathy's split by its file, or a drawn one."""
 
     kind: Literal["flickr30k"] = "flickr30k"
@@ -31,22 +24,23 @@ class Flickr30k(CaptionedSource):
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source
 
-    def read(self) -> dict[str, list[ImageCaptions]]:
+    def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
         """The images of each split. Raises UserError for files that are none of Flickr30k's."""
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
         if self.karpathy is not None:
-            return read_karpathy_split(find_raw_file(self.karpathy))
+            return captioned_source.read_karpathy_split(find_raw_file(self.karpathy))
         path = find_raw_file(str(self.captions_file))
         lines = list(read_flickr_captions(path))
-        return split_by_seed(
-            group_captions(path, {name: name for name, _ in lines}, iter(lines)), self
+        return captioned_source.split_by_seed(
+            captioned_source.group_captions(path, {name: name for name, _ in lines}, iter(lines)),
+            self,
         )
 
 
 def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
     """(image, caption) of lines ``name.jpg#0<TAB>caption``. Raises UserError with the line."""
-    text = read_text_file(path, "captions")
+    text = captioned_source.read_text_file(path, "captions")
     seen: set[str] = set()
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

@@ -6,17 +6,11 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import candidate_folders
-from moecore.data.files.image_files import (
-    ImageFilesSource,
-    LabelledFiles,
-    class_names,
-    list_labelled_images,
-    take_files_at_rows,
-)
+from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 
 
-class ImageFolder(ImageFilesSource):
+class ImageFolder(image_files.ImageFilesSource):
     """``root/{train,validation|val,test}/<class>/*.png``, or ``root/<class>/*.png`` to split.
 
     A split without a folder of its own is split off ``train``. Every image is decoded whole; its
@@ -40,7 +34,7 @@ class ImageFolder(ImageFilesSource):
         name = self.name or os.path.basename(os.path.realpath(candidate_folders(self.root)[0]))
         return name, self.licence, self.root
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         train = root / "train"
@@ -51,22 +45,22 @@ class ImageFolder(ImageFilesSource):
             fixed = {"validation": root / named, "test": root / "test"}
         else:
             train = root
-        classes = class_names(train)
-        rest = list_labelled_images(root, train, classes)
+        classes = image_files.class_names(train)
+        rest = image_files.list_labelled_images(root, train, classes)
         splits = {
-            split: list_labelled_images(root, folder, classes)
+            split: image_files.list_labelled_images(root, folder, classes)
             for split, folder in fixed.items()
             if folder.is_dir()
         }
         if "test" not in splits:
             kept, carved = stratified_split(rest.labels, self.test, self.seed, purpose=2)
-            splits["test"] = take_files_at_rows(rest, carved)
-            rest = take_files_at_rows(rest, kept)
+            splits["test"] = image_files.take_files_at_rows(rest, carved)
+            rest = image_files.take_files_at_rows(rest, kept)
         chosen = stratified_limit(splits["test"].labels, self.test_limit, self.seed)
-        splits["test"] = take_files_at_rows(splits["test"], chosen)
+        splits["test"] = image_files.take_files_at_rows(splits["test"], chosen)
         if "validation" in splits:
             kept = stratified_limit(rest.labels, self.train_limit, self.seed)
         else:
             kept, carved = split_train(rest.labels, self)
-            splits["validation"] = take_files_at_rows(rest, carved)
-        return classes, splits | {"train": take_files_at_rows(rest, kept)}
+            splits["validation"] = image_files.take_files_at_rows(rest, carved)
+        return classes, splits | {"train": image_files.take_files_at_rows(rest, kept)}

@@ -7,19 +7,13 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.core.files import UserError, candidate_folders
-from moecore.data.files.image_files import (
-    ImageFilesSource,
-    LabelledFiles,
-    class_names,
-    list_labelled_images,
-    take_files_at_rows,
-)
+from moecore.data.files import image_files
 from moecore.data.stratified_splits import split_train, stratified_limit
 
 WNID = re.compile(r"n\d{8}")
 
 
-class Imagenet(ImageFilesSource):
+class Imagenet(image_files.ImageFilesSource):
     """``root/train/<wnid>/`` and ``root/val/<wnid>/``, the authors' validation, here the test.
 
     Images are decoded in parallel to ``size`` once. The work is kept in ``cache`` until it is
@@ -46,17 +40,19 @@ class Imagenet(ImageFilesSource):
         caches = candidate_folders(self.cache)
         return next((path for path in caches if path.is_dir()), Path(self.cache))
 
-    def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
+    def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
-        classes = class_names(root / "train")
-        train = list_labelled_images(root, root / "train", classes)
-        test = list_labelled_images(root, root / "val", classes)
+        classes = image_files.class_names(root / "train")
+        train = image_files.list_labelled_images(root, root / "train", classes)
+        test = image_files.list_labelled_images(root, root / "val", classes)
         kept, carved = split_train(train.labels, self)
-        test = take_files_at_rows(test, stratified_limit(test.labels, self.test_limit, self.seed))
+        test = image_files.take_files_at_rows(
+            test, stratified_limit(test.labels, self.test_limit, self.seed)
+        )
         return classes, {
-            "train": take_files_at_rows(train, kept),
-            "validation": take_files_at_rows(train, carved),
+            "train": image_files.take_files_at_rows(train, kept),
+            "validation": image_files.take_files_at_rows(train, carved),
             "test": test,
         }
 

@@ -14,16 +14,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
 from moecore.data.sources.file_cohort import FileCohort
-from moecore.data.volumes.cohorts import (
-    MISSING,
-    CohortTable,
-    SubjectProblem,
-    chosen_splits,
-    describe_absent_diagnoses,
-    duplicate_problems,
-    parse_subject_with_problems,
-    read_delimited_table,
-)
+from moecore.data.volumes import cohorts
 from moecore.data.volumes.subjects import VolumeSubject
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -50,7 +41,7 @@ class SpreadsheetReading(NamedTuple):
     diagnoses: tuple[str, ...] | None  # others are passed over
 
 
-def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> CohortTable:
+def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> cohorts.CohortTable:
     """Return the subjects of the table root/name; each problem has file and line.
 
     Raises UserError where the file is missing, no .csv or .tsv, or lacks a column, and where nobody
@@ -68,17 +59,19 @@ def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> Coho
             continue
         people[row["participant_id"]].append(row)
         places.setdefault(row["participant_id"], f"{path}:{line}")
-        subject, wrong = parse_subject_with_problems(row)
+        subject, wrong = cohorts.parse_subject_with_problems(row)
         who = subject[:2]
-        problems += [SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in wrong]
+        problems += [
+            cohorts.SubjectProblem(*who, f"{path}:{line}: {who[0]}: {why}") for why in wrong
+        ]
         subjects.append(subject)
     if not subjects:
-        raise UserError(f"{path}: {describe_absent_diagnoses(reading.diagnoses, seen)}")
-    splits, split_problems = chosen_splits(path, people)
-    problems += duplicate_problems(path, subjects) + split_problems
+        raise UserError(f"{path}: {cohorts.describe_absent_diagnoses(reading.diagnoses, seen)}")
+    splits, split_problems = cohorts.chosen_splits(path, people)
+    problems += cohorts.duplicate_problems(path, subjects) + split_problems
     bad = {problem[:2] for problem in problems}
     usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
-    return CohortTable(usable, splits, problems, places)
+    return cohorts.CohortTable(usable, splits, problems, places)
 
 
 def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
@@ -87,7 +80,7 @@ def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:
         raise UserError(f"{path}: found a file that ends in {path.suffix!r}; allowed: {allowed}")
     if not join_below_root(root, path).is_file():
         raise UserError(f"{path}: no such file; `table` names the cohort's table below `root`")
-    _, rows = read_delimited_table(path, SEPARATORS[path.suffix])
+    _, rows = cohorts.read_delimited_table(path, SEPARATORS[path.suffix])
     if not rows:
         raise UserError(f"{path}: has no rows")
     return rows
@@ -105,7 +98,7 @@ def _rename_columns(
     renamed = []
     for row in rows:
         ours = {name: row[theirs] for name, theirs in names.items()}
-        ours = {name: "" if value == MISSING else value for name, value in ours.items()}
+        ours = {name: "" if value == cohorts.MISSING else value for name, value in ours.items()}
         ours["sex"] = reading.sexes.get(ours["sex"], ours["sex"])
         ours["participant_id"] = ours["participant_id"].zfill(reading.digits)
         renamed.append(ours)
@@ -147,7 +140,7 @@ class Spreadsheet(FileCohort):
             raise ValueError(f"site_in_name: found {groups} groups; allowed: one, the site's")
         return self
 
-    def read_rows(self, root: Path) -> CohortTable:
+    def read_rows(self, root: Path) -> cohorts.CohortTable:
         """Return the rows of the table."""
         reading = SpreadsheetReading(self.columns, self.sexes, self.digits, self.diagnoses)
         return read_spreadsheet(root, self.table, reading)

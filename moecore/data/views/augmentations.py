@@ -18,7 +18,6 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.streams import BatchDraws
 from moecore.data.views import warping
-from moecore.data.views.warping import to_device_async
 
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
@@ -146,9 +145,9 @@ def jitter_colours(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
             if len(rows) == 0:
                 continue
             factors = drawn.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
-            where = to_device_async(rows, pixels.device)
+            where = warping.to_device_async(rows, pixels.device)
             changed = operation(
-                pixels.index_select(0, where), to_device_async(factors, pixels.device)
+                pixels.index_select(0, where), warping.to_device_async(factors, pixels.device)
             )
             pixels.index_copy_(0, where, changed)
     return pixels
@@ -165,8 +164,8 @@ def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> T
     columns = torch.arange(width) + 0.5
     in_rows = (rows >= top[:, None]) & (rows < (top + tall)[:, None]) & chosen[:, None]
     in_columns = (columns >= left[:, None]) & (columns < (left + wide)[:, None])
-    tall_part = to_device_async(in_rows, pixels.device)[:, None, :, None]
-    wide_part = to_device_async(in_columns, pixels.device)[:, None, None, :]
+    tall_part = warping.to_device_async(in_rows, pixels.device)[:, None, :, None]
+    wide_part = warping.to_device_async(in_columns, pixels.device)[:, None, None, :]
     return pixels.masked_fill_(tall_part & wide_part, 0.0)
 
 
@@ -262,10 +261,10 @@ def apply_colour_operations(pixels: Tensor, drawn: DrawnOperations) -> Tensor:
             if len(rows) == 0:
                 continue
             operation, strength = OPERATIONS[name]
-            values = to_device_async(
+            values = warping.to_device_async(
                 strength(drawn.levels[rows, place]).to(torch.float32), pixels.device
             ).view(-1, 1, 1, 1)
-            where = to_device_async(rows, pixels.device)
+            where = warping.to_device_async(rows, pixels.device)
             pixels.index_copy_(0, where, operation(pixels.index_select(0, where), values))
     return pixels
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.data.views import warping
-from moecore.data.views.warping import warp_images
 
 
 class Transform(NamedTuple):
@@ -71,5 +70,5 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
 def transform_images(images: Tensor, affines: Tensor) -> Tensor:
     """Images uint8 (N, C, H, W) under affines (N, 3, 3), rounded to uint8."""
     height, width = images.shape[-2:]
-    moved = warp_images(images, affines, (height, width), "zeros")
+    moved = warping.warp_images(images, affines, (height, width), "zeros")
     return moved.round().clamp(0, 255).to(torch.uint8)

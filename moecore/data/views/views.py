@@ -19,16 +19,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
 from moecore.data.views import augmentations, warping
-from moecore.data.views.augmentations import ColourJitter, RandAugment
 from moecore.data.views.views3d import make_random_volume_views
-from moecore.data.views.warping import (
-    MixedSizeImageList,
-    image_and_view_sizes,
-    shift_and_flip,
-    to_device_async,
-    warp_images,
-    warp_uneven_images,
-)
 from moecore.tasks.base import Task
 
 CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
@@ -90,10 +81,10 @@ class ViewSettings(Config):
     crop: CropRanges | None = Field(None, description="Random resized crop")
     flip: bool = Field(False, description="Mirror left and right with probability one half")
     affine: AffineRanges | None = Field(None, description="Random affine")
-    randaugment: RandAugment | None = Field(
+    randaugment: augmentations.RandAugment | None = Field(
         None, description="RandAugment: number of operations and magnitude"
     )
-    jitter: ColourJitter | None = Field(
+    jitter: augmentations.ColourJitter | None = Field(
         None, description="Random brightness, contrast and saturation"
     )
     erasing: float = Field(
@@ -126,7 +117,9 @@ class ViewsWithAffines(NamedTuple):
 
 
 def make_random_views(
-    images: Tensor | MixedSizeImageList, settings: ViewSettings, source: Generator | BatchDraws
+    images: Tensor | warping.MixedSizeImageList,
+    settings: ViewSettings,
+    source: Generator | BatchDraws,
 ) -> ViewsWithAffines:
     """One random view of each image.
 
@@ -139,9 +132,9 @@ def make_random_views(
     if isinstance(images, Tensor) and images.ndim == 5:
         return ViewsWithAffines(*make_random_volume_views(images, settings, draws))
     count = len(images)
-    if isinstance(images, MixedSizeImageList) and settings.crop is None:
+    if isinstance(images, warping.MixedSizeImageList) and settings.crop is None:
         raise UserError(f"views: found crop: null, but {UNEVEN_REFUSAL}")
-    original, size = image_and_view_sizes(images)
+    original, size = warping.image_and_view_sizes(images)
     shifts = draws.integers(-settings.shift, settings.shift + 1, 2)
     frame = _frame_affines(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
@@ -155,12 +148,12 @@ def make_random_views(
         drawn = augmentations.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
             affines = augmentations.operation_affines(drawn, *size) @ affines
-    if isinstance(images, MixedSizeImageList):
-        pixels = warp_uneven_images(images, affines, size, settings.fill)
+    if isinstance(images, warping.MixedSizeImageList):
+        pixels = warping.warp_uneven_images(images, affines, size, settings.fill)
     elif settings.on_grid:
-        pixels = shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
+        pixels = warping.shift_and_flip(images, shifts, mirrored, settings.fill).to(torch.float32)
     else:
-        pixels = warp_images(images, affines, size, settings.fill)
+        pixels = warping.warp_images(images, affines, size, settings.fill)
     if drawn:
         pixels = augmentations.apply_colour_operations(pixels, drawn)
     if settings.jitter:
@@ -170,12 +163,14 @@ def make_random_views(
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
         pixels = augmentations.erase_rectangles(pixels, settings.erasing, draws)
-    return ViewsWithAffines(pixels, to_device_async(affines.to(torch.float32), images.device))
+    return ViewsWithAffines(
+        pixels, warping.to_device_async(affines.to(torch.float32), images.device)
+    )
 
 
-def evaluation_images(images: Tensor | MixedSizeImageList) -> Tensor:
+def evaluation_images(images: Tensor | warping.MixedSizeImageList) -> Tensor:
     """The images for evaluation, fp32 (B, C, H, W) in [0, 1]; centre squares of uneven ones."""
-    if isinstance(images, MixedSizeImageList):
+    if isinstance(images, warping.MixedSizeImageList):
         images = images.squares()
     if images.is_floating_point():
         return images.to(torch.float32)
@@ -273,17 +268,17 @@ def mix_images(
     shares = torch.where(cut, 1 - area, shares).to(torch.float32)
     # Boxes go to the device as their rows and columns: whole masks would be half of a step's bytes.
     hidden = (
-        to_device_async(rows, images.device)[:, :, None]
-        & to_device_async(columns, images.device)[:, None, :]
+        warping.to_device_async(rows, images.device)[:, :, None]
+        & warping.to_device_async(columns, images.device)[:, None, :]
     )
     cut, shares = (
-        to_device_async(cut, images.device)[:, None],
-        to_device_async(shares, images.device)[:, None],
+        warping.to_device_async(cut, images.device)[:, None],
+        warping.to_device_async(shares, images.device)[:, None],
     )
     kept = 1 - hidden.to(torch.float32)
     weights = torch.where(cut[:, None], kept, shares[:, None])[:, None]
     if others is None:
-        where = to_device_async(partner, images.device)
+        where = warping.to_device_async(partner, images.device)
         return torch.lerp(images[where], images, weights), torch.lerp(hard[where], hard, shares)
     other, labelled = others(partner)
     known = F.one_hot(labelled, task.outputs).to(torch.float32)
