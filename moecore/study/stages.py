@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     words: str = ""  # of its command, where they are not the item's
     path: str = ""  # of its result and history, where not its name and the item
     entry: Mapping[str, Any] = {}  # of dvc.yaml: what does not follow from the rest
-    settings: str = ""  # class of its section below moecore, where ``Study`` does not name it
+    settings: str = ""  # class of its section, where ``Study`` does not name it
     title: str = ""  # of the phase whose models it makes, on the page; "" makes no phase
     trains: bool = False  # several ranks may share it
     alone: bool = False  # takes all cores, as every other stage waits for it
@@ -149,7 +149,7 @@ ROWS = (
         after=("data/adversarial", PRETRAINED, ROUTERS),
         script="finetune",
         words="adversarial {method} {seed}",
-        settings="training.settings.AdversarialFinetuning",
+        settings="moecore.training.settings.AdversarialFinetuning",
         title="Adversarially fine-tuned",
         trains=True,
         usual=False,
@@ -160,7 +160,7 @@ ROWS = (
         each="model",
         after=("data/prune", PRETRAINED),
         script="prune_experts",
-        settings="training.surgery.prune.Prune",
+        settings="moecore.training.surgery.prune.Prune",
         title="Pruned",
         usual=False,
     ),
@@ -170,7 +170,7 @@ ROWS = (
         each="model",
         after=("data/merge", PRETRAINED),
         script="merge_experts",
-        settings="training.surgery.merge.Merge",
+        settings="moecore.training.surgery.merge.Merge",
         title="Merged",
         usual=False,
     ),
@@ -183,7 +183,7 @@ ROWS = (
         code=("sections/calibrate",),
         after=("data/pretrain", ROUTERS),
         path="out_of_fold/pretrain/{method}/{seed}",
-        settings="brain.out_of_fold.OutOfFold",
+        settings="moecore.brain.out_of_fold.OutOfFold",
         usual=False,
     ),
     Stage(
@@ -232,7 +232,7 @@ ROWS = (
         "linear_experts",
         "Theorems 1 and 2 on linear experts, over the angle between their subspaces and their "
         "number",
-        settings="measure.linear_experts.LinearExperts",
+        settings="moecore.measure.linear_experts.LinearExperts",
         usual=False,
     ),
     Stage(

@@ -114,7 +114,7 @@ ROW = """\
         "A pretrained model with half of its experts",
         each="model",
         after=("data/halve", PRETRAINED),
-        settings="training.surgery.halve.Halve",
+        settings="moecore.training.surgery.halve.Halve",
         title="Halved",
         usual=False,
     ),
