@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moecore.run.histories import ExecutionHistory
+from moecore.run.history_file import ExecutionHistory
 from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking.stored_run import StoredRun
 
