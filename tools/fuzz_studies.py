@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import yaml
 
+from moecore.core.config import KIND
 from moecore.core.files import UserError
-from moecore.core.part_families import KIND
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import expected_metrics, unfit_metric_problems

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
+from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import (
     SEED,

@@ -19,7 +19,7 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.statistics.crossed import encode_item_values
 from moecore.tasks.base import Task
-from moecore.training.surgery.expert_use import ExpertUse, measure_expert_use
+from moecore.training.surgery.expert_reduction import ExpertUse, measure_expert_use
 from moecore.training.surgery.merge import Merge
 from moecore.training.surgery.prune import Prune
 

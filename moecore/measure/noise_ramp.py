@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.data.corruptions.draws import add_noise
+from moecore.data.image_noise import add_noise
 from moecore.measure.base import Estimate
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches

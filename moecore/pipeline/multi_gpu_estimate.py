@@ -24,7 +24,7 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.study.data_rules import load_previews
 from moecore.study.model_rules import image_spec
 from moecore.study.study import Study
-from moecore.training.live_bytes import LiveBytes
+from moecore.training.meter import LiveBytes
 
 GPU_COUNTS = (1, 8, 64)
 GPUS_PER_MACHINE = 8  # GPUs that share fast links

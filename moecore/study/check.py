@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from moecore.core.config import KIND, Part, find_class, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import KIND, Part, find_class, part_classes_by_kind
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.measure.base import Measurement
 from moecore.study import data_rules, method_rules, model_rules, training_rules, trial_rules
 from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document

@@ -12,10 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import Source
-from moecore.data.volumes.stored_volumes import REGIONS
+from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
+from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.routing_metrics.two_view_augmentations import OF_VOLUMES
 from moecore.study.study import Misfits, Study
 from moecore.study.training_rules import format_non_default_settings, list_training_settings

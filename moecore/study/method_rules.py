@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from moecore.core.config import list_own_names
 from moecore.core.files import UserError
-from moecore.core.part_families import list_own_names
 from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.nn.backbones.sfcn import Sfcn

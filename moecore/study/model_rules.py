@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.measure.sizes import PaperModel, build_on_meta
-from moecore.nn.backbones.base_model import Backbone, BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.method_rules import layer_misfits
 from moecore.study.sections import Phase

@@ -22,11 +22,10 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from moecore.core.config import Config
+from moecore.core.config import KIND as TAG
+from moecore.core.config import UNKNOWN_KIND, Config, is_family_base, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.core.part_families import KIND as TAG
-from moecore.core.part_families import UNKNOWN_KIND, is_family_base, part_classes_by_kind
 from moecore.study.document import (
     SHOWN_LETTERS,
     Document,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import compress, islice
 from typing import Any
 
-from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
+from moecore.attacks.gradient import DLR_CLASSES, objective_refusal
+from moecore.core.config import part_classes_by_kind
 from moecore.core.files import UserError
-from moecore.core.part_families import part_classes_by_kind
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import UNEVEN_REFUSAL, ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study.stages import TRAINING_PHASES

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moecore.attacks.base import Attack
+from moecore.core.config import find_class, list_own_names, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, more_packages
-from moecore.core.part_families import find_class, list_own_names, part_classes_by_kind
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.data.sources.base import Source
 from moecore.measure.calibrators.base import Calibrator

@@ -46,7 +46,7 @@ from moecore.stages.sizes import Params
 from moecore.study.params_file import dump_inline_yaml
 from moecore.study.settings import extract_declared_settings
 from moecore.testing import check_measurement
-from moecore.training.live_bytes import LiveBytes, live_training_tensors
+from moecore.training.meter import LiveBytes, live_training_tensors
 from tests.measure.subjects import (
     built,
     captioned,

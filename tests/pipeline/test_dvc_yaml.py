@@ -19,7 +19,7 @@ from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import hash_code_files, hash_settings
 from moecore.pipeline.dvc import (

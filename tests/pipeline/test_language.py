@@ -10,8 +10,7 @@ import pytest
 import torch
 import yaml
 
-from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.study.study import Study
 from moecore.tasks.next_token import NextToken
 from tests import forked

@@ -10,7 +10,7 @@ import torch
 
 from moecore.core.source_layout import ROOT
 from moecore.measure.sizes import PaperModel, count_sized_model
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.report.tables.paper_numbers import REPORTED
 from moecore.study.questions import QuestionFile
 from moecore.tasks.classification import Classification

@@ -304,7 +304,7 @@ TREE = {
     "moecore/nn/routers/__init__.py": '"""A family."""',
     "moecore/nn/routers/base.py": "",
     "moecore/nn/routers/top.py": "from moecore.nn.routers import gates\nfrom .plan import Plan",
-    "moecore/nn/routers/gates.py": "",
+    "moecore/nn/routers/token_choice.py": "",
     "moecore/nn/routers/plan.py": "from moecore.data.helper import x",
     "moecore/nn/routers/other.py": "",
     "moecore/nn/experts/both.py": "",
@@ -366,7 +366,7 @@ def test_parts_bring_their_helpers(tree):
     }
     assert names(part_files(section, tree)) == {
         "moecore/nn/routers/top.py",
-        "moecore/nn/routers/gates.py",
+        "moecore/nn/routers/token_choice.py",
         "moecore/nn/routers/plan.py",
         "moecore/data/helper.py",
         "moecore/data/atlas/map.bin",
@@ -439,7 +439,7 @@ def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
 
 def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files):
     for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
-        wanted = {"moecore/training/loop.py", "moecore/training/optimizer.py"}
+        wanted = {"moecore/training/loop.py", "moecore/training/settings.py"}
         assert wanted <= set(files[f"stages/{script}.json"]), script
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator
 
-from moecore.predict import page as predicted
-from moecore.predict.page import (
+from moecore.predict import pictures as predicted
+from moecore.predict.pictures import (
     Failure,
     PredictedPage,
     RoutedText,

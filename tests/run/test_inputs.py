@@ -89,7 +89,7 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     assert not checkpoints(project)
 
 
-CODE = "moecore/training/optimizer.py"
+CODE = "moecore/training/settings.py"
 EDIT = "\nEDITED = True\n"
 
 

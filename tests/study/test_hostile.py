@@ -32,10 +32,9 @@ from moecore.study.model_rules import image_spec
 from moecore.study.questions import QuestionFile
 from moecore.study.study import Study
 from moecore.training.guide import build_guide
-from moecore.training.job import TrainingJob, training_batch
+from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import train_step
-from moecore.training.objective import Objective
-from moecore.training.optimizer import build_optimizer
+from moecore.training.settings import build_optimizer
 from tests.project import PARAMS
 
 STUDIES = ("", "ermoe/image_text", "moge/swin", "moge/language", "ermoe/brain_age", "ours/sizes")

@@ -13,9 +13,8 @@ from moecore.study.settings import extract_declared_settings
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import tune_runtime
-from moecore.training.settings import Finetuning, Training
+from moecore.training.settings import Finetuning, Training, build_optimizer, learning_rate
 from tests.training.small import CPU, VMOE, assert_same_weights, stop_training, task
 from tests.training.small import SETTINGS as SMALL
 

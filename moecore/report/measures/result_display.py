@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.core.config import Config
+from moecore.core.config import Config, collect_constants_named
 from moecore.core.files import UserError
-from moecore.core.part_families import collect_constants_named
 from moecore.measure.base import Skipped, read_result
 from moecore.report.column import Column, Columns, decode_items
 from moecore.report.figures.charts import (

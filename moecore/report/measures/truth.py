@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from moecore.data.corruptions.draws import SIGMAS
+from moecore.data.image_noise import SIGMAS
 from moecore.measure.truth import EPSILONS, ChangedPurity, Result
 from moecore.report.column import Column, ColumnPerRow, decode_items, mean_or_none
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.measure.base import find_measurement
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance

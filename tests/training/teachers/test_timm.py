@@ -3,7 +3,7 @@
 import pytest
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.meta_device import meta_device_context
 from moecore.study.check import check_study
 from moecore.tasks.classification import Classification
