@@ -23,7 +23,7 @@ from moecore.pipeline.plan import (
 from moecore.pipeline.stage_client import SOCKET
 from moecore.pipeline.study_runs import write_dvc_files
 from moecore.run.history_file import read_dvc_locks
-from moecore.run.source_hashes import wheel_record
+from moecore.run.inputs import wheel_record
 from moecore.study.check import check_document
 from moecore.study.document import load_yaml_document
 from moecore.study.layers import Composed, list_folder_stages

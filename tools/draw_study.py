@@ -16,6 +16,7 @@ from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
+from moecore.study.stages import PHASES, REDUCING_PHASES
 from moecore.study.study import MEASURED_SECTIONS, Study
 from moecore.study.training_rules import FLAT_WITH_CLASSES
 from moecore.training.method import Method, TextTowerMethod
@@ -108,9 +109,9 @@ class StudyDrawer(SettingsDrawer):
             if name == "zero_shot":
                 study[name]["source"] = {"kind": "digits", "size": source["source"]["size"] * 2}
         phases = ["pretrain"]
-        for name in ("finetune", "adversarial", "prune", "merge"):
+        for name in PHASES[1:]:
             if name in study:
-                same = name in ("prune", "merge") or self.is_drawn(0.3)
+                same = name in REDUCING_PHASES or self.is_drawn(0.3)
                 study["data"][name] = source if same else self.draw_source()
                 phases.append(name)
         run = {"methods": list(methods), "seeds": self.random.choice(([0], [0], [0, 1]))}

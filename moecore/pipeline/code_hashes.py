@@ -38,7 +38,7 @@ from moecore.core.outside_packages import (
     list_allowed_modules,
 )
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
-from moecore.run.source_hashes import (
+from moecore.run.inputs import (
     hash_source_file,
     hash_syntax,
     locate_source,

@@ -113,7 +113,7 @@ def dvc_entry(stage: Stage) -> dict[str, Any]:
     settings = [f"code/settings/{key}.json" for key in stage.reads]
     deps = [*(f"code/{hash_file(path)}" for path in stage.hashes), *stage.after, *settings]
     outs = [f"measured/{stage.item_path}.json", f"history/{stage.item_path}"]
-    if stage.folder:
+    if stage.folder or stage.each in ("seed", "model"):
         outs.insert(0, stage.item_path)
     entry = {
         "cmd": " ".join(words).strip(),

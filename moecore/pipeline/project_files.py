@@ -19,32 +19,12 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc import (
-    WITHOUT_GIT,
-    list_our_stages,
-    main_dvc_yaml_text,
-    stage_definitions,
-    study_dvc_yaml_texts,
-)
+from moecore.pipeline import dvc, project
 from moecore.pipeline.plan import print_plan
-from moecore.pipeline.project import (
-    ProjectAnswers,
-    hash_text,
-    moecore_requirement,
-    version_numbers,
-    write_answers,
-)
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
+from moecore.study import params_file
 from moecore.study.document import parse_yaml_document
 from moecore.study.layers import OVERLAY, Composed
-from moecore.study.params_file import (
-    RENAMED_KEYS,
-    dump_inline_yaml,
-    overlay_text,
-    project_params_text,
-    rename_keys_in_text,
-    rewrite_data_paths,
-)
 from moecore.study.questions import PIPELINES, QuestionFile, find_old_study, find_question
 
 TEMPLATE = Path(__file__).with_name("project_template")
@@ -84,11 +64,11 @@ def begin_project(name: str, folder: Path, study: str, is_overlay: bool) -> None
         file, text = "params.yaml", shipped_params_text(study)
         values = parse_yaml_document(text).data
         if is_overlay:
-            file, text = OVERLAY, overlay_text(compose_shipped_question(study))
+            file, text = OVERLAY, params_file.overlay_text(compose_shipped_question(study))
         write_whole(part / file, _add_example(text, values, name))
         texts = upgradable_project_texts(part, name, study)
         write_texts(part, texts)
-        write_answers(part, name, study, texts)
+        project.write_answers(part, name, study, texts)
         _begin_repository(part, folder)
         for path in part.iterdir():
             path.rename(folder / path.name)
@@ -101,7 +81,7 @@ def write_quick_look(place: Path) -> Path:
     folder = place / QUICK_LOOK
     template = template_texts(QUICK_LOOK, is_of_user=False)
     texts = {path: template[path] for path in (DVC_CONFIG, ".gitignore")}
-    texts[DVC_CONFIG] += WITHOUT_GIT
+    texts[DVC_CONFIG] += dvc.WITHOUT_GIT
     texts["params.yaml"] = shipped_params_text(QUICK_QUESTION)
     write_texts(folder, texts | _dvc_texts(folder, QUICK_QUESTION))
     return folder
@@ -127,8 +107,8 @@ def compose_shipped_question(name: str) -> Composed:
 def shipped_params_text(study: str) -> str:
     """Return the params.yaml of a question of ours, or the main one, for a project to edit."""
     if study == MAIN_STUDY:
-        return rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
-    return project_params_text(compose_shipped_question(study))
+        return params_file.rewrite_data_paths((SHIPPED / "params.yaml").read_text(encoding="utf-8"))
+    return params_file.project_params_text(compose_shipped_question(study))
 
 
 def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, str]:
@@ -138,7 +118,7 @@ def upgradable_project_texts(folder: Path, name: str, study: str) -> dict[str, s
     its params.yaml has settings of these.
     """
     texts = template_texts(name, is_of_user=False)
-    return texts | _dvc_texts(folder, study, list_our_stages(folder))
+    return texts | _dvc_texts(folder, study, dvc.list_our_stages(folder))
 
 
 def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str, str]:
@@ -149,13 +129,13 @@ def _dvc_texts(folder: Path, study: str, stages: Sequence[str] = ()) -> dict[str
     if (folder / OVERLAY).is_file():
         return project_texts_from_overlay(folder)
     if study == MAIN_STUDY:
-        text = main_dvc_yaml_text()
+        text = dvc.main_dvc_yaml_text()
         if not stages or {*stages} == {*parse_yaml_document(text).data["stages"]}:
             return {"dvc.yaml": text}
-        return study_dvc_yaml_texts(stage_definitions(stages), {}, DVC_HEAD)
+        return dvc.study_dvc_yaml_texts(dvc.stage_definitions(stages), {}, DVC_HEAD)
     composed = compose_shipped_question(study)
-    definitions = stage_definitions(stages or composed.stages)
-    return study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
+    definitions = dvc.stage_definitions(stages or composed.stages)
+    return dvc.study_dvc_yaml_texts(definitions, composed.document.data["run"], DVC_HEAD)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
@@ -171,7 +151,7 @@ def template_texts(name: str, is_of_user: bool) -> dict[str, str]:
         if file.is_file() and "__pycache__" not in file.parts:
             path = file.relative_to(TEMPLATE).as_posix()
             text = file.read_text(encoding="utf-8")
-            text = text.replace(REQUIREMENT, moecore_requirement())
+            text = text.replace(REQUIREMENT, project.moecore_requirement())
             if path.startswith(EDITED) == is_of_user:
                 path = path.replace("dot_", ".").replace(TEMPLATE_NAME, name)
                 texts[path] = text.replace(TEMPLATE_NAME, name)
@@ -191,7 +171,9 @@ def _add_example(text: str, study: Mapping[str, Any], name: str) -> str:
     vmoe = study["methods"]["vmoe"]
     router = {"kind": f"{name}.cosine", "k": vmoe["router"]["k"]}
     importance = {"kind": "importance", "weight": 0.005}
-    cosine = dump_inline_yaml({"cosine": vmoe | {"router": router, "regularizers": [importance]}})
+    cosine = params_file.dump_inline_yaml(
+        {"cosine": vmoe | {"router": router, "regularizers": [importance]}}
+    )
     text = re.sub(r"methods: \[[^]]*", r"\g<0>, cosine", text, count=1)  # those of run
     return re.sub("^methods:.*\n", rf"\g<0>{indent(cosine, '  ')}\n", text, flags=re.M)
 
@@ -205,7 +187,7 @@ def _begin_repository(part: Path, folder: Path) -> None:
         subprocess.run(["git", "init", "--quiet", str(part)], check=True)
     else:
         config = part / DVC_CONFIG
-        write_whole(config, config.read_text(encoding="utf-8") + WITHOUT_GIT)
+        write_whole(config, config.read_text(encoding="utf-8") + dvc.WITHOUT_GIT)
 
 
 class UpgradeChanges(NamedTuple):
@@ -218,7 +200,7 @@ class UpgradeChanges(NamedTuple):
     edited: dict[str, str | None]
 
 
-def upgrade_project(answers: ProjectAnswers, is_written: bool) -> None:
+def upgrade_project(answers: project.ProjectAnswers, is_written: bool) -> None:
     """Print how the project here changes and what runs again; write it where that is wanted."""
     renamed = _renamed_texts(answers)
     with _files_as(renamed):  # an overlay has to be in order to be read
@@ -235,22 +217,24 @@ def upgrade_project(answers: ProjectAnswers, is_written: bool) -> None:
     if is_written:
         for path, text in changes.items():
             _write(path, text)
-        write_answers(HERE, answers.name, answers.study, texts)
+        project.write_answers(HERE, answers.name, answers.study, texts)
         print("written")
     else:
         print("nothing is written yet; to write it: moecore upgrade --yes")
 
 
-def _renamed_texts(answers: ProjectAnswers) -> dict[str, str | None]:
+def _renamed_texts(answers: project.ProjectAnswers) -> dict[str, str | None]:
     """The files of settings with the names of keys that are new since the project's version."""
-    since = version_numbers(answers.moecore)
-    steps = [step for step in RENAMED_KEYS if version_numbers(step.version) > since]
+    since = project.version_numbers(answers.moecore)
+    steps = [
+        step for step in params_file.RENAMED_KEYS if project.version_numbers(step.version) > since
+    ]
     texts: dict[str, str | None] = {}
     questions = sorted(PIPELINES.glob("*/*.yaml"))
     for path in (Path(OVERLAY), Path("params.yaml"), *questions):
         if path.is_file():
             before = path.read_text(encoding="utf-8")
-            after = rename_keys_in_text(before, steps, str(path))
+            after = params_file.rename_keys_in_text(before, steps, str(path))
             if after != before:
                 texts[path.as_posix()] = after
     return texts
@@ -262,12 +246,12 @@ def _required_moecore() -> dict[str, str | None]:
     if not path.is_file():
         return {}
     before = path.read_text(encoding="utf-8")
-    requirement = moecore_requirement()
+    requirement = project.moecore_requirement()
     after = INSTALLED.sub(lambda _: requirement, before)
     return {str(path): after} if after != before else {}
 
 
-def _changed_texts(answers: ProjectAnswers, texts: Mapping[str, str]) -> UpgradeChanges:
+def _changed_texts(answers: project.ProjectAnswers, texts: Mapping[str, str]) -> UpgradeChanges:
     """The files of the template that differ from what the project's version wrote."""
     upgrade = UpgradeChanges({}, {})
     for path in {**answers.files, **texts}:
@@ -277,9 +261,9 @@ def _changed_texts(answers: ProjectAnswers, texts: Mapping[str, str]) -> Upgrade
         if text == before:
             continue
         written = answers.files.get(path)
-        if _is_from_overlay(path) or written == (before and hash_text(before)):
+        if _is_from_overlay(path) or written == (before and project.hash_text(before)):
             upgrade.written[path] = text
-        elif text is None or hash_text(text) != written:
+        elif text is None or project.hash_text(text) != written:
             upgrade.edited[path] = text
     return upgrade
 

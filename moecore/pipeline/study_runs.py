@@ -20,28 +20,16 @@ from moecore.core.files import (
     write_whole,
 )
 from moecore.core.source_layout import ROOT, SHIPPED
-from moecore.pipeline.dvc import (
-    RUN_CONFIG,
-    WITHOUT_GIT,
-    main_dvc_yaml_text,
-    stage_definitions,
-    study_dvc_yaml_texts,
-)
+from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.report.claims.preregistration import ASKED, committed_at, run_git
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.history_file import read_dvc_locks
+from moecore.study import layers
 from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
 from moecore.study.document import load_yaml_document
-from moecore.study.layers import (
-    OVERLAY,
-    Composed,
-    compose_layers,
-    load_overlay_layer,
-    load_root_layer,
-)
 from moecore.study.params_file import ParamsOrigin, list_changes, params_text, write_params
 from moecore.study.questions import PIPELINES, QuestionFile, Round
 from moecore.study.study import read_study
@@ -87,10 +75,10 @@ def write_run(one: Round, presets: Sequence[str] = ()) -> list[str]:
         changes = write_params(folder / "params.yaml", text)
         write_dvc_files(folder, composed)
         if shutil.which("git"):
-            write_whole(folder / ".dvc/config", RUN_CONFIG)
+            write_whole(folder / ".dvc/config", dvc.RUN_CONFIG)
             _commit_written(folder)
         else:
-            write_whole(folder / ".dvc/config", RUN_CONFIG + WITHOUT_GIT)
+            write_whole(folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
         if changes or not (folder / ASKED_FILE).is_file() or not (folder / NUMBERS).is_file():
             path = one.question.path.relative_to(root)
             asked = {"commit": committed_at(root, path), "file": path.as_posix()}
@@ -103,8 +91,8 @@ def write_project(folder: Path = HERE) -> list[str]:
 
     In moecore's own clone: its dvc.yaml, from the table of stages.
     """
-    if folder.resolve() == ROOT and not (folder / OVERLAY).is_file():
-        write_whole(folder / "dvc.yaml", main_dvc_yaml_text())
+    if folder.resolve() == ROOT and not (folder / layers.OVERLAY).is_file():
+        write_whole(folder / "dvc.yaml", dvc.main_dvc_yaml_text())
         return ["dvc.yaml written"]
     composed = compose_project(folder)
     changes = write_params(folder / "params.yaml", params_text(composed, _overlay_origin(folder)))
@@ -115,24 +103,26 @@ def write_project(folder: Path = HERE) -> list[str]:
 def project_texts_from_overlay(folder: Path) -> dict[str, str]:
     """Return path → text of what ``write_project`` writes."""
     composed = compose_project(folder)
-    texts = study_dvc_yaml_texts(stage_definitions(composed.stages), composed.document.data["run"])
+    texts = dvc.study_dvc_yaml_texts(
+        dvc.stage_definitions(composed.stages), composed.document.data["run"]
+    )
     return {"params.yaml": params_text(composed, _overlay_origin(folder))} | texts
 
 
-def compose_project(folder: Path) -> Composed:
+def compose_project(folder: Path) -> layers.Composed:
     """Return the params.yaml of a project whose overlay.yaml lies over that of this version."""
-    base = load_root_layer(SHIPPED)
-    return compose_layers([base, load_overlay_layer(folder, base)], SHIPPED)
+    base = layers.load_root_layer(SHIPPED)
+    return layers.compose_layers([base, layers.load_overlay_layer(folder, base)], SHIPPED)
 
 
 def _overlay_origin(folder: Path) -> ParamsOrigin:
-    return ParamsOrigin(OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
+    return ParamsOrigin(layers.OVERLAY, SHIPPED_PARAMS, "params.schema.json", folder)
 
 
-def write_dvc_files(folder: Path, composed: Composed) -> None:
+def write_dvc_files(folder: Path, composed: layers.Composed) -> None:
     """Write dvc.yaml, or several where there are many stages, and remove those of before."""
     run = load_yaml_document(folder / "params.yaml").data["run"]
-    texts = study_dvc_yaml_texts(stage_definitions(composed.stages), run)
+    texts = dvc.study_dvc_yaml_texts(dvc.stage_definitions(composed.stages), run)
     for file in folder.glob("steps/*/dvc.yaml"):
         if file.relative_to(folder).as_posix() not in texts:
             file.unlink()
@@ -181,7 +171,7 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
     if path.exists():
         raise UserError(f"{path}: is there already; take another name")
-    load_root_layer(root)  # nothing is written where there is no project
+    layers.load_root_layer(root)  # nothing is written where there is no project
     write_whole(path, NEW_QUESTION)
     try:
         composed = QuestionFile(root, f"{OUR_QUESTIONS}/{name}").rounds[0].compose()

@@ -2,27 +2,36 @@
 
 DVC hashes settings and files after the command has ended, so a result could be filed under
 settings, code or artifacts that it was not made with.
+
+Python is hashed by its syntax tree, so comments, docstrings and formatting change no hash. DVC
+files a stage's result under the hashes that the stage ``code`` wrote at the start of the pipeline,
+but the stage imports what is on the disk when it begins. So a stage compares the two: when its
+imports are done, at every checkpoint, and at its end.
 """
 
+import ast
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.outside_packages import allow_packages
+from moecore.core.files import UserError, file_checksum, read_json
+from moecore.core.outside_packages import OUR_PACKAGE, allow_packages, package_folder
 from moecore.core.plain_values import to_jsonable
-from moecore.core.source_layout import CODE
+from moecore.core.source_layout import CODE, ROOT
 from moecore.run.history_file import flatten_keys
-from moecore.run.source_hashes import StageCode
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.settings import params_keys_by_field, read_params
 from moecore.study.stages import list_code_hashes
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
+IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # they follow from the rest, or have no effect
 
 
 def params_path() -> str:
@@ -168,3 +177,161 @@ def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path
     for file in {**before, **now}:
         if before.get(file) != now.get(file):
             raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")
+
+
+def hash_syntax(tree: ast.AST) -> str:
+    """Return the sha256 of a syntax tree without what does nothing, alike on Python 3.11 to 3.13.
+
+    What does nothing are statements that are mere strings, as docstrings are, and ``pass``.
+    """
+    words: list[str] = []
+    _add_node(tree, words.append)
+    return hashlib.sha256("".join(words).encode("ascii")).hexdigest()
+
+
+def _add_node(node: Any, add: Callable[[str], None]) -> None:
+    """Add the types of nodes, their fields where they hold something, and the constants."""
+    if node.__class__ is list:
+        add("[")
+        for item in node:
+            if not _does_nothing(item):
+                _add_node(item, add)
+        add("]")
+    elif isinstance(node, ast.AST):
+        add(node.__class__.__name__)
+        add("(")
+        if node.__class__ is ast.JoinedStr:  # Python 3.12 adds empty strings to some
+            _add_node([part for part in node.values if getattr(part, "value", None) != ""], add)
+            fields = ()
+        else:
+            fields = node._fields
+        for name in fields:
+            value = getattr(node, name, None)
+            # later versions add fields without a value, and leave some out
+            if value is not None and value != [] and name not in IGNORED_FIELDS:
+                add(name)
+                add("=")
+                _add_node(value, add)
+        add(")")
+    else:
+        add(ascii(node))
+        add(",")
+
+
+def _does_nothing(item: Any) -> bool:
+    return item.__class__ is ast.Pass or (
+        isinstance(item, ast.Expr)
+        and isinstance(item.value, ast.Constant)
+        and isinstance(item.value.value, str)
+    )
+
+
+def hash_source_file(file: Path, root: Path = ROOT) -> str:
+    """Return the hash of a file that is named by its package, such as ``my_lab/cosine.py``.
+
+    Raises UserError where it is gone, or is no Python though it is named so.
+    """
+    if file.suffix == ".py":
+        return hash_syntax(parse_source(read_source_text(file, root), file))
+    if recorded := wheel_record(file.parts[0]).get(file):
+        return recorded
+    try:
+        return file_checksum(locate_source(file, root))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+
+
+def locate_source(file: Path, root: Path = ROOT) -> Path:
+    """Return the path of a file that is named by its package; ours lies below ``root``."""
+    top, *others = file.parts
+    return root / file if top == OUR_PACKAGE else package_folder(top).joinpath(*others)
+
+
+def read_source_text(file: Path, root: Path = ROOT) -> str:
+    """Return the text of a source file. Raises UserError where there is no such file."""
+    try:
+        return locate_source(file, root).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file under {root}") from None
+
+
+def parse_source(text: str, file: Path) -> ast.Module:
+    """Return the syntax tree. Raises UserError with the line where the text is not Python."""
+    try:
+        return ast.parse(text, str(file))
+    except SyntaxError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid Python: {error.msg}") from None
+
+
+@cache
+def wheel_record(package: str) -> dict[Path, str]:
+    """Return file → hash of an installed wheel's RECORD, of the files that are not Python.
+
+    Empty for moecore and for a source tree. What a package writes into its own folder while it runs
+    is not in its RECORD.
+    """
+    if package == OUR_PACKAGE:
+        return {}
+    return {
+        Path(file): file.hash.value
+        for name in packages_distributions().get(package, ())
+        for file in distribution(name).files or ()
+        if file.hash and file.parts[0] == package and file.suffix != ".py"
+    }
+
+
+class _Imported(NamedTuple):
+    content: str  # checksum of the file's bytes
+    source: str  # hash of the source, as in artifacts/code
+
+
+_imported_by_server: dict[Path, _Imported] = {}
+
+
+def remember_imported_sources() -> None:
+    """Keep the hashes of all imported files of moecore, for the processes forked from this one.
+
+    A forked stage runs the code that its server imported, which may be older than the files.
+    """
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        if name.partition(".")[0] == OUR_PACKAGE and path.is_relative_to(ROOT):
+            package = Path(*name.split("."))
+            file = package / path.name if path.name == "__init__.py" else package.with_suffix(".py")
+            _imported_by_server[file] = _Imported(file_checksum(path), hash_source_file(file))
+
+
+class StageCode:
+    """The source files behind a stage's result, with the hashes under which DVC files it."""
+
+    def __init__(self, hash_files: Iterable[Path]) -> None:
+        """hash_files: the files of artifacts/code/ that the stage depends on."""
+        self._recorded = {
+            Path(name): digest for file in hash_files for name, digest in read_json(file).items()
+        }
+        self._verified: dict[Path, str] = {}  # checksum of the content that had the recorded hash
+        for file, imported in _imported_by_server.items():
+            if self._recorded.get(file, imported.source) != imported.source:
+                raise _edited_source(file)
+            self._verified[file] = imported.content
+
+    def refuse_edits(self) -> None:
+        """Raise UserError, naming the file, where one is not the code that was hashed.
+
+        An edit of comments, docstrings or formatting alone is none.
+        """
+        for file, digest in self._recorded.items():
+            try:
+                content = file_checksum(locate_source(file))
+            except OSError:
+                raise _edited_source(file) from None
+            if self._verified.get(file) != content:
+                if hash_source_file(file) != digest:
+                    raise _edited_source(file)
+                self._verified[file] = content
+
+
+def _edited_source(file: Path) -> UserError:
+    changed = "was edited after the stage `code` hashed it, so this stage would mix two versions"
+    mend = "undo the edit to resume this stage, or run again to use the new code"
+    return UserError(f"{locate_source(file)}: {changed}; {mend}")

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from moecore.core.config import Config
 from moecore.core.files import UserError, sealed_object, verify_and_remove_seal, write_whole
 from moecore.run.history_file import append_line, execution_subpath, whole_lines
 from moecore.run.inputs import StageInputs, read_stage_inputs
-from moecore.run.locks import hold_lock
 from moecore.run.progress import ProgressBar, ProgressLines
 from moecore.run.run_record import Run, record_run
 
@@ -120,3 +121,24 @@ def record_measurement(
     item = {"phase": phase, "method": method, "seed": seed}
     with record_resumable(stage, params, inputs, **item) as (run, work):
         yield run, KeptParts(work, run.inputs)
+
+
+@contextmanager
+def hold_lock(path: Path, describe_holder: Callable[[], str]) -> Iterator[None]:
+    """Hold the lock file at ``path``; its folder is made.
+
+    UserError with ``describe_holder()`` where another process holds it, or it cannot be written.
+    """
+    lock = FileLock(path, timeout=0)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(describe_holder()) from None
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be written, {why}; mend that") from error
+    try:
+        yield
+    finally:
+        lock.release()

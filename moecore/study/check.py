@@ -19,19 +19,9 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
 from moecore.data.sources.base import PlannedData
 from moecore.measure.base import Measurement
-from moecore.study.data_rules import (
-    chdir_to_stages,
-    data_problems,
-    data_source_key_path,
-    describe_planned_data,
-    load_previews,
-    misfits_with_pretrain_images,
-    volume_misfits,
-)
+from moecore.study import data_rules, method_rules, model_rules, training_rules, trial_rules
 from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
 from moecore.study.layers import list_folder_stages
-from moecore.study.method_rules import idle_setting_misfits, method_misfits, unused_stem_note
-from moecore.study.model_rules import model_misfits, paper_model_misfits, reduction_misfits
 from moecore.study.settings import describe_field, format_error_line
 from moecore.study.stages import MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
@@ -42,21 +32,6 @@ from moecore.study.study import (
     read_study,
     stage_by_section,
     study_model,
-)
-from moecore.study.training_rules import (
-    few_class_misfits,
-    gradientless_router_note,
-    idle_view_misfits,
-    image_view_misfits,
-    label_misfits,
-    schedule_misfits,
-    training_image_misfits,
-    unused_teacher_note,
-)
-from moecore.study.trial_rules import (
-    outside_part_misfits,
-    outside_source_misfits,
-    trial_step_misfits,
 )
 
 # What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
@@ -101,24 +76,24 @@ def check_study_document(
     if study is None:
         raise UserError(cap_line_count(problems))
     untried: list[str] = []
-    with chdir_to_stages(home):
-        if faults := list(outside_source_misfits(study, untried)):
+    with data_rules.chdir_to_stages(home):
+        if faults := list(trial_rules.outside_source_misfits(study, untried)):
             raise UserError(cap_line_count([*problems, *format_misfits(document, faults)]))
-        previews = load_previews(study)
-    missing = format_misfits(document, data_problems(previews, document.data))
+        previews = data_rules.load_previews(study)
+    missing = format_misfits(document, data_rules.data_problems(previews, document.data))
     others = [
-        *misfits_with_pretrain_images(study, previews),
-        *training_image_misfits(study, previews),
-        *image_view_misfits(study, previews),
-        *few_class_misfits(study, previews),
+        *data_rules.misfits_with_pretrain_images(study, previews),
+        *training_rules.training_image_misfits(study, previews),
+        *training_rules.image_view_misfits(study, previews),
+        *training_rules.few_class_misfits(study, previews),
     ]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
-        others += model_misfits(study, previews)
-        others += paper_model_misfits(study)
-        others += reduction_misfits(study, previews)
+        others += model_rules.model_misfits(study, previews)
+        others += model_rules.paper_model_misfits(study)
+        others += model_rules.reduction_misfits(study, previews)
         if not others:
-            others += outside_part_misfits(study, previews, untried)
-            others += trial_step_misfits(study, [keys for keys, _ in others])
+            others += trial_rules.outside_part_misfits(study, previews, untried)
+            others += trial_rules.trial_step_misfits(study, [keys for keys, _ in others])
         if also is not None and not others:  # it reads what all these rules have held good
             others += also(study, stages, previews)
     lines = [*problems, *missing, *format_misfits(document, others)]
@@ -126,11 +101,15 @@ def check_study_document(
         raise MissingData(cap_line_count([*lines, f"{document.path}: all else is in order"]))
     if lines:
         raise UserError(cap_line_count(lines))
-    notes = [
-        f"{'.'.join(data_source_key_path(phase))}: {describe_planned_data(preview)}"
-        for phase, preview in previews.items()
-    ]
-    known = (unused_teacher_note, gradientless_router_note, unused_stem_note)
+    notes = []
+    for phase, preview in previews.items():
+        key = ".".join(data_rules.data_source_key_path(phase))
+        notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
+    known = (
+        training_rules.unused_teacher_note,
+        training_rules.gradientless_router_note,
+        method_rules.unused_stem_note,
+    )
     notes += [note for tell in known if (note := tell(study))]
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
@@ -195,12 +174,12 @@ def cross_misfits(data: Any, study: Study | None) -> Misfits:
     """Yield what in two sections does not fit together."""
     yield from selection_misfits(data)
     if study is not None:
-        yield from method_misfits(study)
-        yield from label_misfits(study)
-        yield from volume_misfits(study)
-        yield from schedule_misfits(study)
-        yield from idle_view_misfits(study)
-        yield from idle_setting_misfits(study)
+        yield from method_rules.method_misfits(study)
+        yield from training_rules.label_misfits(study)
+        yield from data_rules.volume_misfits(study)
+        yield from training_rules.schedule_misfits(study)
+        yield from training_rules.idle_view_misfits(study)
+        yield from method_rules.idle_setting_misfits(study)
         yield from _unwritten_kinds(study, data)
 
 

@@ -35,15 +35,15 @@ class Stage(NamedTuple):
     name: str
     says: str
     each: str = ""
-    reads: tuple[str, ...] = ()  # keys of params.yaml
+    keys: tuple[str, ...] | None = None  # of params.yaml that it reads; None: the one of its name
     code: tuple[str, ...] = ()  # below artifacts/code: hashes, except of its script and method
     after: tuple[str, ...] = ()  # below artifacts: what it reads, where another stage writes it
-    folder: bool = False  # it writes a folder, at the path that its result and history have, too
+    folder: bool = False  # it writes a folder, as all stages of a seed or a model do
     script: str = ""  # in stages/, where it is not called as the stage
     words: str = ""  # of its command, where they are not the item's
     path: str = ""  # of its result and history, where not its name and the item
     entry: Mapping[str, Any] = {}  # of dvc.yaml: what does not follow from the rest
-    settings: str = ""  # class of its section below moecore, where ``Study`` does not name it
+    settings: str = ""  # class of its section, where ``Study`` does not name it
     title: str = ""  # of the phase whose models it makes, on the page; "" makes no phase
     trains: bool = False  # several ranks may share it
     alone: bool = False  # takes all cores, as every other stage waits for it
@@ -59,6 +59,11 @@ class Stage(NamedTuple):
     def item(self) -> tuple[str, ...]:
         """The names of what differs between its runs."""
         return tuple(EACH[self.each])
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys of params.yaml that it reads."""
+        return (self.name,) if self.keys is None else self.keys
 
     @property
     def item_path(self) -> str:
@@ -85,6 +90,7 @@ ROWS = (
     Stage(
         "code",
         "Hash the source files that decide the result of a stage",
+        keys=(),
         entry={"outs": ["artifacts/code"], "always_changed": True},
         alone=True,
     ),
@@ -92,7 +98,7 @@ ROWS = (
         "prepare",
         "Raw data to checked, split, memory-mappable arrays with a card",
         each="data",
-        reads=("data.{key}",),
+        keys=("data.{key}",),
         code=("sections/data.{key}",),
         entry={"outs": ["artifacts/data/${key}", "artifacts/history/prepare/${key}"]},
         alone=True,
@@ -101,10 +107,8 @@ ROWS = (
         "teacher",
         "One dense model a seed, trained here, or pretrained weights through timm",
         each="seed",
-        reads=("teacher",),
         code=("sections/teacher",),
         after=("data/pretrain",),
-        folder=True,
         trains=True,
         alone=True,
         early=True,
@@ -113,18 +117,16 @@ ROWS = (
         "teacher_router",
         "Routers on the frozen teacher of a seed, for the methods that it guides",
         each="model",
-        reads=("model", "teacher_router", METHOD),
+        keys=("model", "teacher_router", METHOD),
         after=("data/pretrain", "teacher/{seed}"),
-        folder=True,
         early=True,
     ),
     Stage(
         "pretrain",
         "One method trained from scratch with one seed",
         each="model",
-        reads=("model", "pretrain", METHOD),
+        keys=("model", "pretrain", METHOD),
         after=("data/pretrain", ROUTERS),
-        folder=True,
         title="Pretrained",
         trains=True,
     ),
@@ -132,9 +134,8 @@ ROWS = (
         "finetune",
         "A pretrained model goes on with other data at another resolution",
         each="model",
-        reads=("finetune", METHOD),
+        keys=("finetune", METHOD),
         after=("data/finetune", PRETRAINED, ROUTERS),
-        folder=True,
         words="finetune {method} {seed}",
         title="Fine-tuned",
         trains=True,
@@ -143,13 +144,12 @@ ROWS = (
         "adversarial",
         "The same pretrained model goes on with images that are attacked at every step",
         each="model",
-        reads=("adversarial", METHOD),
+        keys=("adversarial", METHOD),
         code=("sections/adversarial",),
         after=("data/adversarial", PRETRAINED, ROUTERS),
-        folder=True,
         script="finetune",
         words="adversarial {method} {seed}",
-        settings="training.settings.AdversarialFinetuning",
+        settings="moecore.training.settings.AdversarialFinetuning",
         title="Adversarially fine-tuned",
         trains=True,
         usual=False,
@@ -158,11 +158,9 @@ ROWS = (
         "prune",
         "A pretrained model without the experts of the lowest score",
         each="model",
-        reads=("prune",),
         after=("data/prune", PRETRAINED),
-        folder=True,
         script="prune_experts",
-        settings="training.surgery.prune.Prune",
+        settings="moecore.training.surgery.prune.Prune",
         title="Pruned",
         usual=False,
     ),
@@ -170,11 +168,9 @@ ROWS = (
         "merge",
         "A pretrained model whose similar experts became one",
         each="model",
-        reads=("merge",),
         after=("data/merge", PRETRAINED),
-        folder=True,
         script="merge_experts",
-        settings="training.surgery.merge.Merge",
+        settings="moecore.training.surgery.merge.Merge",
         title="Merged",
         usual=False,
     ),
@@ -183,19 +179,17 @@ ROWS = (
         "Training volumes predicted by models that never saw them, where calibrate.calibrator is "
         "fitted on such",
         each="model",
-        reads=("model", "pretrain", METHOD, "calibrate.calibrator", "out_of_fold"),
+        keys=("model", "pretrain", METHOD, "calibrate.calibrator", "out_of_fold"),
         code=("sections/calibrate",),
         after=("data/pretrain", ROUTERS),
-        folder=True,
         path="out_of_fold/pretrain/{method}/{seed}",
-        settings="brain.out_of_fold.OutOfFold",
+        settings="moecore.brain.out_of_fold.OutOfFold",
         usual=False,
     ),
     Stage(
         "calibrate",
         "Fit the calibration on the validation split, measure it on the test split",
         each="measured model",
-        reads=("calibrate",),
         code=("sections/calibrate",),
         after=(DATA, MODEL, OUT_OF_FOLD),
         folder=True,
@@ -204,7 +198,6 @@ ROWS = (
         "robustness",
         "Attack a model, and see how its routing changes",
         each="measured model",
-        reads=("robustness",),
         code=("sections/robustness",),
         after=(DATA, MODEL),
     ),
@@ -212,7 +205,6 @@ ROWS = (
         "routing",
         "Load, entropy, confidence, agreement with the teacher, who sees which patch",
         each="measured model",
-        reads=("routing",),
         code=("measure/routing",),
         after=(DATA, MODEL, ROUTERS),
         script="measure",
@@ -222,7 +214,7 @@ ROWS = (
         "measure",
         "One measurement of one trained model",
         each="measurement",
-        reads=("{what}", METHOD),
+        keys=("{what}", METHOD),
         code=("measure/{what}",),
         after=(DATA, MODEL),
         path=f"{{what}}/{MODEL}",
@@ -231,7 +223,7 @@ ROWS = (
         "transfer",
         "Every method's model scored on the images that were attacked on every other's",
         each="phase and seed",
-        reads=("run.methods", "transfer"),
+        keys=("run.methods", "transfer"),
         code=("sections/transfer", "methods"),
         after=(DATA, "{phase}"),
         early=True,
@@ -240,21 +232,19 @@ ROWS = (
         "linear_experts",
         "Theorems 1 and 2 on linear experts, over the angle between their subspaces and their "
         "number",
-        reads=("linear_experts",),
-        settings="measure.linear_experts.LinearExperts",
+        settings="moecore.measure.linear_experts.LinearExperts",
         usual=False,
     ),
     Stage(
         "sizes",
         "Models of the papers' sizes, built without memory and counted",
-        reads=("sizes",),
         code=("sections/sizes",),
         usual=False,
     ),
     Stage(
         "compare",
         "One page, one table, over every method, seed and phase that run names",
-        reads=("run", "claims", "questions"),
+        keys=("run", "claims", "questions"),
         entry={
             "deps": [
                 "artifacts/code/stages/compare.json",
@@ -277,6 +267,7 @@ ROWS = (
     Stage(
         "numbers",
         "The numbers that git keeps, and the items that their intervals are of",
+        keys=(),
         entry={
             "cmd": "cp artifacts/compare.json artifacts/items.safetensors reports/",
             "deps": ["artifacts/compare.json", "artifacts/items.safetensors"],

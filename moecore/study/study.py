@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field, create_model
 from moecore.core.config import Config, find_class
 from moecore.core.files import UserError
 from moecore.core.outside_packages import (
-    OUR_PACKAGE,
     allow_packages,
     check_package_name,
     package_folder,
@@ -61,7 +60,7 @@ MEASUREMENT_FIELDS: dict[str, Any] = {
     name: (measurement | None, None) for name, measurement in builtin_measurements().items()
 }
 STAGE_FIELDS: dict[str, Any] = {  # and one for each stage whose row names the class of its section
-    stage.name: (pkgutil.resolve_name(f"{OUR_PACKAGE}.{stage.settings}") | None, None)
+    stage.name: (pkgutil.resolve_name(stage.settings) | None, None)
     for stage in ROWS
     if stage.settings
 }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
+from moecore import testing
 from moecore.attacks.base import Attack
 from moecore.core.config import Part
 from moecore.core.files import UserError
@@ -28,18 +29,6 @@ from moecore.nn.routers.base import Router
 from moecore.study.model_rules import image_spec
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
-from moecore.testing import (
-    check_attack,
-    check_backbone,
-    check_calibrator,
-    check_experts,
-    check_measurement,
-    check_regularizer,
-    check_router,
-    check_source_preview,
-    check_task,
-    check_teacher,
-)
 from moecore.testing.check_helpers import (
     CLASSES,
     seeded_randn,
@@ -57,9 +46,9 @@ ITEMS = 4  # that a task is tried with
 MOST = 2e7  # weights times tokens of a backbone that is tried: a second at most
 
 OTHER_CHECKS: dict[Any, Callable[[Any], None]] = {
-    Experts: check_experts,
-    Regularizer: check_regularizer,
-    Calibrator: check_calibrator,
+    Experts: testing.check_experts,
+    Regularizer: testing.check_regularizer,
+    Calibrator: testing.check_calibrator,
 }
 
 Keys = tuple[str | int, ...]
@@ -73,7 +62,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
     for phase, source in study.data.items():
         keys = ("data", phase)
         if _is_from_outside(source):
-            attempt = partial(check_source_preview, source)
+            attempt = partial(testing.check_source_preview, source)
             yield from _part_misfits(keys, source.kind, attempt, notes)
 
 
@@ -145,13 +134,13 @@ def _outside_parts(
 def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:
     """Raise AssertionError, in one line, where a part breaks a promise of its family."""
     if part.family is Router and experts is not None:
-        check_router(part, experts)
+        testing.check_router(part, experts)
     elif part.family in (Backbone, Teacher):
         _try_model(part, images)
     elif part.family is Attack:
         if refusal := part.refuses(CLASSES) and part.refuses(YEARS):
             raise UserError(refusal)
-        check_attack(part)
+        testing.check_attack(part)
     else:
         OTHER_CHECKS[part.family](part)
 
@@ -171,9 +160,9 @@ def _try_model(part: Any, images: ImageSpec | None) -> None:
         check = "check_teacher" if is_teacher else "check_backbone"
         raise UserError(f"its model has {weights:,} weights; moecore.testing.{check} tries smaller")
     if is_teacher:
-        check_teacher(part, images)
+        testing.check_teacher(part, images)
     else:
-        check_backbone(part, images)
+        testing.check_backbone(part, images)
 
 
 def _try_measurement(measurement: Measurement) -> None:
@@ -182,7 +171,7 @@ def _try_measurement(measurement: Measurement) -> None:
     if refusal := measurement.applies(subject):
         raise UserError(refusal)
     try:
-        check_measurement(measurement, subject)
+        testing.check_measurement(measurement, subject)
     except (AssertionError, UserError):
         raise
     except Exception as error:
@@ -197,7 +186,7 @@ def _try_task(task: Task) -> None:
     labels = np.zeros(shape, dtype)
     task.check(labels, "labels of zeros")
     prediction = seeded_randn(ITEMS, task.cells * task.outputs)
-    check_task(task, prediction, labels, np.full(shape, np.nan))
+    testing.check_task(task, prediction, labels, np.full(shape, np.nan))
 
 
 def trial_step_misfits(study: Study, faulty: Collection[tuple] = ()) -> Misfits:

@@ -18,9 +18,8 @@ from urllib.parse import urlencode
 
 from moecore.core.files import UserError, join_below_root
 from moecore.core.source_layout import RUNS
-from moecore.run import histories as records
-from moecore.run.histories import ExecutionHistory
-from moecore.run.history_file import GrowingHistory, routing_points
+from moecore.run import history_file as records
+from moecore.run.history_file import ExecutionHistory, GrowingHistory, routing_points
 from moecore.study.stages import TRAINING_PHASES
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models

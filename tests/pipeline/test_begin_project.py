@@ -260,7 +260,7 @@ def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
         RenamedKey("0.0.2", "methods.*.router.kind", "sort"),
         RenamedKey("0.1.0", "robustness.images", "pictures"),
     )
-    monkeypatch.setattr("moecore.pipeline.project_files.RENAMED_KEYS", steps)
+    monkeypatch.setattr("moecore.study.params_file.RENAMED_KEYS", steps)
     monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
     params = older / "params.yaml"
     text = params.read_text(encoding="utf-8") + "\n# the end\n"

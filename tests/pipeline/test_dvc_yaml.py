@@ -97,12 +97,6 @@ def test_a_command_tells_its_stage(stage):
         assert stage_table.stage_of_command(words) == stage.name
 
 
-def test_what_is_repeated_for_each_model_knows_which():
-    for stage in stage_table.ROWS:
-        assert (stage.name in stage_table.PHASES) <= (stage.each == "model" and stage.folder)
-        assert not stage.early or stage.item
-
-
 def script_and_words(stage: dict) -> tuple[str, list[str]]:
     """``python -m moecore.stages.pretrain ${item.method}`` → pretrain, [${item.method}]."""
     words = shlex.split(stage["cmd"])
