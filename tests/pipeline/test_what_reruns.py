@@ -303,8 +303,8 @@ TREE = {
     "moecore/nn/layers/block.py": "import moecore.core.config",
     "moecore/nn/routers/__init__.py": '"""A family."""',
     "moecore/nn/routers/base.py": "",
-    "moecore/nn/routers/top.py": "from moecore.nn.routers import gates\nfrom .plan import Plan",
-    "moecore/nn/routers/token_choice.py": "",
+    "moecore/nn/routers/top.py": "from moecore.nn.routers import odds\nfrom .plan import Plan",
+    "moecore/nn/routers/odds.py": "",
     "moecore/nn/routers/plan.py": "from moecore.data.helper import x",
     "moecore/nn/routers/other.py": "",
     "moecore/nn/experts/both.py": "",
@@ -366,7 +366,7 @@ def test_parts_bring_their_helpers(tree):
     }
     assert names(part_files(section, tree)) == {
         "moecore/nn/routers/top.py",
-        "moecore/nn/routers/token_choice.py",
+        "moecore/nn/routers/odds.py",
         "moecore/nn/routers/plan.py",
         "moecore/data/helper.py",
         "moecore/data/atlas/map.bin",
