@@ -101,18 +101,19 @@ def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
     return [file] if file else []
 
 
-def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
-    """Return path → sha256 of each file, sorted by path.
+def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
+    """Return path → sha256 of each file, sorted by path; shown: with the words of metrics.
 
     Raises UserError for a file that is gone, or is no Python though it is named so.
     """
-    return {file.as_posix(): _sha256(file, root) for file in sorted(files)}
+    return {file.as_posix(): _sha256(file, root, shown) for file in sorted(files)}
 
 
 @cache
-def _sha256(file: Path, root: Path) -> str:
-    is_python = file.suffix == ".py"
-    return _read_source(file, root).syntax if is_python else hash_source_file(file, root)
+def _sha256(file: Path, root: Path, shown: bool) -> str:
+    if file.suffix != ".py" or (shown and _read_source(file, root).has_metrics):
+        return hash_source_file(file, root, shown)
+    return _read_source(file, root).syntax
 
 
 def _room(file: Path) -> str:
@@ -193,6 +194,7 @@ class _Source(NamedTuple):
     imports: tuple[tuple[str, str], ...]  # path of a module, name taken from it or nothing
     syntax: str  # hash of the syntax tree
     has_code: bool  # more than docstrings
+    has_metrics: bool  # whose words are shown
 
 
 @cache
@@ -205,7 +207,8 @@ def _analyse_source(text: str, file: Path) -> _Source:
     """Return what is needed of a file; its tree itself would slow the garbage collector."""
     tree = parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
-    return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree), has_code)
+    imports = tuple(_list_imports(tree, file))
+    return _Source(imports, hash_syntax(tree), has_code, "Metric(" in text or "OnPage(" in text)
 
 
 def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,10 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
     Raises UserError where a file is no Python, or run.methods names what is not under methods.
     """
     allow_packages(document.packages, document.folders)
-    return {name: hash_files(files, root) for name, files in _files_by_name(document, root)}
+    return {
+        name: hash_files(files, root, shown=name == f"stages/{COMPARE}.json")
+        for name, files in _files_by_name(document, root)
+    }
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
@@ -117,12 +120,19 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
 
 def _report_files(root: Path) -> list[Path]:
     """The files that say what the page shows: they are found by their folder, not imported."""
-    own = sorted((root / "moecore/report/measures").glob("[a-z]*.py"))
-    others = list_allowed_modules(lambda file: "\nSHOWN = " in file.read_text(encoding="utf-8"))
+    folders = ("report/measures", "report/pictures", "measure")
+    own = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
+    others = list_allowed_modules(_shows_results)
     return [
-        *(file.relative_to(root) for file in own),
+        *(file.relative_to(root) for file in sorted(own)),
         *(file for name in others for file in outside_module_files(name, root)),
     ]
+
+
+def _shows_results(file: Path) -> bool:
+    """Return whether the page may show what a module from outside declares."""
+    text = file.read_text(encoding="utf-8")
+    return "(Measurement):" in text or "\nSHOWN = " in text
 
 
 def _task_files(data: Any, root: Path) -> set[Path]:

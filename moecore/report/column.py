@@ -1,9 +1,8 @@
 """One column of numbers: where it is read from, and how it is shown."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -179,7 +178,16 @@ class ContextDependentColumns(NamedTuple):
         return ahead.plan_metrics(self.ahead(ahead), self.form, self.better)
 
 
-Columns = Column | ColumnPerRow | ContextDependentColumns  # an entry of a measurement's COLUMNS
+class Columns(Protocol):
+    """An entry of a measurement's COLUMNS."""
+
+    def columns(self, seen: ColumnContext) -> list[Column]:
+        """Return the columns of a phase."""
+        ...
+
+    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
+        """Return their names and what is known of them before anything runs."""
+        ...
 
 
 class ResultColumn(NamedTuple):
@@ -299,11 +307,6 @@ def unit_suffix(score: Score) -> str:
 def score_interval_kind(score: Score) -> str:
     """Return the kind of one model's interval of a score."""
     return {"share": "wilson"}.get(score.form, "bootstrap")
-
-
-def column_slug(name: str) -> str:
-    """A name inside the name of a column: "translation (0, 0.1)" → translation_0_0_1."""
-    return re.sub(r"\W+", "_", name).strip("_")
 
 
 def decode_items(text: str | None) -> np.ndarray | None:

@@ -12,7 +12,6 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
@@ -311,8 +310,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
         for split in (data.train, data.test)
     )
     labels = torch.from_numpy(np.array(data.train.labels))
-    row = results["vit"].rows[1]
-    assert row.shots == 3
+    value = results["vit"].find("few_shot", shots=3)
     hits = []
     for draw in range(3):
         generator = np.random.default_rng([0, draw])
@@ -330,28 +328,26 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
         weights = refitted(ready(few), y, 2.0 ** few_shot.choose_ridge_exponent(ready(few), y))
         right = (ready(test) @ weights).argmax(1) == torch.from_numpy(np.array(data.test.labels))
         hits.append(right.double().numpy())
-    assert row.score == pytest.approx(np.mean(hits))
-    assert row.low < row.score < row.high
+    assert value.value == pytest.approx(np.mean(hits))
+    assert value.low < value.value < value.high
     # What claims are judged by: one number a test image, the mean over the draws.
-    items = decode_float_array(row.items)
-    assert items == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
-    assert items.mean() == pytest.approx(row.score, abs=1e-5)
+    assert value.array == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
+    assert value.array.mean() == pytest.approx(value.value, abs=1e-5)
 
 
 def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):
     for found in results.values():
-        assert [row.shots for row in found.rows] == [1, 3]
+        assert list(found.curve("few_shot", "shots")) == [1, 3]
         (skipped,) = found.skipped
-        assert skipped.shots == 1000
-        assert skipped.why.startswith("the smallest class, ")
-        assert skipped.why.endswith(" training images")
+        assert skipped.startswith("1000 shots: the smallest class, ")
+        assert skipped.endswith(" training images")
 
 
 def test_the_score_with_the_penalty_chosen_on_the_test_split_has_limits(results):
     for found in results.values():
-        for row in found.rows:
-            assert row.score > 0.3, "chance is 0.1"
-            assert row.leaky_low <= row.leaky_score <= row.leaky_high
+        assert min(found.curve("few_shot", "shots").values()) > 0.3, "chance is 0.1"
+        for value in found.all("few_shot_leaky"):
+            assert value.low <= value.value <= value.high
 
 
 def test_draws_are_the_same_for_all_and_nested(subjects):
@@ -365,8 +361,9 @@ def test_draws_are_the_same_for_all_and_nested(subjects):
 
 
 def test_one_draw_has_no_interval(subjects):
-    (row,) = FewShot(shots=(2,), draws=1).measure(subjects["vit"], compute_without_cache).rows
-    assert row.low is row.high is None and row.score > 0.1
+    found = FewShot(shots=(2,), draws=1).collect_result(subjects["vit"], compute_without_cache)
+    (value,) = found.all("few_shot")
+    assert value.interval.limits is None and value.value > 0.1
 
 
 DIGITS = {"kind": "digits", "test_limit": 40}

@@ -18,8 +18,6 @@ from moecore.measure import (
     calibration,
     corruptions,
     cost,
-    few_shot,
-    invariance,
     lipschitz,
     robustness,
     routing,
@@ -42,6 +40,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
+from moecore.measure.values import Found, Place, Value
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import bootstrap_interval, wilson
 from moecore.tasks.classification import Classification
@@ -200,21 +199,18 @@ def measured(number: int, seed: int, routed: bool) -> Iterator[tuple[str, Config
     yield "few_shot", few(step)
 
 
-def few(step: float) -> few_shot.Result:
+def value(metric: str, number: float, low: float, high: float, **at: Place) -> Value:
+    return Value(metric=metric, at=at, value=number, low=low, high=high)
+
+
+def few(step: float) -> Found:
     """5 shots: 0.5 + step, 0.6 + step by the penalty chosen on test; 25 are too many."""
-    row = few_shot.ShotsRow(
-        shots=5,
-        score=0.5 + step,
-        low=0.4 + step,
-        high=0.6 + step,
-        leaky_score=0.6 + step,
-        leaky_low=0.5 + step,
-        leaky_high=0.7 + step,
+    values = (
+        value("few_shot", 0.5 + step, 0.4 + step, 0.6 + step, shots=5),
+        value("few_shot_leaky", 0.6 + step, 0.5 + step, 0.7 + step, shots=5),
     )
-    left_out = few_shot.SkippedShots(
-        shots=25, why="the smallest class, Coat, has 9 training images"
-    )
-    return few_shot.Result(rows=(row,), skipped=(left_out,))
+    left_out = "25 shots: the smallest class, Coat, has 9 training images"
+    return Found(values=values, skipped=(left_out,))
 
 
 def corrupted(step: float) -> corruptions.Result:
@@ -302,21 +298,18 @@ def noisy(step: float, routed: bool) -> stability.Result:
     return stability.Result(images=10, noise=tuple(rows), ramp=ramp, overlays=())
 
 
-def transformed(number: int, seed: int) -> invariance.Result:
+def transformed(number: int, seed: int) -> Found:
     """Distances of 0.1, 0.2, 0.3 for method and seed 0."""
-    rows = []
+    values = []
     for place, name in enumerate(TRANSFORMS, start=1):
         d = 0.1 * place + 0.01 * number + 0.001 * seed
-        limits = {"d_low": d - 0.02, "d_high": d + 0.02}
-        limits |= {"normalised": 2 * d, "normalised_low": d, "normalised_high": 3 * d}
-        rows.append({"name": name, "d": d, "agreement": 1 - d, **limits})
+        values += [
+            value("imed", d, d - 0.02, d + 0.02, transform=name),
+            value("imed_normalised", 2 * d, d, 3 * d, transform=name),
+            Value(metric="agreement_transformed", at={"transform": name}, value=1 - d),
+        ]
     maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
-    return invariance.Result(
-        images=10,
-        transforms=rows,
-        classes=CLASSES,
-        class_maps=maps,
-    )
+    return Found(values=values, facts={"classes": CLASSES, "class_maps": maps})
 
 
 def calibrated(generator: torch.Generator, number: int, seed: int) -> calibration.Result:

@@ -9,7 +9,8 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import PlannedMetric, PlannedPhase, column_slug
+from moecore.measure.values import place_slug
+from moecore.report.column import PlannedMetric, PlannedPhase
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training_outcome import halfway_agreement
@@ -129,7 +130,7 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
 
 def test_names_of_transforms():
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    assert {f"imed_{column_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
+    assert {f"imed_{place_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
     }
 
@@ -375,7 +376,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     )
     known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
-    generated |= {f"imed_{column_slug(name)}" for name in TRANSFORMS}
+    generated |= {f"imed_{place_slug(name)}" for name in TRANSFORMS}
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
     planned = {

@@ -8,12 +8,12 @@ from typing import get_args
 import numpy as np
 
 from moecore.measure.corruptions import Errors, Name, Result, mean_corruption_error
+from moecore.measure.values import place_slug
 from moecore.report.column import (
     Column,
     ColumnContext,
     ColumnPerRow,
     ContextDependentColumns,
-    column_slug,
     mean_or_none,
 )
 from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
@@ -71,7 +71,7 @@ COLUMNS = (
     ),
     ContextDependentColumns(mce_column, lambda ahead: ["mce"], better="lower"),
     ColumnPerRow(
-        lambda result: {column_slug(name): row for name, row in errors_of(result).items()},
+        lambda result: {place_slug(name): row for name, row in errors_of(result).items()},
         Column(
             "error_{}",
             "Error, {}",
@@ -82,7 +82,7 @@ COLUMNS = (
             "corruptions",
             detail=True,
         ),
-        lambda ahead: map(column_slug, ahead.study.corruptions.names or get_args(Name)),
+        lambda ahead: map(place_slug, ahead.study.corruptions.names or get_args(Name)),
         lambda slug, errors: [slug.replace("_", " ")],
     ),
 )

@@ -10,8 +10,10 @@ from matplotlib.figure import Figure
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.core.part_families import collect_constants_named
-from moecore.measure.base import Skipped, read_result
+from moecore.core.outside_packages import list_allowed_modules
+from moecore.core.part_families import collect_constants_named, find_class
+from moecore.measure.base import Measurement, Skipped, builtin_measurements, read_result
+from moecore.measure.values import Chart, Found, OnPage
 from moecore.report.column import Column, Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
@@ -21,6 +23,7 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
+from moecore.report.metric_columns import MetricColumns
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
@@ -28,6 +31,15 @@ from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
+PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
+
+
+class Pictures(NamedTuple):
+    """What the page shows of a measurement besides columns and charts: PICTURES of a module."""
+
+    stage: str  # the measurement's name
+    figures: Draw = lambda result: iter(())
+    part: Callable[[Phase], Iterable[Block]] | None = None  # instead of charts and figures
 
 
 class PartOf(NamedTuple):
@@ -56,6 +68,8 @@ class Shown(NamedTuple):
 
         None for a part that was not asked. Raises UserError as ``read_result`` does.
         """
+        if issubclass(self.result, Measurement):
+            return read_result(path, Found, stage)
         if self.within is None:
             return read_result(path, self.result, stage)
         whole = read_result(path, self.within.whole, stage)
@@ -71,21 +85,61 @@ class Shown(NamedTuple):
         """What the page says of it."""
         if self.part is not None:
             return list(self.part(phase))
-        drawn = first_seed_pictures(phase, self.result, self.figures)
-        title = self.title[0].upper() + self.title[1:]
+        page = OnPage(self.title)
+        below: set[str] = set()
+        if issubclass(self.result, Measurement):
+            page = self.result.page
+            results: list[Any] = phase.results(self.result)
+            below = {f"{reason}." for result in results for reason in result.skipped}
+        drawn = [picture for chart in page.charts for picture in self._draw_chart(phase, chart)]
+        drawn += first_seed_pictures(phase, self.result, self.figures)
         known = column_context(phase, self.result)
         named = [column for entry in self.columns for column in entry.columns(known)]
-        about = next((column.name for column in named if column.better), "")
-        return [Block(title, pictures=drawn, about=about)]
+        about = page.about or next((column.name for column in named if column.better), "")
+        title = page.heading or page.title[0].upper() + page.title[1:]
+        return [Block(title, pictures=drawn, below=sorted(below), about=about)]
+
+    def _draw_chart(self, phase: Phase, chart: Chart) -> list[Picture]:
+        """Draw a chart of a metric over a place."""
+        look = ChartSpec(chart.title, chart.x, chart.y, chart.share, chart.top, chart.height)
+        return draw_method_curves(
+            phase,
+            self.result,
+            lambda result: result.curve(chart.metric, chart.over),
+            look,
+            chart.words,
+            limits=chart.limits,
+        )
 
 
 def list_displays() -> list[Shown]:
     """Return what there is to show, in the order of the page; UserError for a faulty module."""
     try:
         displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
+        displays += map(display_measurement, list_measurements_with_metrics())
     except ValueError as error:
         raise UserError(f"report: {error}") from None
-    return sorted(displays, key=lambda shown: shown.place)
+    return sorted(displays, key=lambda shown: (shown.place, shown.stage))
+
+
+def list_measurements_with_metrics() -> list[str]:
+    """Return the names of the measurements that declare metrics; ValueError for a faulty module."""
+    names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
+    return [name for name in names if find_class(Measurement, name).metrics]
+
+
+def defines_measurement(file: Path) -> bool:
+    """Return whether a module from outside holds a measurement."""
+    return "(Measurement):" in file.read_text(encoding="utf-8")
+
+
+def display_measurement(name: str) -> Shown:
+    """Return what is shown of a measurement's metrics, with the pictures that no chart draws."""
+    kind = find_class(Measurement, name)
+    drawn = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
+    figures, part = drawn.get(name, Pictures(name))[1:]
+    columns = (MetricColumns(name, kind),)
+    return Shown(name, kind.page.title, kind, columns, figures, part, place=kind.page.place)
 
 
 def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:
