@@ -10,7 +10,7 @@ them out (run/source_hashes.py), so that an edit of them reruns `compare` alone.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ class Metric(NamedTuple):
     the task's score; in ``name`` {} for the place as in names, {score} for the score's name.
     """
 
-    label: str
+    label: str  # "" for a metric that charts alone show
     better: str = ""  # "higher", "lower", or "" where neither is better; SCORE
     form: str = "number"  # or "share", "count", "seconds", "bytes"; SCORE
     note: str = ""
@@ -48,10 +48,15 @@ class Metric(NamedTuple):
     signed: bool = False  # values per item may lie below 0, and above 1
     limits: str = "bootstrap"  # kind of one model's interval: "wilson", "quartiles", "draws"
     is_fixed: bool = False  # by the settings: the same for every seed and all data
+    # Instead of a value of its own: computed of a model's values and those of all dense models.
+    of_dense: Callable[["Found", Sequence["Found"]], float | None] | None = None
 
 
 class Chart(NamedTuple):
-    """A line per method over one place of a metric, with a band over seeds."""
+    """A line per method over one place of a metric, with a band over seeds.
+
+    {score} and {unit} in its words stand for those of the task's score.
+    """
 
     metric: str
     over: str
@@ -59,8 +64,8 @@ class Chart(NamedTuple):
     x: str
     y: str
     words: str = ""  # of the caption
-    share: bool = False  # the vertical axis is printed as percent
-    top: float | None = None  # where it ends
+    share: bool | None = False  # the vertical axis is printed as percent; None: as the score is
+    top: float | None = None  # where it ends, if it is a share
     limits: tuple[float, float] = EVERYWHERE  # of the bands
     height: float = 3.5  # inches
 

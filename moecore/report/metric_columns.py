@@ -31,7 +31,7 @@ class MetricColumns(NamedTuple):
         """Return metric by metric its mean and its places; details of places after all others."""
         first: list[Column] = []
         details: list[Column] = []
-        for key, metric in self.kind.metrics.items():
+        for key, metric in self._shown.items():
             if not metric.over:
                 first.append(self._column(seen, key, metric, {}))
                 continue
@@ -42,6 +42,11 @@ class MetricColumns(NamedTuple):
                 (details if metric.detail else first).append(column)
         return first + details
 
+    @property
+    def _shown(self) -> dict[str, Metric]:
+        """Return the metrics that have columns."""
+        return {key: metric for key, metric in self.kind.metrics.items() if metric.label}
+
     def _column(
         self, seen: ColumnContext, key: str, metric: Metric, at: dict[str, Place]
     ) -> Column:
@@ -49,7 +54,9 @@ class MetricColumns(NamedTuple):
         score = seen.task.score
         words = "".join(map(self.kind.place_words, at.values()))
 
-        def read(result: Found) -> Interval | None:
+        def read(result: Found) -> float | Interval | None:
+            if metric.of_dense:
+                return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
             value = result.find(key, **at)
             return None if value is None else value.interval
 
@@ -76,7 +83,7 @@ class MetricColumns(NamedTuple):
         first: dict[str, PlannedMetric] = {}
         details: dict[str, PlannedMetric] = {}
         places = self._planned_places(ahead)
-        for key, metric in self.kind.metrics.items():
+        for key, metric in self._shown.items():
             known = ahead.plan_metrics([""], metric.form, metric.better)[""]
             known = known._replace(is_fixed=metric.is_fixed)
             if metric.mean or not metric.over:

@@ -3,8 +3,6 @@ a model of age on volumes, and those that do not apply to it. Models of the pape
 meta device: what they come to, and how that is shown.
 """
 
-from typing import get_type_hints
-
 import numpy as np
 import pytest
 import torch
@@ -73,8 +71,7 @@ def flat(tmp_path_factory) -> Prepared:
 
 def is_read_back(what: str, asked: dict, subject: MeasuredModel, folder) -> bool:
     settings = find_measurement(what).model_validate(asked)
-    result = settings.measure(subject, compute_without_cache)
-    assert type(result) is get_type_hints(settings.measure)["return"]
+    result = settings.collect_result(subject, compute_without_cache)
     write_json(folder / "0.json", to_jsonable(result))
     return read_result(folder / "0.json", type(result), what) == result
 

@@ -16,9 +16,6 @@ from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
-    corruptions,
-    cost,
-    lipschitz,
     robustness,
     routing,
     stability,
@@ -213,63 +210,48 @@ def few(step: float) -> Found:
     return Found(values=values, skipped=(left_out,))
 
 
-def corrupted(step: float) -> corruptions.Result:
+def corrupted(step: float) -> Found:
     """Noise (0.2, 0.4) + step, blur (0.1, 0.3); 0.25 + step / 2 on average."""
     errors = {"noise": (0.2 + step, 0.4 + step), "blur": (0.1, 0.3)}
-    rows = [
-        {"name": name, "severity": severity, "error": e}
-        for name, found in errors.items()
-        for severity, e in zip((1, 5), found, strict=True)
+    values = [value("corruption_error", *(step / 2 + end for end in (0.25, 0.2, 0.3)))]
+    for name, pair in errors.items():
+        values.append(Value(metric="error", at={"corruption": name}, value=sum(pair) / 2))
+        for severity, error in zip((1, 5), pair, strict=True):
+            at = {"corruption": name, "severity": severity}
+            values.append(Value(metric="error", at=at, value=error))
+    for severity, pair in zip((1, 5), zip(*errors.values(), strict=True), strict=True):
+        values.append(Value(metric="error", at={"severity": severity}, value=sum(pair) / 2))
+    return Found(values=values)
+
+
+def steep(step: float, routed: bool) -> Found:
+    values = [
+        value(f"lipschitz_{name}_mean", 2.0 + step, 1.9 + step, 2.1 + step)
+        for name in ("local", "margin", "lower_bound")
     ]
-    return corruptions.Result(
-        images=100,
-        mean_error=0.25 + step / 2,
-        mean_low=0.2 + step / 2,
-        mean_high=0.3 + step / 2,
-        corruptions=rows,
-    )
+    values.append(Value(metric="lipschitz_lower_bound", value=5.0))
+    if not routed:
+        return Found(values=values, facts={"lemma_reason": "dense"})
+    values.append(Value(metric="lemma1_violations", value=0))
+    values.append(Value(metric="lemma1_router_share", value=0.25))
+    points = {"bound": (1.0, 2.0), "jacobian": (0.5, 1.0), "router": (0.2, 0.4)}
+    return Found(values=values, facts={"lemma_terms": [points]})
 
 
-def steep(step: float, routed: bool) -> lipschitz.Result:
-    local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
-    lemma = lipschitz.LemmaSummary(reason="dense")
-    if routed:
-        lemma = lipschitz.LemmaSummary(violations=0, router_share=0.25)
-    points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
-    return lipschitz.Result(
-        images=10,
-        local_mean=local,
-        margin_mean=local,
-        lower_bound=5.0,
-        lower_bound_mean=local,
-        at_boundary=local,
-        jump_max=0.5,
-        lemma1=lemma,
-        lemma_terms=(points,) if routed else (),
-    )
-
-
-def costing(number: int, seed: int) -> cost.Result:
-    timed = cost.Quartiles(median=4.0 + seed, low=3.5, high=4.75)
-    return cost.Result(
-        parameters=1,
-        active_parameters=1,
-        flops_per_image=2e9 + 1e9 * number,
-        routing_flops_per_image=1e8 * number,
-        latency_ms=timed,
-        batch=8,
-        batch_ms=timed,
-        images_per_second=512.0,
-        peak_memory_bytes=3 * 2**20,
-        memory_counted_as="live tensors",
-        routing_ms=0.5 * number,
-        routing_share=0.1 * number,
-        routing_batch_share=0.2,
-        by_k=[{"k": k, "batch_ms": {"median": 2.0 + k, "low": 2.0, "high": 9.0}} for k in (1, 2)],
-        rounds=2,
-        device="cpu",
-        threads=1,
-    )
+def costing(number: int, seed: int) -> Found:
+    single = {
+        "gflops": 2.0 + number,
+        "routing_gflops": 0.1 * number,
+        "inference_images_per_second": 512.0,
+        "peak_memory": 3 * 2**20,
+        "routing_ms": 0.5 * number,
+        "routing_share": 0.1 * number,
+        "routing_batch_share": 0.2,
+    }
+    values = [Value(metric=name, value=number) for name, number in single.items()]
+    values.append(value("latency_ms", 4.0 + seed, 3.5, 4.75))
+    values += [value("batch_ms", 2.0 + k, 2.0, 9.0, k=k) for k in (1, 2)]
+    return Found(values=values)
 
 
 def noisy(step: float, routed: bool) -> stability.Result:

@@ -7,9 +7,15 @@ import re
 import pytest
 
 from moecore.measure.base import Skipped
-from moecore.measure.corruptions import Result as Corruptions
+from moecore.measure.corruptions import (
+    Corruptions,
+    errors_of,
+    errors_of_dense,
+    relative_error,
+)
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.routing import Result as Routing
+from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
 from moecore.report.figures.charts import attack_points, points_over_seeds
@@ -18,7 +24,6 @@ from moecore.report.measures.attacked_scores import (
     attack_scores_by_epsilon,
     hits_at_largest_epsilon,
 )
-from moecore.report.measures.corruptions import errors_of, errors_of_dense
 from moecore.report.measures.routing import swept_values
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
@@ -68,7 +73,7 @@ def test_corruptions(whole):
 
 def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
     found = study(tmp_path, seeds=(0, 1), stages=("corruptions",))
-    errors = errors_of_dense(column_context(found.phases["pretrain"], Corruptions))
+    errors = errors_of_dense(column_context(found.phases["pretrain"], Corruptions).of_dense)
     assert errors["noise"] == pytest.approx({1: 0.205, 5: 0.405}) and errors[
         "blur"
     ] == pytest.approx({1: 0.1, 5: 0.3})
@@ -80,15 +85,14 @@ def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
 
 def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     assert "mce" not in cells(study(tmp_path, stages=EVERY, methods={"vmoe": True}), "vmoe")
-    phase = whole.phases["pretrain"]
-    dense = phase.models["dense"][0].of(Corruptions)
-    rows = tuple(
-        row.model_copy(update={"error": 0.0}) if row.name == "blur" else row
-        for row in dense.corruptions
-    )
-    perfect = dense.model_copy(update={"corruptions": rows})
+    dense = whole.phases["pretrain"].first_found(Corruptions)["dense"]
+    values = [
+        value.model_copy(update={"value": 0.0 if value.at.get("corruption") == "blur" else 1.0})
+        for value in dense.values
+    ]
+    perfect = Found(values=values)
     assert errors_of(perfect)["blur"] == {1: 0.0, 5: 0.0}
-    assert errors_of_dense(column_context(phase, Corruptions)._replace(of_dense=[perfect])) is None
+    assert errors_of_dense([perfect]) is relative_error(dense, [perfect]) is None
 
 
 def test_theory_and_noise(whole):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.measure.cost import Result as Cost
+from moecore.measure.cost import Cost
 from moecore.measure.robustness import Result as Robustness
 from moecore.report.column import Column, ResultColumn
 from moecore.report.page.report_page import render_report

@@ -23,7 +23,7 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
-from moecore.report.metric_columns import MetricColumns
+from moecore.report.metric_columns import MetricColumns, fill_words
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
@@ -35,11 +35,12 @@ PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
 
 
 class Pictures(NamedTuple):
-    """What the page shows of a measurement besides columns and charts: PICTURES of a module."""
+    """What no chart of a measurement's page shows: PICTURES of a module."""
 
     stage: str  # the measurement's name
     figures: Draw = lambda result: iter(())
-    part: Callable[[Phase], Iterable[Block]] | None = None  # instead of charts and figures
+    is_on_page: bool = True  # below the charts; False: of a run's own page alone
+    more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
 
 
 class PartOf(NamedTuple):
@@ -85,31 +86,15 @@ class Shown(NamedTuple):
         """What the page says of it."""
         if self.part is not None:
             return list(self.part(phase))
-        page = OnPage(self.title)
-        below: set[str] = set()
-        if issubclass(self.result, Measurement):
-            page = self.result.page
-            results: list[Any] = phase.results(self.result)
-            below = {f"{reason}." for result in results for reason in result.skipped}
-        drawn = [picture for chart in page.charts for picture in self._draw_chart(phase, chart)]
-        drawn += first_seed_pictures(phase, self.result, self.figures)
+        drawn = first_seed_pictures(phase, self.result, self.figures)
+        title = self.title[0].upper() + self.title[1:]
+        return [Block(title, pictures=drawn, about=self.first_directed(phase))]
+
+    def first_directed(self, phase: Phase) -> str:
+        """Return the name of the first column that is better one way; "" for none."""
         known = column_context(phase, self.result)
         named = [column for entry in self.columns for column in entry.columns(known)]
-        about = page.about or next((column.name for column in named if column.better), "")
-        title = page.heading or page.title[0].upper() + page.title[1:]
-        return [Block(title, pictures=drawn, below=sorted(below), about=about)]
-
-    def _draw_chart(self, phase: Phase, chart: Chart) -> list[Picture]:
-        """Draw a chart of a metric over a place."""
-        look = ChartSpec(chart.title, chart.x, chart.y, chart.share, chart.top, chart.height)
-        return draw_method_curves(
-            phase,
-            self.result,
-            lambda result: result.curve(chart.metric, chart.over),
-            look,
-            chart.words,
-            limits=chart.limits,
-        )
+        return next((column.name for column in named if column.better), "")
 
 
 def list_displays() -> list[Shown]:
@@ -134,12 +119,43 @@ def defines_measurement(file: Path) -> bool:
 
 
 def display_measurement(name: str) -> Shown:
-    """Return what is shown of a measurement's metrics, with the pictures that no chart draws."""
+    """Return what is shown of a measurement's metrics, and its pictures that no chart draws."""
     kind = find_class(Measurement, name)
     drawn = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
-    figures, part = drawn.get(name, Pictures(name))[1:]
+    pictures = drawn.get(name, Pictures(name))
     columns = (MetricColumns(name, kind),)
-    return Shown(name, kind.page.title, kind, columns, figures, part, place=kind.page.place)
+    shown = Shown(name, kind.page.title, kind, columns, pictures.figures, place=kind.page.place)
+    return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
+
+
+def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[Block]:
+    """Return the charts of a measurement's page, its pictures, and what was not measured."""
+    kind: Any = shown.result
+    page: OnPage = kind.page
+    drawn = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
+    if pictures.is_on_page:
+        drawn += first_seed_pictures(phase, kind, pictures.figures)
+    results: list[Found] = phase.results(kind)
+    skipped = sorted({f"{reason}." for result in results for reason in result.skipped})
+    about = page.about or shown.first_directed(phase)
+    title = page.heading or page.title[0].upper() + page.title[1:]
+    return [Block(title, pictures=drawn, below=skipped, about=about), *pictures.more(phase)]
+
+
+def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
+    """Draw a metric over a place, a line per method."""
+    score = phase.task.score
+    share = chart.share if chart.share is not None else score.form == "share"
+    title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
+    look = ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
+    return draw_method_curves(
+        phase,
+        kind,
+        lambda result: result.curve(chart.metric, chart.over),
+        look,
+        chart.words,
+        limits=chart.limits,
+    )
 
 
 def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:
