@@ -155,6 +155,7 @@ class Values:
         metric: str,
         value: float | Interval | np.ndarray | Tensor | None,
         interval: Interval | None = None,
+        /,
         **at: Place,
     ) -> None:
         """Add a number, or one value per item (N,), whose mean it is; None adds nothing.

@@ -380,11 +380,13 @@ def mosaics(tmp_path_factory):
 
 @torch.no_grad()
 def test_the_chance_of_retrieval(mosaics):
-    recall = retrieval.Retrieval(at=(1, 5, 30)).measure(mosaics, compute_without_cache)
-    assert (recall.images, recall.captions) == (30, 150)
-    assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
+    recall = retrieval.Retrieval(at=(1, 5, 30)).collect_result(mosaics, compute_without_cache)
+    assert (recall.facts["images"], recall.facts["captions"]) == (30, 150)
+    chances = recall.curve("text_to_image_chance", "k")
+    assert list(chances.values()) == pytest.approx([1 / 30, 5 / 30, 1])
     any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]
-    assert [row.chance for row in recall.image_to_text] == pytest.approx(any_own)
+    chances = recall.curve("image_to_text_chance", "k")
+    assert list(chances.values()) == pytest.approx(any_own)
 
 
 def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):

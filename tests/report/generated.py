@@ -18,7 +18,6 @@ from moecore.measure import (
     calibration,
     robustness,
     routing,
-    stability,
 )
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
@@ -27,7 +26,6 @@ from moecore.measure.exploring.expert_overlay_data import (
     encode_thumbnails,
     overlapping_crops,
 )
-from moecore.measure.noise_ramp import RampCurve, RampSummary
 from moecore.measure.routing_metrics.layer_metrics import (
     dead_expert_share,
     expert_counts,
@@ -254,30 +252,19 @@ def costing(number: int, seed: int) -> Found:
     return Found(values=values)
 
 
-def noisy(step: float, routed: bool) -> stability.Result:
+def noisy(step: float, routed: bool) -> Found:
     """At sigma 0.2 the layers' choices change by 0.1 + step and 0.3 + step."""
-    change = (0.1 + step, 0.3 + step) if routed else ()
-    rows = []
-    for sigma in (0.1, 0.2):
-        moved = tuple(sigma * 5 * one for one in change)
-        rows.append(
-            stability.NoiseRow(
-                sigma=sigma,
-                score=0.8,
-                low=0.75,
-                high=0.84,
-                selection_change=moved,
-                agreement=1 - sigma if routed else None,
-            )
-        )
-    shown = RampCurve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
-    jumps = estimate(1.5 + step, 1.0, 2.0)
-    ramp = RampSummary(
-        sigmas=(0.0, 0.1, 0.2),
-        jumps_mean=jumps,
-        shown=(shown,),
-    )
-    return stability.Result(images=10, noise=tuple(rows), ramp=ramp, overlays=())
+    values = [value("noise_score", 0.8, 0.75, 0.84, sigma=sigma) for sigma in (0.1, 0.2)]
+    values.append(value("noise_score", 0.8, 0.75, 0.84))
+    values.append(value("jumps", 1.5 + step, 1.0, 2.0))
+    for sigma, at in ((0.1, {"sigma": 0.1}), (0.2, {"sigma": 0.2}), (0.2, {})):
+        if routed:
+            change = 5 * sigma * (0.2 + step)
+            values.append(Value(metric="noise_selection_change", at=at, value=change))
+            values.append(Value(metric="noise_agreement", at=at, value=1 - sigma))
+    shown = {"index": 3, "label": 1, "probability": (0.9, 0.8, 0.2), "predicted": (1, 1, 0)}
+    ramp = {"sigmas": (0.0, 0.1, 0.2), "shown": [shown]}
+    return Found(values=values, facts={"ramp": ramp, "overlays": []})
 
 
 def transformed(number: int, seed: int) -> Found:

@@ -136,10 +136,10 @@ def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[B
     if pictures.is_on_page:
         drawn += first_seed_pictures(phase, kind, pictures.figures)
     results: list[Found] = phase.results(kind)
-    skipped = sorted({f"{reason}." for result in results for reason in result.skipped})
+    skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
     about = page.about or shown.first_directed(phase)
     title = page.heading or page.title[0].upper() + page.title[1:]
-    return [Block(title, pictures=drawn, below=skipped, about=about), *pictures.more(phase)]
+    return [Block(title, pictures=drawn, below=list(skipped), about=about), *pictures.more(phase)]
 
 
 def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
