@@ -58,17 +58,11 @@ def cells(found, method):
     return {name: cell.interval for name, cell in row.items() if cell}
 
 
-def test_corruptions(whole):
-    # vmoe is method 1: noise (0.3, 0.5), blur (0.1, 0.3); dense is method 0: noise (0.2, 0.4),
-    # blur (0.1, 0.3)
-    found = cells(whole, "vmoe")
-    assert found["corruption_error"] == pytest.approx((0.3, 0.25, 0.35))
-    assert found["mce"].value == pytest.approx((0.8 / 0.6 + 0.4 / 0.4) / 2) and cells(
-        whole, "dense"
-    )["mce"].value == pytest.approx(1)
-    assert found["error_noise"].value == pytest.approx(0.4) and found[
-        "error_blur"
-    ].value == pytest.approx(0.2)
+def test_mce(whole):
+    """vmoe: noise (0.3, 0.5), blur (0.1, 0.3); dense: noise (0.2, 0.4), blur (0.1, 0.3)."""
+    mce = (0.8 / 0.6 + 0.4 / 0.4) / 2
+    assert cells(whole, "vmoe")["mce"].value == pytest.approx(mce)
+    assert cells(whole, "dense")["mce"].value == pytest.approx(1)
 
 
 def test_mce_is_relative_to_the_mean_of_dense_over_its_seeds(tmp_path):
@@ -95,47 +89,9 @@ def test_without_dense_or_without_its_errors_there_is_no_mce(tmp_path, whole):
     assert errors_of_dense([perfect]) is relative_error(dense, [perfect]) is None
 
 
-def test_theory_and_noise(whole):
-    found, dense = cells(whole, "vmoe"), cells(whole, "dense")
-    assert (
-        found["lipschitz_local_mean"]
-        == pytest.approx((2.1, 2.0, 2.2))
-        == found["lipschitz_margin_mean"]
-        and found["lipschitz_lower_bound"].value == 5
-    )
-    assert (
-        found["lemma1_router_share"].value == 0.25
-        and found["lemma1_violations"].value == 0
-        and "lemma1_router_share" not in dense
-    )
-    # at the largest sigma, 0.2: the layers' 0.2 and 0.4
-    assert found["noise_selection_change"].value == pytest.approx(0.3) and found[
-        "noise_agreement"
-    ].value == pytest.approx(0.8)
-    assert (
-        "noise_selection_change" not in dense
-        and "noise_agreement" not in dense
-        and dense["noise_accuracy"] == (0.8, 0.75, 0.84)
-    )
-    assert found["jumps"] == pytest.approx((1.6, 1.0, 2.0)) and dense["jumps"].value == 1.5
-
-
-def test_cost(whole):
-    found = cells(whole, "vmoe")
-    expected = {
-        "gflops": 3.0,
-        "routing_gflops": 0.1,
-        "routing_ms": 0.5,
-        "routing_share": 0.1,
-        "peak_memory": 3 * 2**20,
-        "inference_images_per_second": 512,
-    }
-    assert {name: found[name].value for name in expected} == pytest.approx(expected)
-    assert (
-        found["latency_ms"] == (4.0, 3.5, 4.75)
-        and build_table(whole, whole.phases["pretrain"]).cells["vmoe"]["latency_ms"].kind
-        == "quartiles"
-    )
+def test_timings_have_quartiles_and_trainings_are_relative_to_the_baseline(whole):
+    cell = build_table(whole, whole.phases["pretrain"]).cells["vmoe"]["latency_ms"]
+    assert (cell.interval, cell.kind) == ((4.0, 3.5, 4.75), "quartiles")
     # trainings of 120, 150, 180 s
     assert [cells(whole, method)["training_overhead"].value for method in METHODS] == pytest.approx(
         [0.8, 1.0, 1.2]
