@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
 from moecore.core.config import Config
@@ -89,6 +90,10 @@ class Value(Config):
     low: float | None = None  # its 95 % limits
     high: float | None = None
     items: str | None = None  # one value per item, whose mean it is, by ``encode_item_values``
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value not in (None, {})}
 
     @property
     def interval(self) -> Interval:

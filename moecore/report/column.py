@@ -314,15 +314,6 @@ def decode_items(text: str | None) -> np.ndarray | None:
     return None if text is None else decode_float_array(text)
 
 
-def itemwise_mean(texts: Iterable[str | None]) -> np.ndarray | None:
-    """The mean of several values' items, item by item; None where one has none."""
-    arrays = [decode_items(text) for text in texts]
-    known = [values for values in arrays if values is not None]
-    if not known or len(known) < len(arrays):
-        return None
-    return np.mean(known, axis=0)
-
-
 def mean_or_none(values: Sequence[float]) -> float | None:
     """The mean, or None where there is nothing."""
     return sum(values) / len(values) if values else None
