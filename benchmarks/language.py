@@ -20,16 +20,15 @@ from torch.nn.functional import relu
 
 from benchmarks.timing import LEAST, Ratio, take_turns
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.experts.mlp import Mlp, MlpExperts
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.predict import text_perplexity
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.tasks.next_token import NextToken
-from moecore.training.optimizer import build_optimizer
 from moecore.training.runtime import tune_runtime
-from moecore.training.settings import Training
+from moecore.training.settings import Training, build_optimizer
 
 STREAMS, BLOCK = 12, 256
 K = 2

@@ -19,7 +19,7 @@ from torch import distributed, nn
 
 from benchmarks import layers
 from benchmarks.layers import Size
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators
 
 
 class Unfit(Exception):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import LEAST, Ratio, processes_take_turns, serve
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.experts.mlp import Mlp
@@ -28,8 +28,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.tasks.classification import Classification
 from moecore.training.runtime import tune_runtime
-from moecore.training.teachers.timm import swin_weights
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators, swin_weights
 
 SIZES = {"swin": (224, 7), "swin_v2": (256, 8)}  # of images and windows
 CLASSES = 1000

@@ -30,22 +30,19 @@ from moecore.core.routing_records import (
     ObjectiveInputs,
     RoutingContext,
 )
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp as MlpExperts
 from moecore.nn.layers import block, moe, patch_embed
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.study.reading.stage_params import read_params
+from moecore.study.settings import read_params
 from moecore.tasks.classification import Classification
-from moecore.training.compilation_and_tracing import CompiledBlocks
+from moecore.training.job import Objective
 from moecore.training.method import Method
-from moecore.training.objective import Objective
-from moecore.training.optimizer import build_optimizer
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.load import Load
-from moecore.training.runtime import tune_runtime
-from moecore.training.settings import Training
+from moecore.training.runtime import CompiledBlocks, tune_runtime
+from moecore.training.settings import Training, build_optimizer
 
 
 class Size(NamedTuple):

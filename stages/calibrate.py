@@ -11,8 +11,8 @@ from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calib
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import read_params
+from moecore.study.sections import Phase
+from moecore.study.settings import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 

@@ -8,12 +8,12 @@ that they use is edited. As the first stage it checks params.yaml, the data and 
 from pathlib import Path
 
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.project_answers import refuse_newer_project
+from moecore.pipeline.project import refuse_newer_project
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
-from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.check import check_study
+from moecore.study.document import load_yaml_document
 
 
 def code() -> None:

@@ -16,11 +16,10 @@ from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.run import partial_comparison
 from moecore.run.inputs import params_path, read_stage_inputs, refuse_changed_document
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.claims_section import Claim, Question
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import list_folder_stages
-from moecore.study.reading.run_section import Selection
-from moecore.study.reading.stage_params import read_params
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import list_folder_stages
+from moecore.study.sections import Claim, Question, Selection
+from moecore.study.settings import read_params
 
 ARTIFACTS = Path("artifacts")  # the stage `numbers` copies from there to reports/
 

@@ -14,7 +14,7 @@ from moecore.measure.routing_metrics.epochs import finetuning_agreement
 from moecore.nn.predict import predict_in_batches
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
+from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import guide_folder, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained_model

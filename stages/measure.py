@@ -8,8 +8,8 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, Skipped, find_measurement
 from moecore.run.resume import record_measurement
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import (
+from moecore.study.sections import Phase
+from moecore.study.settings import (
     ParamsKeyTemplate,
     read_params,
     read_section_as_params,

@@ -3,7 +3,7 @@
 from moecore.core.config import Config
 from moecore.run.expert_reduction_run import record_expert_reduction
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.stage_params import read_params
+from moecore.study.settings import read_params
 from moecore.training.surgery.merge import Merge
 
 

@@ -13,7 +13,7 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.run.progress import report_progress
 from moecore.run.resume import record_resumable
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
+from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.method import Method
 from moecore.training.runtime import tune_runtime
 from moecore.training.settings import Training

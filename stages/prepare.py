@@ -13,7 +13,7 @@ from moecore.data.sources.base import Source
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
+from moecore.study.settings import ParamsKeyTemplate, read_params
 
 
 class Params(Config):

@@ -13,7 +13,7 @@ from moecore.measure.routing_metrics.epochs import EpochWatch
 from moecore.nn.backbones.base_model import Backbone
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import training_run
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
+from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import GUIDE, save_guide, save_model, save_words
 from moecore.training.method import Method
 from moecore.training.outcome import evaluate_trained_model

@@ -11,8 +11,8 @@ from moecore.measure.under_attack.curves import AuditLine
 from moecore.run.progress import report_progress
 from moecore.run.resume import record_measurement
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import read_params
+from moecore.study.sections import Phase
+from moecore.study.settings import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 

@@ -5,7 +5,7 @@ from moecore.measure.sizes import Sizes, measure
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.stage_params import read_params
+from moecore.study.settings import read_params
 
 
 class Params(Config):

@@ -13,7 +13,7 @@ from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import log_points_with_progress
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
+from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import FinalRouterLosses

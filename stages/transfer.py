@@ -10,8 +10,8 @@ from moecore.measure.transfer import Transfer, measure
 from moecore.run.progress import report_progress
 from moecore.run.resume import KeptParts, record_resumable
 from moecore.run.stage_entry import run_stage
-from moecore.study.reading.run_section import Phase
-from moecore.study.reading.stage_params import ParamsKeyTemplate, read_params
+from moecore.study.sections import Phase
+from moecore.study.settings import ParamsKeyTemplate, read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 

@@ -20,13 +20,13 @@ from dvc.cli import parse_args
 
 import moecore.pipeline.parallel
 import moecore.report.tables.metrics_by_method
-import moecore.study.checking.preflight  # noqa: F401
+import moecore.study.check  # noqa: F401
 from moecore.core.source_layout import ROOT
 from moecore.pipeline.cli import app
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.pipeline.stage_fork_server import serve_stages
 from moecore.stages.fork_server import STAGES
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 
 
 def command(words: str) -> None:

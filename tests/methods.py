@@ -1,7 +1,7 @@
 """Methods of tests/params.yaml: all, for one grid of builds and steps, and six for other places."""
 
 from moecore.core.source_layout import ROOT
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from moecore.training.method import Method
 
 

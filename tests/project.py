@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE
-from moecore.pipeline import closures
+from moecore.pipeline import code_hashes
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.plan import (
     HASHING,
@@ -24,13 +24,13 @@ from moecore.pipeline.plan import (
 from moecore.pipeline.stage_client import SOCKET
 from moecore.pipeline.study_runs import write_dvc_files
 from moecore.run.history_file import read_dvc_locks
-from moecore.run.source_hashes import wheel_record
-from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import Composed, list_folder_stages
-from moecore.study.reading.questions import QuestionFile
-from moecore.study.reading.study import Study
-from moecore.study.writing.write_params import dump_inline_yaml, write_params
+from moecore.run.inputs import wheel_record
+from moecore.study.check import check_document
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import Composed, list_folder_stages
+from moecore.study.params_file import dump_inline_yaml, write_params
+from moecore.study.questions import QuestionFile
+from moecore.study.study import Study
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,11 +105,11 @@ def check_params(path: Path) -> Study:
 def forget_files() -> None:
     """Make this process read files of code again, which a test has edited."""
     for cached in (
-        closures._read_source,
-        closures._imported_files,
-        closures._sha256,
-        closures._module_file,
-        closures._data_files,
+        code_hashes._read_source,
+        code_hashes._imported_files,
+        code_hashes._sha256,
+        code_hashes._module_file,
+        code_hashes._data_files,
         wheel_record,
     ):
         cached.cache_clear()

@@ -5,7 +5,7 @@ routers' preferences are near a tie.
 import torch
 from torch import nn
 
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.training.guide import attach_required_guide, build_guide
 from tests.methods import METHODS as METHODS

@@ -15,7 +15,7 @@ from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.tasks.regression import Regression
 
 SIZE = (16, 16, 16)

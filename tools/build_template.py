@@ -3,7 +3,7 @@
 
 Needs nilearn (0.14.1 made the shipped file). Writes 64³ maps of 3 mm as uint8 (share × 255) and the
 distance to the lateral ventricles as float16, and prints the digest that
-moecore/data/phantom/template.py has to name.
+moecore/data/phantom/anatomy.py has to name.
 """
 
 import sys

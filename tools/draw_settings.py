@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moecore.core.part_families import KIND, Part, find_class, is_family_base, list_own_names
+from moecore.core.config import KIND, Part, find_class, is_family_base, list_own_names
 
 SHARE = 0.25  # of the settings that have a default, as many are written
 NULL = 0.4  # of the settings that may be null, as many are

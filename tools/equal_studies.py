@@ -8,15 +8,15 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import (
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import (
     compose_layers,
     load_overlay_layer,
     load_root_layer,
     read_layer,
 )
-from moecore.study.reading.questions import load_questions
+from moecore.study.questions import load_questions
 
 
 def load_study_presets(folder: Path):

@@ -24,11 +24,10 @@ from moecore.core.files import UserError
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel, find_measurement
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.predict import predict_in_batches
-from moecore.study.checking.preflight import check_study
-from moecore.study.reading.study import Study
+from moecore.study.check import check_study
+from moecore.study.study import Study
 from moecore.training.artifacts import save_guide, save_no_guide
 from moecore.training.loop import iterate_training
 from moecore.training.phase_trainings import build_pretraining, build_unfitted_guide

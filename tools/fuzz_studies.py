@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import yaml
 
+from moecore.core.config import KIND
 from moecore.core.files import UserError
-from moecore.core.part_families import KIND
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.pipeline.dvc_file import LAST_STAGES, stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import LAST_STAGES, stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import expected_metrics, unfit_metric_problems
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
-from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import list_folder_stages
-from moecore.study.reading.study import SECTIONS, Study
+from moecore.study.check import check_study
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import list_folder_stages
+from moecore.study.study import SECTIONS, Study
 from tools.draw_study import StudyDrawer, write_raw_data
 
 ALWAYS = ("prepare", *LAST_STAGES)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from moecore.core.source_layout import ROOT
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from moecore.study.reading.document import parse_yaml_document
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.study.document import parse_yaml_document
 
 FOLDER = Path(__file__).with_name("equality")
 # Measured times, memory and what depends on them.

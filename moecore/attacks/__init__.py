@@ -5,13 +5,13 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     from moecore.attacks.base import Attack
-    from moecore.core.part_families import find_by_class_name
+    from moecore.core.config import find_by_class_name
 
     return find_by_class_name(Attack, name)
 
 
 def __dir__() -> list[str]:
     from moecore.attacks.base import Attack
-    from moecore.core.part_families import list_class_names
+    from moecore.core.config import list_class_names
 
     return list_class_names(Attack)

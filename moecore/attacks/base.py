@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moecore.core.part_families import Part
+from moecore.core.config import Part
 from moecore.tasks.base import Task
 
 

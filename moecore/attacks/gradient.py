@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moecore.attacks.base import Attack, Generators, ImageGenerators, expand_generators
-from moecore.attacks.objectives import Goal, Objective, make_objective, objective_refusal
+from moecore.attacks.gradient import Goal, Objective, make_objective, objective_refusal
 from moecore.core.files import UserError
 from moecore.tasks.base import Task
 

@@ -2,16 +2,22 @@
 
 from pathlib import Path
 
-from moecore.brain.age_measurement import AgeResult, summarize_age_errors
-from moecore.brain.age_predictions import Ages, CalibratorFit, fit_age_line
-from moecore.brain.model_card import render_model_card
-from moecore.brain.prediction_table import prediction_rows, write_predictions
-from moecore.brain.tissue_ridge import measure_tissue_ridge
-from moecore.brain.training_cohort import (
+from moecore.brain.age_calibration import render_model_card
+from moecore.brain.age_measurement import (
+    AgeResult,
+    Ages,
+    CalibratorFit,
+    fit_age_line,
+    summarize_age_errors,
+)
+from moecore.brain.prediction_table import (
     age_range_flags,
     collect_training_ranges,
     out_of_range_flags,
+    prediction_rows,
+    write_predictions,
 )
+from moecore.brain.tissue_ridge import measure_tissue_ridge
 from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS

@@ -12,7 +12,7 @@ import torch
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, reflected_interval
-from moecore.tasks.regression_metrics import age_fit
+from moecore.tasks.regression import age_fit
 
 
 class AgeErrors(Config):

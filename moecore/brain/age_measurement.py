@@ -13,21 +13,22 @@ from pydantic import Field
 
 from moecore.brain.age_errors import (
     AgeErrors,
+    DiagnosisGap,
+    GapRows,
     GroupErrors,
     age_decade,
     measure_age_errors,
+    measure_diagnosis_gaps,
     measure_group_errors,
 )
-from moecore.brain.age_predictions import Ages, CalibratorFit
-from moecore.brain.diagnosis_gaps import DiagnosisGap, GapRows, measure_diagnosis_gaps
+from moecore.brain.age_measurement import Ages, CalibratorFit
+from moecore.brain.prediction_table import ConformalInterval
 from moecore.brain.tissue_ridge import RidgeResult
-from moecore.brain.training_cohort import ConformalInterval
 from moecore.core.config import Config
 from moecore.measure.calibrators.base import FitOn
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import Estimate, mean_share
-from moecore.tasks.regression import Regression
-from moecore.tasks.regression_metrics import median_mae
+from moecore.tasks.regression import Regression, median_mae
 
 INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
 

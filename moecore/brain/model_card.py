@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moecore.brain.age_errors import AgeErrors
+from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.age_measurement import AgeResult
-from moecore.brain.diagnosis_gaps import DiagnosisGap
+from moecore.brain.prediction_table import ConformalInterval
 from moecore.brain.tissue_ridge import RidgeResult
-from moecore.brain.training_cohort import ConformalInterval
 from moecore.statistics.intervals import Estimate
 
 SIMULATED = """\

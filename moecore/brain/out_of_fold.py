@@ -15,14 +15,12 @@ from moecore.brain.prediction_table import correct_ages, prediction_rows, write_
 from moecore.core.config import Config
 from moecore.core.files import UserError, whole_folder
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.predict import predict_in_batches
 from moecore.training.checkpoint import Checkpoint, Inputs
-from moecore.training.job import TrainingJob, build_training_job
+from moecore.training.job import Objective, TrainingJob, build_training_job
 from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from moecore.brain.age_errors import AgeErrors, measure_age_errors
-from moecore.brain.site_harmonisation import SiteHarmonisation
+from moecore.brain.tissue_ridge import SiteHarmonisation
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared

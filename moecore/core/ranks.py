@@ -21,7 +21,7 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 
 from moecore.core.files import UserError
-from moecore.core.rank_watch import RankWatch, announced_meeting
+from moecore.core.ranks import RankWatch, announced_meeting
 
 PATIENCE = timedelta(hours=6)  # the others wait while the first looks at what was trained
 FAILURE_PATIENCE = timedelta(seconds=10)  # in which ranks that fail alike, unmet, have failed

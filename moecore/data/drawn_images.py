@@ -10,9 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 

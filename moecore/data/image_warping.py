@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from moecore.data.files.decode import resize_centre_square
-from moecore.data.views.view_affines import invert_affines, translation_affines
+from moecore.data.views.warping import invert_affines, translation_affines
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:

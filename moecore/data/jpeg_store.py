@@ -12,7 +12,7 @@ from PIL import Image
 
 from moecore.core.files import UserError
 from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil, resize_centre_square
-from moecore.data.npy import PREPARE_AGAIN, open_array
+from moecore.data.stored_arrays import PREPARE_AGAIN, open_array
 from moecore.data.thread_map import thread_count
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
-from moecore.data.image_warping import MixedSizeImageList, to_device_async
-from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Split
+from moecore.data.stored_arrays import JpegImages
+from moecore.data.views.warping import MixedSizeImageList, to_device_async
 from moecore.tasks.base import Task
 
 # Of a GPU's free memory, for the images of one split: the rest is for the model and its step.

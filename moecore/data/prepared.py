@@ -29,9 +29,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, file_checksum, read_json
-from moecore.data.expected_data import parse_card_task
-from moecore.data.jpeg_store import JpegImages
-from moecore.data.npy import PREPARE_AGAIN, open_array
+from moecore.data.sources.base import parse_card_task
+from moecore.data.stored_arrays import PREPARE_AGAIN, JpegImages, open_array
 from moecore.data.text.words import block_windows
 from moecore.data.volumes.subjects import read_subject_rows
 from moecore.tasks.base import Task

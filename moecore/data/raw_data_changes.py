@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.raw_data_lookup import candidate_folders
+from moecore.core.files import candidate_folders
 
 
 class FolderFingerprint(NamedTuple):

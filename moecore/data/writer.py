@@ -13,9 +13,8 @@ from PIL import Image
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.data.jpeg_store import jpeg_store_file_names
-from moecore.data.npy import new_array, open_array, save_array
 from moecore.data.prepared import SPLITS
+from moecore.data.stored_arrays import jpeg_store_file_names, new_array, open_array, save_array
 from moecore.data.thread_map import map_in_threads
 from moecore.tasks.base import Task
 

@@ -18,11 +18,11 @@ from moecore.face.family_parts import routers as routers
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement as expert_agreement
 from moecore.measure.routing_metrics.layer_metrics import expert_counts as expert_counts
 from moecore.measure.routing_metrics.layer_metrics import load_cv2 as load_cv2
+from moecore.nn.layers.moe import MoELayer as MoELayer
 from moecore.nn.layers.moe import update_routers as update_routers
-from moecore.nn.layers.standalone_moe import MoELayer as MoELayer
 from moecore.nn.predict import predict_in_batches as predict_in_batches
 from moecore.nn.router_hooks import routing_collector as trace
 from moecore.tracking.model import model_folder as model_folder
 from moecore.training.artifacts import load_model as load_model
-from moecore.training.objective import routing_loss as routing_loss
-from moecore.training.upcycle_in_place import upcycle_in_place as upcycle
+from moecore.training.job import routing_loss as routing_loss
+from moecore.training.upcycle import upcycle_in_place as upcycle

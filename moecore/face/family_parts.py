@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from moecore.core.config import Config
-from moecore.core.part_families import find_by_class_name, list_class_names
+from moecore.core.config import Config, find_by_class_name, list_class_names
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router

@@ -14,8 +14,8 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens.token_labels import TokenLabels
-from moecore.lens.trace_reader import LayerRouting, Trace
+from moecore.lens.analyses import TokenLabels
+from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
 from moecore.measure.routing_metrics.expert_information import check_exchangeable
 from moecore.measure.routing_metrics.expert_roles import (

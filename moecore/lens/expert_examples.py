@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.lens.trace_reader import Trace
+from moecore.lens.traces import Trace
 from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.nn.routing_traces import coarse_patch_indices

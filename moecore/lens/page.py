@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from moecore.core.files import write_whole
 from moecore.lens.analyses import ROLES, TraceNumbers, analyse_trace
-from moecore.lens.pictures import draw_trace_pictures
+from moecore.lens.page import draw_trace_pictures
 from moecore.lens.trace_explorer import (
     UNLIKE,
     ExploredTrace,
@@ -16,7 +16,7 @@ from moecore.lens.trace_explorer import (
     can_explore,
     render_traces,
 )
-from moecore.lens.trace_reader import Trace
+from moecore.lens.traces import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
 from moecore.report.column import Column

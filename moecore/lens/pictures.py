@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.lens.analyses import record_of_layer
-from moecore.lens.trace_reader import Trace
+from moecore.lens.traces import Trace
 from moecore.measure.exploring.expert_gallery import ExpertUseByImage, expert_use_by_image
 from moecore.measure.exploring.expert_overlay_data import patch_crop
 from moecore.report.figures.drawing import expert_colours

@@ -14,7 +14,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
-from moecore.lens.trace_writer import write_trace
+from moecore.lens.traces import write_trace
 from moecore.measure.exploring.expert_overlay_data import SIDE
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode, image_batches, round_batch_to_groups

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.lens.trace_reader import Trace
+from moecore.lens.traces import Trace
 from moecore.measure.routing_metrics.expert_information import FEWEST
 from moecore.measure.routing_metrics.token_labels import mask_rare_words
 

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens.analyses import TraceNumbers, record_of_layer
-from moecore.lens.expert_examples import (
+from moecore.lens.analyses import (
     EXAMPLES,
     Example,
     KeptTokens,
+    TraceNumbers,
     keep_highest,
     read_examples,
+    record_of_layer,
     words_of_tokens,
 )
-from moecore.lens.trace_format import LayerShape
-from moecore.lens.trace_reader import Trace
+from moecore.lens.traces import LayerShape, Trace
 from moecore.measure.base import SEED
 from moecore.measure.explorer import Result, ShownVariant
 from moecore.measure.exploring.expert_gallery import ExpertProfile, LayerGallery, largest_shares

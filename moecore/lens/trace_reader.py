@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError, file_checksum
 from moecore.core.safetensors_files import check_header_size
-from moecore.lens.trace_format import (
+from moecore.lens.traces import (
     CARD,
     TraceCard,
     check_beside,

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from moecore.core.files import UserError, file_checksum, whole_folder, write_json
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.safetensors_files import write_tensors
-from moecore.lens.trace_format import (
+from moecore.lens.traces import (
     BESIDE,
     CARD,
     FORMAT,
@@ -27,7 +27,7 @@ from moecore.lens.trace_format import (
     check_layout,
     check_tokens_in_vocabulary,
 )
-from moecore.nn.foreign_routers import check_record
+from moecore.nn.router_hooks import check_record
 
 PROBABILITIES = 2**24  # of a file: 64 MiB; one batch more than they allow
 

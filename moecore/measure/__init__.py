@@ -4,14 +4,14 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    from moecore.core.part_families import find_by_class_name
+    from moecore.core.config import find_by_class_name
     from moecore.measure.base import Measurement
 
     return find_by_class_name(Measurement, name)
 
 
 def __dir__() -> list[str]:
-    from moecore.core.part_families import list_class_names
+    from moecore.core.config import list_class_names
     from moecore.measure.base import Measurement
 
     return list_class_names(Measurement)

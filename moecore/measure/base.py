@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
-from moecore.core.config import Config
+from moecore.core.config import Config, find_class, list_own_names
 from moecore.core.files import UserError, read_json
-from moecore.core.part_families import find_class, list_own_names
 from moecore.data.prepared import Prepared
 from moecore.measure.values import Metric, OnPage, PartStore, Place, Values
 from moecore.nn.backbones.base_model import Model

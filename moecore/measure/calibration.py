@@ -13,9 +13,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.files import UserError, write_sealed
-from moecore.core.part_families import part_classes_by_kind
 from moecore.measure.base import MeasuredModel
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
@@ -24,7 +23,7 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate, bootstrap_interval
 from moecore.tasks.base import Task
-from moecore.tasks.classification_metrics import (
+from moecore.tasks.class_task import (
     ReliabilityBins,
     brier_scores,
     calibration_error,

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
+from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
 from moecore.measure.values import Chart, Found, Metric, OnPage, Place, Values

@@ -17,7 +17,7 @@ from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.values import SCORE, Chart, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
-from moecore.training.surgery.expert_use import ExpertUse, measure_expert_use
+from moecore.training.surgery.expert_reduction import ExpertUse, measure_expert_use
 from moecore.training.surgery.merge import Merge
 from moecore.training.surgery.prune import Prune
 

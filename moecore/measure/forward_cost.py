@@ -18,7 +18,7 @@ from moecore.nn.kernels.grouped import register_flop_formulas
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, model_device
 from moecore.training.guide import Guide
-from moecore.training.live_bytes import measure_peak, peak_counting_method
+from moecore.training.meter import measure_peak, peak_counting_method
 
 WARM_UP = 3  # passes before those that are timed
 

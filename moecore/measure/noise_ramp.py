@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.data.corruptions.draws import add_noise
+from moecore.data.image_noise import add_noise
 from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches

@@ -22,8 +22,9 @@ from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
 from moecore.statistics.intervals import squared_cv
-from moecore.tasks.image_text import NONE, ImageText
-from moecore.tasks.retrieval_recall import (
+from moecore.tasks.image_text import (
+    NONE,
+    ImageText,
     hit_probability_under_ties,
     image_to_text_recall,
     missing_caption_mask,

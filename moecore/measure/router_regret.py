@@ -39,7 +39,7 @@ from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
 from moecore.nn.routing_traces import coarse_patch_indices, finest_layout
 from moecore.statistics.crossed import linearize_ratio
-from moecore.statistics.people import first_half
+from moecore.statistics.intervals import first_half
 from moecore.tasks.base import Task
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken

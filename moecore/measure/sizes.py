@@ -13,11 +13,10 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.measure.forward_cost import whole_and_routing_flops
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, parameter_counts
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, parameter_counts
 from moecore.nn.meta_device import meta_device_context
 from moecore.tasks.classification import Classification
-from moecore.training.live_bytes import LiveBytes, live_training_tensors
+from moecore.training.meter import LiveBytes, live_training_tensors
 from moecore.training.method import Method
 
 

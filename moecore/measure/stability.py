@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingRecord
-from moecore.data.corruptions.digital import to_uint8
-from moecore.data.corruptions.draws import SIGMAS, add_noise, standard_normal_noise
+from moecore.data.corruptions import to_uint8
+from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
 from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays

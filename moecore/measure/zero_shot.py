@@ -26,8 +26,7 @@ from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import mean_share
 from moecore.tasks.classification import BEST
-from moecore.tasks.image_text import ImageText
-from moecore.tasks.retrieval_recall import cosine_matrix
+from moecore.tasks.image_text import ImageText, cosine_matrix
 
 Labelled = Annotated[
     FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.nn.routers.gates import Score, expert_probs, expert_scores
+from moecore.nn.routers.token_choice import Score, expert_probs, expert_scores
 
 # Of a router, its positional arguments and what it returned, the record: fields (B, T, E), or
 # (B · T, E) where the layer around it flattens its tokens.

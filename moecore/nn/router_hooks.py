@@ -14,8 +14,8 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.torch_internals import is_in_backward_pass
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.foreign_routers import FOREIGN_ROUTERS, RouterAdapter, check_record
-from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.router_hooks import FOREIGN_ROUTERS, RouterAdapter, check_record
 
 
 @contextmanager

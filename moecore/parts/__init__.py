@@ -9,7 +9,7 @@ from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
-from moecore.data.expected_data import PlannedData as PlannedData
+from moecore.data.sources.base import PlannedData as PlannedData
 from moecore.data.sources.base import Source as Source
 from moecore.data.writer import DatasetInfo as DatasetInfo
 from moecore.data.writer import SplitToWrite as SplitToWrite
@@ -27,7 +27,7 @@ from moecore.nn.backbones.base_model import Backbone as Backbone
 from moecore.nn.backbones.base_model import BackboneModel as BackboneModel
 from moecore.nn.backbones.base_model import Encoded as Encoded
 from moecore.nn.backbones.base_model import EncodeOptions as EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec as ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec as ImageSpec
 from moecore.nn.balances.base import Balance as Balance
 from moecore.nn.balances.base import BalanceModule as BalanceModule
 from moecore.nn.dispatch import Rows as Rows
@@ -44,7 +44,7 @@ from moecore.tasks.base import Score as Score
 from moecore.tasks.base import Task as Task
 from moecore.tasks.classification import Classification as Classification
 from moecore.training.regularizers.base import Regularizer as Regularizer
-from moecore.training.regularizers.layer_terms import sum_over_layers as sum_over_layers
+from moecore.training.regularizers.base import sum_over_layers as sum_over_layers
 from moecore.training.teachers.base import Teacher as Teacher
 from moecore.training.upcycling_kinds import Drop as Drop
 from moecore.training.upcycling_kinds import Granular as Granular

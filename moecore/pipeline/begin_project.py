@@ -15,23 +15,23 @@ from typing import Any
 
 from moecore.core.files import UserError, write_whole
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import (
+from moecore.pipeline.dvc import (
     WITHOUT_GIT,
     list_our_stages,
     stage_definitions,
     study_dvc_yaml_texts,
 )
-from moecore.pipeline.project_answers import moecore_requirement, write_answers
+from moecore.pipeline.project import moecore_requirement, write_answers
 from moecore.pipeline.study_runs import project_texts_from_overlay, refuse_study_name
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.layers import OVERLAY, Composed
-from moecore.study.reading.questions import QuestionFile, find_old_study, find_question
-from moecore.study.writing.write_params import (
+from moecore.study.document import parse_yaml_document
+from moecore.study.layers import OVERLAY, Composed
+from moecore.study.params_file import (
     dump_inline_yaml,
     overlay_text,
     project_params_text,
     rewrite_data_paths,
 )
+from moecore.study.questions import QuestionFile, find_old_study, find_question
 
 TEMPLATE = Path(__file__).with_name("project_template")
 TEMPLATE_NAME = "my_study"

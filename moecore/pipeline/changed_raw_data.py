@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moecore.core.files import read_json
 from moecore.data.raw_data_changes import describe_change
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 
 HISTORY = Path("artifacts/history/prepare")  # where `prepare` records the folders that it saw
 RECORD = Path("tables/raw.json")

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from moecore.core.files import UserError
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
-from moecore.study.checking.preflight import MissingData, check_study_document
-from moecore.study.checking.trial_step_rules import trial_step_misfits
-from moecore.study.checking.validate import format_misfits
-from moecore.study.reading.questions import QuestionFile, Round
-from moecore.study.reading.study import read_study
+from moecore.study.check import MissingData, check_study_document, format_misfits
+from moecore.study.questions import QuestionFile, Round
+from moecore.study.study import read_study
+from moecore.study.trial_rules import trial_step_misfits
 
 
 def check_question(question: QuestionFile, problems: list[str]) -> Iterator[str]:

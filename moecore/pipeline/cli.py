@@ -11,11 +11,12 @@ from typer.core import TyperGroup
 
 from moecore.core.files import UserError, explain_file_errors, write_json
 from moecore.core.source_layout import PROJECT_ANSWERS, refuse_other_checkout
-from moecore.pipeline.lens_cli import lens_read, lens_record
-from moecore.pipeline.study_cli import (
+from moecore.pipeline.cli import (
     HERE,
     PARAMS_FILE,
     JobCount,
+    lens_read,
+    lens_record,
     run_command,
     say_changed_raw_data,
     study_check,
@@ -44,7 +45,7 @@ class _Group(TyperGroup):
         try:
             refuse_other_checkout()
             if Path(PROJECT_ANSWERS).is_file():
-                from moecore.pipeline.project_answers import refuse_newer_project
+                from moecore.pipeline.project import refuse_newer_project
 
                 refuse_newer_project()
             with explain_file_errors():
@@ -57,7 +58,7 @@ class _Group(TyperGroup):
 def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     """Validate the whole of params.yaml; every problem with file, line, column and key."""
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
-    from moecore.study.checking.preflight import check_and_describe_study
+    from moecore.study.check import check_and_describe_study
 
     typer.echo(check_and_describe_study(params, also=unfit_metric_problems))
     say_changed_raw_data(params)
@@ -80,8 +81,8 @@ def plan_command(
         print_plan()
         return
     from moecore.pipeline.multi_gpu_estimate import GpuPeaks, multi_gpu_estimate_table
-    from moecore.study.reading.document import load_yaml_document
-    from moecore.study.reading.study import read_study
+    from moecore.study.document import load_yaml_document
+    from moecore.study.study import read_study
 
     study = read_study(load_yaml_document(str(PARAMS_FILE)))
     for line in multi_gpu_estimate_table(
@@ -106,7 +107,7 @@ def pilot_command(
         path /= PARAMS_FILE
     elif not path.is_file() or path.name != str(PARAMS_FILE):
         from moecore.pipeline.study_runs import write_run
-        from moecore.study.reading.questions import find_question
+        from moecore.study.questions import find_question
 
         one = find_question(HERE, study).round(None)
         write_run(one)
@@ -119,9 +120,9 @@ def pilot_command(
 
 def quick_command(jobs: JobCount = None) -> None:
     """A first look in about a minute: how much of what routing is worth does V-MoE find?"""
-    from moecore.pipeline.begin_project import QUICK_QUESTION, write_quick_look
+    from moecore.pipeline.project_files import QUICK_QUESTION, write_quick_look
     from moecore.report.tables.terminal_summary import main as print_terminal_summary
-    from moecore.study.reading.questions import QuestionFile, list_question_names
+    from moecore.study.questions import QuestionFile, list_question_names
 
     if QUICK_QUESTION in list_question_names(HERE):
         folder = QuestionFile(HERE, QUICK_QUESTION).round(None).folder
@@ -147,7 +148,7 @@ def new_command(
     ] = False,
 ) -> None:
     """Begin a project of one's own: settings, stages, a router of its own with a test, `make`."""
-    from moecore.pipeline.begin_project import begin_project
+    from moecore.pipeline.project_files import begin_project
 
     place = folder or Path(name)
     begin_project(name, place, study, overlay)
@@ -158,9 +159,8 @@ def upgrade_command(
     yes: Annotated[bool, typer.Option("--yes", help="write it; left out: only say it")] = False,
 ) -> None:
     """Bring a project to the installed version: the diff, and which stages run again and why."""
-    from moecore.pipeline.project_answers import read_answers
-    from moecore.pipeline.project_lock import hold_project
-    from moecore.pipeline.upgrade_project import upgrade_project
+    from moecore.pipeline.project import hold_project, read_answers
+    from moecore.pipeline.project_files import upgrade_project
 
     answers = read_answers(Path())
     with hold_project():
@@ -207,8 +207,8 @@ def export_command(
 def schema_command() -> None:
     """Write params.schema.json, from which editors complete and document every key."""
     from moecore.core.outside_packages import allow_packages
-    from moecore.study.checking.validate import params_schema
-    from moecore.study.reading.document import load_yaml_document
+    from moecore.study.check import params_schema
+    from moecore.study.document import load_yaml_document
 
     document = load_yaml_document(PARAMS_FILE)
     allow_packages(document.packages, document.folders)
@@ -223,7 +223,7 @@ def schema_command() -> None:
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
     from moecore.report.claims.claims_page import TARGET, write_claims_page
-    from moecore.study.reading.questions import list_question_names
+    from moecore.study.questions import list_question_names
 
     if not TARGET.is_file() or not list_question_names(HERE):
         raise UserError(f"{TARGET}: found no such file or questions; start from moecore's clone")
@@ -235,7 +235,7 @@ def claims_check() -> None:
     from moecore.report.claims.claims_page import TARGET, render_claims_page
     from moecore.report.claims.kept_items import verify_kept_items
     from moecore.report.claims.preregistration import date_questions, has_whole_history
-    from moecore.study.reading.questions import load_questions
+    from moecore.study.questions import load_questions
 
     rounds = [one for question in load_questions(HERE) for one in question.rounds]
     for one in rounds:
@@ -258,7 +258,7 @@ def claims_plan() -> None:
     """Say what would decide each open claim and question: seeds, items, minutes, or a run."""
     from moecore.report.claims.claims_page import evaluate_results
     from moecore.report.claims.what_would_decide import describe_open_answers
-    from moecore.study.reading.questions import load_questions
+    from moecore.study.questions import load_questions
 
     rounds = [one for question in load_questions(HERE) for one in question.rounds]
     studies, answers = evaluate_results(rounds)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.outside_packages import OUR_PACKAGE, allowed_packages
 from moecore.core.source_layout import FAMILIES, ROOT
-from moecore.run.source_hashes import (
+from moecore.run.inputs import (
     hash_source_file,
     hash_syntax,
     locate_source,

@@ -23,14 +23,14 @@ from typing import Any
 from moecore.core.files import whole_folder, write_json
 from moecore.core.outside_packages import allow_packages, allowed_packages, list_allowed_modules
 from moecore.core.source_layout import CODE, ROOT
-from moecore.pipeline.closures import (
+from moecore.pipeline.code_hashes import (
     DECIDING,
     hash_files,
     import_closure,
     outside_module_files,
     part_files,
 )
-from moecore.study.reading.document import Document, load_yaml_document
+from moecore.study.document import Document, load_yaml_document
 
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage

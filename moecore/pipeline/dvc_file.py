@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from moecore.core.files import UserError
 from moecore.core.source_layout import CODE as CODES
 from moecore.core.source_layout import SHIPPED, list_project_dvc_files
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 
 HEAD = "# Written by `moecore study write` from the root's dvc.yaml and pipelines/stages.yaml.\n"
 RUN_CONFIG = """\

@@ -21,10 +21,10 @@ from moecore.nn.backbones.base_model import BackboneModel, parameter_counts
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.meta_device import meta_device_context
 from moecore.report.tables.number_format import NumberFormat
-from moecore.study.checking.data_rules import load_previews
-from moecore.study.checking.model_build_rules import image_spec
-from moecore.study.reading.study import Study
-from moecore.training.live_bytes import LiveBytes
+from moecore.study.data_rules import load_previews
+from moecore.study.model_rules import image_spec
+from moecore.study.study import Study
+from moecore.training.meter import LiveBytes
 
 GPU_COUNTS = (1, 8, 64)
 GPUS_PER_MACHINE = 8  # GPUs that share fast links

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 
 from moecore.core.files import UserError
-from moecore.pipeline.job_resources import (
+from moecore.pipeline.parallel import (
     THREAD_VARIABLES,
     add_stage_server,
     choose_places,
@@ -31,7 +31,7 @@ from moecore.pipeline.plan import (
     query_pipeline_status,
     stages_changed_by_code,
 )
-from moecore.pipeline.project_lock import dvc_command
+from moecore.pipeline.project import dvc_command
 
 # DVC's words where two processes meet at a path
 PATH_IS_BUSY = re.compile(r"is busy, it is being (?:read|written|blocked)|Unable to acquire lock")

@@ -29,15 +29,14 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 from moecore.nn.routers.told import Told, ToldRouter
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.progress import report_progress
-from moecore.study.checking.data_rules import (
+from moecore.study.check import check_study
+from moecore.study.data_rules import (
     PREPARED_DATA,
     chdir_to_stages,
     read_matching_data_card,
 )
-from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import Document, load_yaml_document
-from moecore.study.reading.setting_errors import format_error_line
-from moecore.study.reading.stage_params import ParamsKeyTemplate, extract_declared_settings
+from moecore.study.document import Document, load_yaml_document
+from moecore.study.settings import ParamsKeyTemplate, extract_declared_settings, format_error_line
 from moecore.tasks.base import Score, Task
 from moecore.training.artifacts import save_no_guide
 from moecore.training.job import TrainingJob, training_batch

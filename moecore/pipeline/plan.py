@@ -12,7 +12,7 @@ from moecore.core.source_layout import CODE, ROOT
 from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import HISTORY_FILE, read_dvc_locks, read_lines
 from moecore.run.progress import format_duration
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 
 HASHING = "code"  # the stage that hashes the code; it takes a second
 ALWAYS = "always changed"  # DVC's words for it in a study

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moecore.core.files import write_json
-from moecore.run.locks import hold_lock
+from moecore.run.resume import hold_lock
 from moecore.run.stage_entry import end_with_parent
 
 LOCK = Path(".state/driver.lock")  # held by the process that runs the stages
@@ -42,7 +42,7 @@ def describe_driver(holder: Path) -> str:
 
 def dvc_command(*words: str) -> list[str]:
     """Return the command line of a DVC process that ends with the one that starts it."""
-    return [sys.executable, "-m", "moecore.pipeline.project_lock", *words]
+    return [sys.executable, "-m", "moecore.pipeline.project", *words]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from moecore.core.files import UserError
 from moecore.core.operating_system import available_cores
 from moecore.core.source_layout import STAGE_MODULES
 from moecore.pipeline.stage_client import SOCKET
-from moecore.run.source_hashes import remember_imported_sources
+from moecore.run.inputs import remember_imported_sources
 from moecore.run.stage_entry import end_with_parent, run_stage
 
 CLIENT = Path(__file__).with_name("stage_client.py")

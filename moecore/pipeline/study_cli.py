@@ -35,15 +35,15 @@ PARAMS_FILE = Path("params.yaml")
 def run_command(jobs: JobCount = None, sets: SetValues = None) -> None:
     """Run all that is not up to date, several stages at a time: `dvc repro` in parallel."""
     from moecore.pipeline.parallel import run_pipeline
-    from moecore.pipeline.project_lock import hold_project
+    from moecore.pipeline.project import hold_project
     from moecore.report.tables.metrics_by_method import unfit_metric_problems
-    from moecore.study.checking.preflight import check_study
-    from moecore.study.reading.document import load_yaml_document
+    from moecore.study.check import check_study
+    from moecore.study.document import load_yaml_document
 
     load_yaml_document(PARAMS_FILE)  # nothing is written where there is no project
     with hold_project():  # who is refused has written nothing
         if sets:
-            from moecore.study.writing.assignments import write_assignments
+            from moecore.study.params_file import write_assignments
 
             for line in write_assignments(PARAMS_FILE, sets) or ["nothing changes"]:
                 typer.echo(f"{PARAMS_FILE}: {line}")
@@ -59,7 +59,7 @@ def study_write(name: QuestionName = None, number: RoundNumber = None) -> None:
     Without a name: params.yaml and dvc.yaml of a project that has an overlay.yaml.
     """
     from moecore.pipeline.study_runs import write_project, write_run
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     if name is None:
         for line in write_project():
@@ -84,7 +84,7 @@ def study_preset(
 ) -> None:
     """Write a question's folder with presets, of its first round; without names: list them."""
     from moecore.pipeline.study_runs import write_run
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     if not names:
@@ -106,7 +106,7 @@ def study_run(
     its results.
     """
     from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     question = find_question(HERE, name)
     one = question.round(number)
@@ -128,7 +128,7 @@ def study_keep(
 ) -> None:
     """Keep the results of a question that `dvc repro` or `moecore run` ran in its folder."""
     from moecore.pipeline.study_runs import keep_results
-    from moecore.study.reading.questions import find_question
+    from moecore.study.questions import find_question
 
     typer.echo(f"{keep_results(find_question(HERE, name).round(number))}: written")
 
@@ -138,8 +138,8 @@ def study_check(
     every: Annotated[bool, typer.Option("--all", help="all questions of pipelines/")] = False,
 ) -> None:
     """Validate every round and preset of questions, and try a small step of their methods."""
-    from moecore.pipeline.check_studies import check_question
-    from moecore.study.reading.questions import find_question, load_questions
+    from moecore.pipeline.study_runs import check_question
+    from moecore.study.questions import find_question, load_questions
 
     if not (names or every):
         raise UserError("found no question; allowed: names of questions, or --all")
@@ -161,7 +161,7 @@ def study_index() -> None:
 
 def say_changed_raw_data(params: Path) -> None:
     """Print which raw data changed since they were prepared."""
-    from moecore.pipeline.changed_raw_data import describe_changed_raw_data
+    from moecore.pipeline.plan import describe_changed_raw_data
 
     for line in describe_changed_raw_data(params):
         typer.echo(line)

@@ -20,28 +20,28 @@ from moecore.core.files import (
     write_whole,
 )
 from moecore.core.source_layout import SHIPPED
-from moecore.pipeline.dvc_file import (
+from moecore.pipeline.dvc import (
     RUN_CONFIG,
     WITHOUT_GIT,
     stage_definitions,
     study_dvc_yaml_texts,
 )
-from moecore.pipeline.project_lock import LOCK, hold_project
+from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
 from moecore.report.claims.kept_items import ITEMS, NUMBERS
 from moecore.report.claims.preregistration import ASKED, committed_at, run_git
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import (
+from moecore.study.check import check_document
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import (
     OVERLAY,
     Composed,
     compose_layers,
     load_overlay_layer,
     load_root_layer,
 )
-from moecore.study.reading.questions import PIPELINES, QuestionFile, Round
-from moecore.study.writing.write_params import ParamsOrigin, list_changes, params_text, write_params
+from moecore.study.params_file import ParamsOrigin, list_changes, params_text, write_params
+from moecore.study.questions import PIPELINES, QuestionFile, Round
 
 HERE = Path()
 OUR_QUESTIONS = "ours"

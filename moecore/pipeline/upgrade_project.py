@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import write_whole
-from moecore.pipeline.begin_project import upgradable_project_texts
 from moecore.pipeline.plan import print_plan
-from moecore.pipeline.project_answers import (
+from moecore.pipeline.project import (
     ProjectAnswers,
     hash_text,
     moecore_requirement,
     version_numbers,
     write_answers,
 )
-from moecore.study.reading.layers import OVERLAY
-from moecore.study.reading.questions import PIPELINES
-from moecore.study.writing.renamed_keys import RENAMED_KEYS, rename_keys_in_text
+from moecore.pipeline.project_files import upgradable_project_texts
+from moecore.study.layers import OVERLAY
+from moecore.study.params_file import RENAMED_KEYS, rename_keys_in_text
+from moecore.study.questions import PIPELINES
 
 HERE = Path()
 REQUIREMENT = re.compile(r"(?<=[\"'])moecore *[<>=~!@][^\"']*")

@@ -11,22 +11,20 @@ import numpy as np
 
 from moecore.brain.prediction_table import (
     PredictionRow,
-    correct_ages,
-    prediction_rows,
-    write_predictions,
-)
-from moecore.brain.training_cohort import (
     TrainingCohortRanges,
     age_range_flags,
+    correct_ages,
     out_of_range_flags,
+    prediction_rows,
     unknown_site_flags,
+    write_predictions,
 )
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError, file_checksum
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
 from moecore.nn.predict import predict_in_batches
-from moecore.predict.input_volumes import NewVolumeFile, find_volumes, prepare_volumes
+from moecore.predict.ages import NewVolumeFile, find_volumes, prepare_volumes
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 

@@ -15,9 +15,8 @@ from moecore.core.files import UserError
 from moecore.data.text.tokenizers import EncodedCaption, Tokenizer, load_tokenizer
 from moecore.measure.exploring.caption_word_experts import experts_by_word
 from moecore.nn.backbones.two_towers import TwoTowerModel
-from moecore.predict.page import RoutedText
-from moecore.predict.pictures import OutputReader, Row, write_csv
-from moecore.tasks.retrieval_recall import cosine_matrix, similarity_matrix
+from moecore.predict.pictures import OutputReader, RoutedText, Row, write_csv
+from moecore.tasks.image_text import cosine_matrix, similarity_matrix
 
 MOST = 10_000  # texts: each is a column of the table
 LONGEST = 80  # letters of a text below a picture

@@ -15,22 +15,23 @@ from moecore.core.files import UserError, write_whole
 from moecore.data.files.decode import BACKGROUND
 from moecore.measure.exploring.caption_word_experts import find_two_towers
 from moecore.predict.ages import NewAges, predict_ages
-from moecore.predict.captions import (
-    match_texts_to_pictures,
-    nearest_caption_reader,
-    read_texts,
-    texts_with_experts,
-    write_best_pictures,
-)
-from moecore.predict.page import (
+from moecore.predict.pictures import (
     SHOWN,
     Failure,
     PredictedPage,
     Shown,
+    build_output_reader,
+    experts_of,
+    match_texts_to_pictures,
     middle_slice_tiles,
+    nearest_caption_reader,
+    predict_pictures,
+    read_texts,
     render_predictions,
+    texts_with_experts,
+    write_best_pictures,
+    write_table,
 )
-from moecore.predict.pictures import build_output_reader, experts_of, predict_pictures, write_table
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import ModelCard, load_card, load_model
 from moecore.training.runtime import tune_runtime

@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.brain.training_cohort import TrainingCohortRanges
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
-from moecore.data.volumes.bids_table import SEX, read_delimited_table
-from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.stored_volumes import read_volume
+from moecore.brain.prediction_table import TrainingCohortRanges
+from moecore.core.files import UserError, join_below_root
+from moecore.data.volumes.cohorts import SEX, read_delimited_table
+from moecore.data.volumes.volume_preparation import Grid, read_volume
 
 ENDINGS = (".nii.gz", ".nii", ".mgz")
 # At the end of a brain mask's name, in the place of _T1w or after the whole name.

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.files import UserError, atomic_text_file
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, atomic_text_file, join_below_root
 from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import MODES, UnreadableImage, decode_image
 from moecore.measure.calibrators.base import FittedCalibrator, read_fitted
@@ -23,7 +22,7 @@ from moecore.measure.calibrators.temperature import FittedTemperature
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
 from moecore.predict.ages import calibrator_folder
-from moecore.predict.page import SHOWN, Shown, picture_tile_with_experts
+from moecore.predict.pictures import SHOWN, Shown, picture_tile_with_experts
 from moecore.run.progress import report_progress
 from moecore.tasks.base import Task
 from moecore.training.artifacts import load_card

@@ -11,15 +11,15 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import parse_card_task
+from moecore.data.sources.base import parse_card_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.transfer import Result as Transfer
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.typed_results import Measured, Phase, Results, stages_and_measurements
-from moecore.study.reading.run_section import Phase as PhaseName
-from moecore.study.reading.run_section import Selection
+from moecore.study.sections import Phase as PhaseName
+from moecore.study.sections import Selection
 from moecore.tasks.base import Task
 
 USUAL = ("calibrate", "robustness", "routing")

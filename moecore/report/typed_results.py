@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 from moecore.core.config import Config
 from moecore.measure.base import Measurement
 from moecore.measure.values import Found
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.run_section import Selection
+from moecore.study.document import parse_yaml_document
+from moecore.study.sections import Selection
 from moecore.tasks.base import Task
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 

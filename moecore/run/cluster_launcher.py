@@ -24,8 +24,8 @@ from moecore.core.operating_system import set_parent_death_signal
 from moecore.core.source_layout import ROOT, STAGE_MODULES
 from moecore.run.local_ranks import LAUNCHED, rank_variables_from_slurm, thread_variables_from_slurm
 from moecore.run.stage_entry import MEETING, end_with_parent, has_failed_rank
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.stage_params import validate_whole
+from moecore.study.document import load_yaml_document
+from moecore.study.settings import validate_whole
 
 CLUSTER = "MOECORE_CLUSTER"
 TRAINING_STAGES = ("teacher", "pretrain", "finetune", "adversarial")

@@ -12,7 +12,7 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.core.source_layout import list_project_dvc_files
 from moecore.run.history_file import HISTORY_FILE, GrowingHistory, execution_subpath, read_dvc_locks
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 
 PLACES = ("artifacts/history", ".state")  # published histories, and those of runs under way
 

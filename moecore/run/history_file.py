@@ -25,8 +25,7 @@ import yaml
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, explain_file_errors
-from moecore.core.outside_packages import allowed_packages
-from moecore.core.package_versions import package_versions
+from moecore.core.outside_packages import allowed_packages, package_versions
 from moecore.core.plain_values import to_jsonable
 from moecore.core.source_layout import list_project_dvc_files, project_of
 from moecore.training.monitor import RoutingPoint

@@ -17,9 +17,9 @@ from moecore.core.outside_packages import allow_packages
 from moecore.core.plain_values import to_jsonable
 from moecore.core.source_layout import CODE
 from moecore.run.history_file import flatten_keys
-from moecore.run.source_hashes import StageCode
-from moecore.study.reading.document import Document, load_yaml_document
-from moecore.study.reading.stage_params import params_keys_by_field, read_params
+from moecore.run.inputs import StageCode
+from moecore.study.document import Document, load_yaml_document
+from moecore.study.settings import params_keys_by_field, read_params
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from moecore.report.claims.evaluation import describe_missing_metric
 from moecore.report.typed_results import Results
-from moecore.study.reading.claims_section import Claim, Comparison
-from moecore.study.reading.run_section import Selection
+from moecore.study.sections import Claim, Comparison, Selection
 
 AnyComparison = TypeVar("AnyComparison", bound=Comparison)
 

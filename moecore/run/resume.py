@@ -12,8 +12,8 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, sealed_object, verify_and_remove_seal, write_whole
 from moecore.run.history_file import append_line, execution_subpath, whole_lines
 from moecore.run.inputs import StageInputs, read_stage_inputs
-from moecore.run.locks import hold_lock
 from moecore.run.progress import ProgressBar, ProgressLines
+from moecore.run.resume import hold_lock
 from moecore.run.run_record import Run, record_run
 
 

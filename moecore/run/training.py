@@ -23,14 +23,13 @@ from moecore.run.history_file import logged_points, read_lines, routing_points, 
 from moecore.run.progress import ProgressBar, ProgressLines, report_progress
 from moecore.run.resume import record_resumable
 from moecore.run.run_record import Run
-from moecore.study.reading.stage_params import read_params
+from moecore.study.settings import read_params
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.compilation_and_tracing import trace_file
 from moecore.training.job import TrainingJob
 from moecore.training.loop import Metrics, iterate_training, total_steps
 from moecore.training.monitor import Monitor, build_routing_point, describe_point
 from moecore.training.outcome import TrainingLog
-from moecore.training.runtime import tune_runtime
+from moecore.training.runtime import trace_file, tune_runtime
 from moecore.training.settings import Training
 
 

@@ -12,8 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
-from moecore.core.part_families import Part
+from moecore.core.config import Config, Part
 from moecore.core.streams import BatchDraws
 from moecore.statistics.intervals import Estimate, Interval, bootstrap_mean, mean_share
 from moecore.statistics.paired import paired_bootstrap

@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from moecore.core.files import UserError
 from moecore.tasks.base import Reduction
-from moecore.tasks.class_task import ClassTask
-from moecore.tasks.classification_metrics import class_nll
+from moecore.tasks.class_task import ClassTask, class_nll
 
 SEVERAL = "these mosaics have a label for each cell"
 

@@ -13,8 +13,7 @@ from moecore.core.files import UserError
 from moecore.statistics.intervals import Estimate, Interval, indices_by_person
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
 from moecore.tasks.base import ExtraTestMetrics, Reduction
-from moecore.tasks.class_task import ClassTask
-from moecore.tasks.classification_metrics import class_nll, confusion_counts, top1_hits, topk_hits
+from moecore.tasks.class_task import ClassTask, class_nll, confusion_counts, top1_hits, topk_hits
 
 BEST = 5  # answers of which one has to be right in ``top5``
 

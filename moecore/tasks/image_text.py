@@ -23,7 +23,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows, current_ranks, has_process_group, total_over_ranks
 from moecore.core.streams import BatchDraws
 from moecore.tasks.base import Reduction, Score, Task
-from moecore.tasks.retrieval_recall import MARKS, missing_caption_mask, text_to_image_recall
+from moecore.tasks.image_text import MARKS, missing_caption_mask, text_to_image_recall
 
 NONE = -1  # every token of a caption that is not there
 WORDS = "captions are no classes"

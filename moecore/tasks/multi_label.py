@@ -8,8 +8,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from moecore.core.files import UserError
 from moecore.tasks.base import ExtraTestMetrics, Reduction, Score
+from moecore.tasks.class_task import one_error
 from moecore.tasks.classification import Classification
-from moecore.tasks.classification_metrics import one_error
 
 
 class MultiLabel(Classification):

@@ -9,7 +9,7 @@ from torch.nn.functional import l1_loss
 
 from moecore.core.files import UserError
 from moecore.tasks.base import ExtraTestMetrics, Reduction, Score, Task
-from moecore.tasks.regression_metrics import absolute_error, median_mae
+from moecore.tasks.regression import absolute_error, median_mae
 
 
 class Regression(Task):

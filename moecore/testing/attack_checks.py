@@ -10,8 +10,15 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.tasks.base import Task
 from moecore.tasks.regression import Regression
-from moecore.testing.check_helpers import assert_that, seeded_randn, settings_of
-from moecore.testing.small_models import CLASSES, IMAGE, SIDE, small_vit
+from moecore.testing.check_helpers import (
+    CLASSES,
+    IMAGE,
+    SIDE,
+    assert_that,
+    seeded_randn,
+    settings_of,
+    small_vit,
+)
 
 EPSILON = 0.1
 YEARS = Regression(target="age", unit="years")

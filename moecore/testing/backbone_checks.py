@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, ImageSpec
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.testing.check_helpers import (
+    IMAGE,
     assert_that,
     draw_weights,
     is_close,
     seeded_randn,
     settings_of,
 )
-from moecore.testing.small_models import IMAGE
 from moecore.training.teachers.base import Teacher
 
 EXPERTS = 4

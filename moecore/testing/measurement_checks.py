@@ -9,8 +9,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.measure.base import MeasuredModel, Measurement
-from moecore.testing.check_helpers import assert_that, settings_of
-from moecore.testing.small_models import small_data, small_vit
+from moecore.testing.check_helpers import assert_that, settings_of, small_data, small_vit
 
 
 class Killed(Exception):

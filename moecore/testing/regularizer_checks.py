@@ -6,14 +6,20 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
-from moecore.testing.check_helpers import assert_that, settings_of
-from moecore.testing.small_models import EXPERTS, IMAGE, small_objective_inputs, small_vit
+from moecore.testing.check_helpers import (
+    EXPERTS,
+    IMAGE,
+    assert_that,
+    settings_of,
+    small_objective_inputs,
+    small_vit,
+)
 from moecore.training.regularizers.base import Regularizer
 
 OWN = {  # routers and experts that alone provide what a regularizer needs

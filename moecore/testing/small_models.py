@@ -5,7 +5,7 @@ import torch
 
 from moecore.core.routing_records import Batch, Guidance, ObjectiveInputs
 from moecore.data.prepared import Prepared, Split
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.eigen import Eigen

@@ -7,9 +7,8 @@ import torch
 
 from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import more_packages, outside_kinds_in_settings
-from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
 from moecore.testing.check_helpers import assert_that, settings_of
 
 

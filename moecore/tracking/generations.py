@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moecore.run.histories import ExecutionHistory
-from moecore.tracking.metric_names import PHASES
-from moecore.tracking.stored_run import StoredRun
+from moecore.run.history_file import ExecutionHistory
+from moecore.tracking.stored_run import PHASES, StoredRun
 
 FAMILY = "moecore.family"  # of a parent: "vmoe/0", or SHARED
 SHARED = "shared"

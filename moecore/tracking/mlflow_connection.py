@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import outermost_dvc_project
+from moecore.core.files import UserError, outermost_dvc_project
 from moecore.core.source_layout import project_of
 
 SQLITE = "sqlite:///"

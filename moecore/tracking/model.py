@@ -22,7 +22,7 @@ from moecore.tracking.mlflow_connection import (
 from moecore.tracking.stored_run import StoredRun
 
 if TYPE_CHECKING:
-    from moecore.nn.backbones.input_spec import ImageSpec
+    from moecore.nn.backbones.base_model import ImageSpec
 
 PACKAGES = ("torch", "numpy", "pydantic", "safetensors")
 ALIAS = "current"

@@ -24,7 +24,7 @@ class Classifier(PythonModel):
         # without type hints: MLflow would derive a signature from them
         import torch
 
-        from moecore.tasks.retrieval_recall import similarity_matrix
+        from moecore.tasks.image_text import similarity_matrix
 
         given = dict(model_input) if isinstance(model_input, dict) else {"images": model_input}
         captions = given.pop("captions", None)

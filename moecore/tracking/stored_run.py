@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from moecore.tracking.metric_names import Point, mlflow_safe_name
+from moecore.tracking.stored_run import Point, mlflow_safe_name
 
 UID = "moecore.uid"
 PARENT = "mlflow.parentRunId"

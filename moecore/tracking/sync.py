@@ -9,31 +9,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.core.source_layout import RUNS
-from moecore.run import histories as records
-from moecore.run.histories import ExecutionHistory
-from moecore.run.history_file import GrowingHistory, routing_points
+from moecore.run import history_file as records
+from moecore.run.history_file import ExecutionHistory, GrowingHistory, routing_points
 from moecore.tracking import mlflow_connection
 from moecore.tracking import model as models
-from moecore.tracking.generations import (
-    DENSE,
-    FAMILY,
-    SHARED,
-    ModelHistories,
-    group_by_method_and_seed,
-)
-from moecore.tracking.metric_names import (
+from moecore.tracking.stored_run import (
+    LEVEL,
+    PARENT,
     PHASES,
+    UID,
+    StoredRun,
     curve_points,
+    list_runs,
     mlflow_safe_name,
     parent_run_points,
     routing_curve_points,
     stage_metrics_and_params,
 )
-from moecore.tracking.stored_run import LEVEL, PARENT, UID, StoredRun, list_runs
-from moecore.tracking.view import CURRENT, save_view
+from moecore.tracking.sync import (
+    CURRENT,
+    DENSE,
+    FAMILY,
+    SHARED,
+    ModelHistories,
+    group_by_method_and_seed,
+    save_view,
+)
 
 COMPLETE = "moecore.imported"  # the run, and its parent, have all that its history holds
 MODEL = "moecore.model"  # the folder of the model that was logged, or why it was left out

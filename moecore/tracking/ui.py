@@ -12,8 +12,7 @@ from pathlib import Path
 from moecore.core.files import UserError
 from moecore.run.stage_entry import end_with_parent
 from moecore.tracking import mlflow_connection
-from moecore.tracking.sync import Importer, describe_import
-from moecore.tracking.view import view_address
+from moecore.tracking.sync import Importer, describe_import, view_address
 
 SECONDS = 5.0  # between two imports
 HOST = "127.0.0.1"

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlencode
 
-from moecore.tracking.metric_names import PHASES
-from moecore.tracking.stored_run import LEVEL, StoredRun
+from moecore.tracking.stored_run import LEVEL, PHASES, StoredRun
 
 CURRENT = "dvc.current"  # whether a run's stage is up to date; of a parent, whether it is newest
 KEY = "methods"

@@ -14,14 +14,13 @@ from moecore.core.outside_packages import (
     import_module_of_package,
     more_packages,
     outside_kinds_in_settings,
+    package_versions,
 )
-from moecore.core.package_versions import package_versions
 from moecore.core.routing_records import Feature
 from moecore.core.safetensors_files import read_tensors, write_tensors
 from moecore.data.prepared import Prepared
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, Model
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, Model
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.meta_device import meta_device_context
 from moecore.tasks.image_text import ImageText

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
 from moecore.core.streams import ATTACK, PERMUTED, VIEWS, BatchDraws, generator_for
-from moecore.data.loader import Loaded, batch_indices, load_split_for_device, steps_per_epoch
+from moecore.data.loader import (
+    Loaded,
+    TextStreams,
+    batch_indices,
+    load_split_for_device,
+    steps_per_epoch,
+)
 from moecore.data.prepared import Prepared, Split
-from moecore.data.text.reading_order import TextStreams
-from moecore.data.views.mix import mix_images
-from moecore.data.views.views import make_random_views
+from moecore.data.views.views import make_random_views, mix_images
 from moecore.nn.backbones.base_model import BackboneModel
 from moecore.tasks.base import Task
 from moecore.training.guide import Guide, attach_required_guide
-from moecore.training.objective import Objective
+from moecore.training.job import Objective
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import TissueIsolationSchedule
 

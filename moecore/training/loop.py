@@ -21,15 +21,18 @@ from moecore.data.loader import Loaded
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches, text_block_scores
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.compilation_and_tracing import CompiledBlocks, iterate_traced_steps
 from moecore.training.guide import attach_required_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, apply_adversarial, training_batch
-from moecore.training.live_bytes import live_training_tensors
-from moecore.training.meter import WEIGHED, Meter, check_finite_predictions, take_and_check_metrics
+from moecore.training.meter import (
+    WEIGHED,
+    Meter,
+    check_finite_predictions,
+    live_training_tensors,
+    take_and_check_metrics,
+)
 from moecore.training.monitor import LayerTotals, Monitor
-from moecore.training.optimizer import build_optimizer, learning_rate
-from moecore.training.runtime import Runtime
-from moecore.training.settings import Training
+from moecore.training.runtime import CompiledBlocks, Runtime, iterate_traced_steps
+from moecore.training.settings import Training, build_optimizer, learning_rate
 from moecore.training.sharded_state import optimizer_parameters
 
 if TYPE_CHECKING:

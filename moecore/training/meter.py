@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from moecore.core.files import UserError
 from moecore.core.ranks import current_ranks, has_process_group, holds_on_all_ranks
 from moecore.core.routing_records import ModelOutput, RoutingRecord
-from moecore.training.live_bytes import measure_peak
+from moecore.training.meter import measure_peak
 from moecore.training.monitor import LayerTotals, Monitor
 from moecore.training.sharded_state import local_shard
 

@@ -10,10 +10,10 @@ from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.layers.moe import Blocks, MoESettings
 from moecore.nn.routers.base import Router
+from moecore.training.method import TextTowerMethod, merge_text_tower_settings
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.region_routing import RegionExpertSettings, RegionRouting
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.text_tower_method import TextTowerMethod, merge_text_tower_settings
 from moecore.training.upcycling_kinds import Upcycling
 
 

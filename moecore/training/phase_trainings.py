@@ -13,13 +13,11 @@ from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
 from moecore.data.loader import few_shot_indices
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, Model
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec, Model
 from moecore.training.artifacts import load_adapted_model, load_guide
 from moecore.training.guide import Guide, attach_required_guide, build_guide
-from moecore.training.job import TrainingJob, build_training_job
+from moecore.training.job import Objective, TrainingJob, build_training_job
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.settings import Finetuning, Training
 from moecore.training.single_tissue_volumes import build_tissue_isolation
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model

@@ -16,7 +16,7 @@ from moecore.core.files import UserError, read_json, write_json, write_sealed
 from moecore.core.operating_system import available_cores
 from moecore.core.ranks import current_ranks
 from moecore.data.thread_map import requested_threads
-from moecore.training.compilation_and_tracing import Compile, compile_policy
+from moecore.training.runtime import Compile, compile_policy
 
 # oneDNN keeps a compiled product of every shape that it met, about 0.6 MB each. Rounded as they are
 # (``nn.dispatch.round_row_counts``), the rows of 32 experts come in some hundred shapes, and with

@@ -7,10 +7,9 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.config import Config
-from moecore.data.views.mix import Mix
-from moecore.data.views.views import ViewSettings
-from moecore.training.adversarial import Adversarial
+from moecore.data.views.views import Mix, ViewSettings
 from moecore.training.runtime import Precision
+from moecore.training.settings import Adversarial
 
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
 

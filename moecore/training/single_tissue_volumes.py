@@ -15,8 +15,8 @@ from moecore.core.files import UserError
 from moecore.core.ranks import has_process_group
 from moecore.core.routing_records import Batch, TokenLayout
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import to_device_async
 from moecore.data.prepared import Prepared
+from moecore.data.views.warping import to_device_async
 from moecore.training.method import Method
 
 # The region of a volume of which nothing is taken away, and of a token that belongs to no expert.

@@ -12,8 +12,7 @@ from torch import nn
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.experts.eigen import EigenExperts

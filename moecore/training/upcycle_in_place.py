@@ -8,8 +8,7 @@ from torch import nn
 from moecore.core.files import UserError
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.experts.base import Experts
-from moecore.nn.layers.moe import Blocks, sparse_block_indices
-from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.layers.moe import Blocks, MoELayer, sparse_block_indices
 from moecore.nn.routers.base import Router
 from moecore.training.upcycle import check_no_shared_experts, cut_mlp, fill_experts
 from moecore.training.upcycling_kinds import Drop, Upcycling

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.routing_records import ModelOutput, RoutingRecord
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.classification import Classification

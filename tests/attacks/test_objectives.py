@@ -12,8 +12,9 @@ from pyautoattack.autopgd_base import APGDAttack
 from moecore.attacks.apgd import apgd_ascent, random_start, step_checkpoints
 from moecore.attacks.base import image_generators
 from moecore.attacks.fgsm import Fgsm
-from moecore.attacks.gradient import Ball, ModelGradient
-from moecore.attacks.objectives import (
+from moecore.attacks.gradient import (
+    Ball,
+    ModelGradient,
     dlr_loss,
     make_objective,
     routing_change_surrogate,

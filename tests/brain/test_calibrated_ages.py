@@ -17,8 +17,14 @@ from moecore.brain.age_errors import (
     measure_age_errors,
     measure_group_errors,
 )
-from moecore.brain.age_measurement import AgeResult, conformal_radius, summarize_age_errors
-from moecore.brain.age_predictions import Ages, CalibratorFit, fit_age_line
+from moecore.brain.age_measurement import (
+    AgeResult,
+    Ages,
+    CalibratorFit,
+    conformal_radius,
+    fit_age_line,
+    summarize_age_errors,
+)
 from moecore.brain.prediction_table import (
     COLUMNS,
     correct_ages,

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_measurement import AgeResult, summarize_age_errors
-from moecore.brain.age_predictions import Ages, fit_age_line
-from moecore.brain.diagnosis_gaps import GapRows, measure_diagnosis_gaps
+from moecore.brain.age_errors import GapRows, measure_diagnosis_gaps
+from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
 from moecore.core.files import UserError
 from moecore.measure.calibrators.gap_on_age import GapOnAge

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from moecore.brain.site_harmonisation import SiteHarmonisation, shrink_site_effect
-from moecore.brain.tissue_ridge import measure_tissue_ridge, read_split_features
+from moecore.brain.tissue_ridge import (
+    SiteHarmonisation,
+    measure_tissue_ridge,
+    read_split_features,
+    shrink_site_effect,
+)
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.data.volumes.subjects import VolumeSubject

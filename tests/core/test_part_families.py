@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from moecore.attacks.base import Attack
+from moecore.core.config import find_class, list_own_names, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, more_packages
-from moecore.core.part_families import find_class, list_own_names, part_classes_by_kind
 from moecore.core.source_layout import FAMILIES, ROOT
 from moecore.data.sources.base import Source
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.study import Study, read_study
+from moecore.study.document import parse_yaml_document
+from moecore.study.study import Study, read_study
 from moecore.tasks.base import Task
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer

@@ -10,17 +10,17 @@ import psutil
 import pytest
 from torch.distributed import FileStore
 
-from moecore.core import rank_watch
-from moecore.core.rank_watch import RankWatch, announced_meeting
+from moecore.core import ranks
+from moecore.core.ranks import RankWatch, announced_meeting
 from moecore.core.source_layout import ROOT
 
 HANGING = """
 import os, sys, time, torch
 from torch import distributed
-from moecore.core import rank_watch
+from moecore.core import ranks
 from moecore.core.ranks import join_ranks, leave_ranks
 
-rank_watch.INTERVAL, rank_watch.QUESTION_AFTER, rank_watch.ANSWERS_AFTER = 0.05, 0.2, 1.0
+ranks.INTERVAL, ranks.QUESTION_AFTER, ranks.ANSWERS_AFTER = 0.05, 0.2, 1.0
 join_ranks()
 distributed.all_reduce(torch.ones(1))
 if os.environ["RANK"] == "1":
@@ -80,7 +80,7 @@ def test_a_hanging_rank_is_named_while_the_others_wait():
 
 
 def test_a_meeting_that_takes_long_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(rank_watch, "ANSWERS_AFTER", 0.0)
+    monkeypatch.setattr(ranks, "ANSWERS_AFTER", 0.0)
     with announced_meeting(1, 2, "there:1234"):
         for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
             timer.join()

@@ -9,8 +9,8 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
-from moecore.lens.trace_reader import open_tensors
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.lens.traces import open_tensors
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.timm import Timm
 

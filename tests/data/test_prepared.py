@@ -12,7 +12,6 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
-from moecore.data.npy import new_array
 from moecore.data.prepared import Prepared
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.dialects import Dialects
@@ -22,6 +21,7 @@ from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.sources.mosaic import Mosaic
 from moecore.data.sources.phantom import Phantom
+from moecore.data.stored_arrays import new_array
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads, one_blas_thread
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared

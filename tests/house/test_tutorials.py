@@ -5,7 +5,7 @@ import re
 import pytest
 
 from moecore.core.source_layout import ROOT
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators
 
 PRINTED = {  # of each tutorial, the words of its blocks and how what they print begins
     "own_model": {"MoELayer": "torch.Size([1, 32, 8])", "timm": "[0."},

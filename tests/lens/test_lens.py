@@ -10,18 +10,17 @@ from typer.testing import CliRunner
 
 from moecore.core.files import UserError
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.lens import trace_writer
+from moecore.lens import traces
 from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import render_lens, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
-from moecore.lens.trace_reader import Trace
-from moecore.lens.trace_writer import write_trace
+from moecore.lens.traces import Trace, write_trace
 from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics
 from moecore.measure.routing_metrics.load_concentration import choice_margin
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.foreign_routers import build_record
 from moecore.nn.predict import concat_records, predict_in_batches
+from moecore.nn.router_hooks import build_record
 from moecore.pipeline.cli import app
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import opened
@@ -82,7 +81,7 @@ def records_of(items, *chosen, experts=4):
 
 
 def test_the_lens_of_our_language_model_equals_its_records(subject, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_writer, "PROBABILITIES", 1)  # a file a batch
+    monkeypatch.setattr(traces, "PROBABILITIES", 1)  # a file a batch
     images = subject.data.test.images
     assert record_trained_model(trained, subject.data.folder, tmp_path / "trace") == len(images)
     trace = Trace(tmp_path / "trace")

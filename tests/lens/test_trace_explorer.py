@@ -3,20 +3,19 @@
 import pytest
 import torch
 
-from moecore.lens import trace_explorer, trace_writer
+from moecore.lens import trace_explorer, traces
 from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import write_lens_page
 from moecore.lens.recording import record_trained_model
 from moecore.lens.trace_explorer import ExploredTrace, TraceExplorer, render_traces
-from moecore.lens.trace_reader import Trace
-from moecore.lens.trace_writer import write_trace
+from moecore.lens.traces import Trace, write_trace
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.nn.backbones.vit import Vit
 from moecore.report.page.explorer_page import HEAD
 from moecore.training.artifacts import save_model, save_words
 from tests.browser import LOOKS, clipped, opened
-from tests.lens.test_trace_pictures import BYTES, first_choices_record
+from tests.lens.test_trace_explorer import BYTES, first_choices_record
 from tests.measure.subjects import built, compute_without_cache, digits
 from tests.measure.test_words import MOE, subject
 from tests.report.explorer_page import address, settled
@@ -88,7 +87,7 @@ def test_examples_by_hand(tmp_path, monkeypatch):
     assert [one.load for one in profiles] == pytest.approx([4 / 12, 7 / 12, 1 / 12], abs=1e-5)
     # labels 0 to 3 stand at places 0 to 3: expert 2 has place 0 of the last item alone
     assert of_kinds.layers[0].profiles[2].kinds == ((1, 1.0),) and of_kinds.result().kinds
-    monkeypatch.setattr(trace_writer, "PROBABILITIES", 1)  # a file an item
+    monkeypatch.setattr(traces, "PROBABILITIES", 1)  # a file an item
     assert len((many := write_words(tmp_path / "many")).card.chunks) == 3
     assert TraceExplorer(many).result() == explorer.result()
     assert [one.load for one in TraceExplorer(many, items=1).layers[0].profiles] == [0.25, 0.75, 0]

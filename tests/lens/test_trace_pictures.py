@@ -7,14 +7,12 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.lens.analyses import analyse_trace
-from moecore.lens.page import render_lens
-from moecore.lens.pictures import draw_trace_pictures, typical_patches
+from moecore.lens.page import draw_trace_pictures, render_lens, typical_patches
 from moecore.lens.recording import record_trained_model, shrink_to_pictures
-from moecore.lens.trace_reader import Trace
-from moecore.lens.trace_writer import write_trace
+from moecore.lens.traces import Trace, write_trace
 from moecore.measure.exploring.expert_gallery import expert_use_by_image
 from moecore.nn.backbones.vit import Vit
-from moecore.nn.foreign_routers import build_record
+from moecore.nn.router_hooks import build_record
 from moecore.training.artifacts import save_model
 from tests.measure.subjects import built, digits
 from tests.measure.test_words import MOE

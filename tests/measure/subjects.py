@@ -18,8 +18,7 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics.expert_roles import Result
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d

@@ -31,7 +31,7 @@ from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes import ageing_and_rescans
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
@@ -40,14 +40,14 @@ from moecore.report.measures import calibration as calibration_page
 from moecore.stages import calibrate as stage
 from moecore.statistics.intervals import wilson
 from moecore.tasks.cells import Cells
-from moecore.tasks.classification import Classification
-from moecore.tasks.classification_metrics import (
+from moecore.tasks.class_task import (
     brier_scores,
     calibration_error,
     class_confidence,
     class_nll,
     reliability_bins,
 )
+from moecore.tasks.classification import Classification
 from moecore.testing import check_calibrator, check_measurement
 from tests.attacks.models import CLASSES, SETS, YEARS
 from tests.measure.subjects import (

@@ -20,12 +20,12 @@ from moecore.measure.forward_cost import (
     unwatched_times,
     whole_and_routing_flops,
 )
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.tasks.classification import Classification
-from moecore.training.live_bytes import LiveBytes
+from moecore.training.meter import LiveBytes
 from tests.measure.subjects import built, compute_without_cache, digits, top_k_mlps
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
+from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import Prepared, Split, evenly_spaced_indices
 from moecore.measure import corruptions
 from moecore.measure.base import MeasuredModel, read_result

@@ -17,19 +17,18 @@ from moecore.measure.routing_metrics.dropped_choices import (
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
+from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoEFeedForward, MoESettings
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
-from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_p import TopP
 from moecore.testing import check_measurement
-from moecore.testing.small_models import small_data, small_vit
-from moecore.training.surgery.expert_use import compute_all_outputs
+from moecore.testing.check_helpers import small_data, small_vit
+from moecore.training.surgery.expert_reduction import compute_all_outputs
 from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import IMAGE, subject, text_subject
 

@@ -27,7 +27,7 @@ from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
-from moecore.testing.small_models import CLASSES
+from moecore.testing.check_helpers import CLASSES
 from tests.measure.subjects import built, compute_without_cache
 
 SETTINGS = Invariance(images=40, batch=30)

@@ -28,7 +28,7 @@ from moecore.measure.theory.output_lipschitz_slopes import (
     top_singular_pair,
 )
 from moecore.measure.values import Values
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.layer_lipschitz_bound import (

@@ -27,8 +27,7 @@ from moecore.measure.routing_metrics.subset_regret import (
 )
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
-from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
 from moecore.tasks.regression import Regression
 from moecore.testing import check_measurement
 from tests.measure.subjects import compute_without_cache

@@ -24,7 +24,7 @@ from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
 from moecore.measure.routing_metrics.sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches

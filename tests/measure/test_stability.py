@@ -11,7 +11,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
-from moecore.data.corruptions.draws import add_noise, standard_normal_noise
+from moecore.data.image_noise import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
 from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
@@ -28,7 +28,7 @@ from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
-from moecore.testing.small_models import CLASSES
+from moecore.testing.check_helpers import CLASSES
 from tests.measure.subjects import (
     FEW,
     MOVED,

@@ -40,10 +40,10 @@ from moecore.report.report_files import render_report_files
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Results
 from moecore.stages.sizes import Params
-from moecore.study.reading.stage_params import extract_declared_settings
-from moecore.study.writing.write_params import dump_inline_yaml
+from moecore.study.params_file import dump_inline_yaml
+from moecore.study.settings import extract_declared_settings
 from moecore.testing import check_measurement
-from moecore.training.live_bytes import LiveBytes, live_training_tensors
+from moecore.training.meter import LiveBytes, live_training_tensors
 from tests.measure.subjects import (
     built,
     digits,

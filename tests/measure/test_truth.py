@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
 from moecore.core.files import UserError
-from moecore.data.corruptions.draws import SIGMAS, add_noise, standard_normal_noise
+from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
 from moecore.measure.base import MeasuredModel
@@ -22,7 +22,7 @@ from moecore.measure.truth import (
     Truth,
     truth_layer,
 )
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp

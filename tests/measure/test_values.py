@@ -16,7 +16,7 @@ from moecore.report.metric_columns import MetricColumns
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
 from moecore.testing import check_measurement
-from moecore.testing.small_models import CLASSES, small_data, small_vit
+from moecore.testing.check_helpers import CLASSES, small_data, small_vit
 from tests.measure.subjects import compute_without_cache
 
 HITS = np.array([1.0, 0, 1, 1])

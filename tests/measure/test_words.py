@@ -36,7 +36,7 @@ from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.statistics.intervals import wilson
 from moecore.tasks import next_token
-from moecore.tasks.classification_metrics import brier_scores, class_confidence, top1_hits
+from moecore.tasks.class_task import brier_scores, class_confidence, top1_hits
 from moecore.tasks.next_token import NextToken
 from moecore.testing import check_measurement
 from tests.data.making import image_classes

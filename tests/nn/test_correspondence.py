@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
-from moecore.data.views.randaugment import RandAugment
+from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import AffineRanges, CropRanges, ViewSettings, make_random_views
 from moecore.nn.correspondence import (
     align_teacher_probs,

@@ -15,14 +15,14 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import grouped_linear
 from moecore.nn.layers.block import softmax_attention
-from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import attach_required_guide, build_guide
 from moecore.training.job import BatchPrefetcher, TrainingJob, training_batch
 from moecore.training.loop import iterate_training, train_step
 from moecore.training.meter import Meter
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
-from moecore.training.optimizer import build_optimizer
+from moecore.training.runtime import CompiledBlocks
+from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import COMPETITION, CPU, IMAGE, SETTINGS, task
 

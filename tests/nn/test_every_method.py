@@ -16,10 +16,9 @@ from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.job import TrainingJob
+from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, task

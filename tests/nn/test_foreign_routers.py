@@ -7,12 +7,11 @@ from torch.utils.checkpoint import checkpoint
 
 from moecore.core.files import UserError
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.foreign_routers import FOREIGN_ROUTERS, build_record
-from moecore.nn.layers.standalone_moe import MoELayer
-from moecore.nn.router_hooks import routing_collector
+from moecore.nn.layers.moe import MoELayer
+from moecore.nn.router_hooks import FOREIGN_ROUTERS, build_record, routing_collector
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.testing.small_models import small_vit
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.testing.check_helpers import small_vit
+from moecore.training.teachers.timm import define_missing_operators
 
 SMALL = {
     "vocab_size": 50,

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from moecore.core.files import UserError
 from moecore.core.source_layout import PROJECT_ANSWERS, ROOT, list_project_dvc_files
 from moecore.pipeline.cli import app
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from moecore.pipeline.project_answers import hash_text
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.questions import find_question
-from moecore.study.writing.renamed_keys import RenamedKey
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.project import hash_text
+from moecore.study.document import load_yaml_document
+from moecore.study.params_file import RenamedKey
+from moecore.study.questions import find_question
 from moecore.tracking.mlflow_connection import experiment_name, project_root
 from tests.my_lab import forget_package
 from tests.project import check_params
@@ -136,7 +136,7 @@ CLONE = "https://example.org/lab/moecore.git"
 )
 def test_a_project_requires_moecore_from_where_ours_came(empty, monkeypatch, recorded, requirement):
     """As pip records it (PEP 610); of the name alone an index may have another package."""
-    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
     metadata = empty.parent / "installed/moecore-0.9.1.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: moecore\nVersion: 0.9.1\n")
@@ -236,7 +236,7 @@ def test_an_upgrade_shows_first_then_writes_and_leaves_what_the_user_edited(olde
 @pytest.mark.parametrize("study", ["quick", "main"])
 def test_an_upgrade_keeps_the_stages_that_the_project_has(empty, monkeypatch, study):
     """A version began it whose ``quick`` had ``calibrate``, and ``main`` no ``transfer``."""
-    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
     moecore("new", "own", ".", "--from", study)
     dvc, params = Path("dvc.yaml"), Path("params.yaml")
     stages = {*load_yaml_document(dvc).data["stages"], "calibrate"} - {"transfer"}
@@ -260,8 +260,8 @@ def test_an_upgrade_renames_keys_and_keeps_comments(older, monkeypatch):
         RenamedKey("0.0.2", "methods.*.router.kind", "sort"),
         RenamedKey("0.1.0", "robustness.images", "pictures"),
     )
-    monkeypatch.setattr("moecore.pipeline.upgrade_project.RENAMED_KEYS", steps)
-    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    monkeypatch.setattr("moecore.pipeline.project_files.RENAMED_KEYS", steps)
+    monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
     params = older / "params.yaml"
     text = params.read_text(encoding="utf-8") + "\n# the end\n"
     params.write_text(text, encoding="utf-8")
@@ -317,7 +317,7 @@ def test_a_question_that_cannot_be_composed_leaves_no_file(empty):
 
 
 def test_a_project_of_an_older_version_knows_its_study(older, monkeypatch):
-    monkeypatch.setattr("moecore.pipeline.upgrade_project.print_plan", lambda: None)
+    monkeypatch.setattr("moecore.pipeline.project_files.print_plan", lambda: None)
     answers = json.loads((older / PROJECT_ANSWERS).read_text(encoding="utf-8"))
     named = json.dumps(answers | {"study": "dialects_new"})
     (older / PROJECT_ANSWERS).write_text(named, encoding="utf-8")

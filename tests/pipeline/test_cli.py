@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from moecore.core.files import read_json, write_whole
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.pipeline.cli import app
-from moecore.study.reading.questions import QuestionFile
+from moecore.study.questions import QuestionFile
 from tests.data.making import image_classes
 from tests.my_lab import write_my_lab
 from tests.project import PARAMS, ROOT, SHIPPED, Project

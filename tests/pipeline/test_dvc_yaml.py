@@ -19,10 +19,10 @@ from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import hash_code_files, hash_settings
-from moecore.pipeline.dvc_file import (
+from moecore.pipeline.dvc import (
     LARGE_STUDY,
     count_stages,
     stage_definitions,
@@ -41,13 +41,13 @@ from moecore.pipeline.plan import (
     query_pipeline_status,
     stages_changed_by_code,
 )
-from moecore.study.reading.document import (
+from moecore.study.document import (
     Document,
     load_yaml_document,
     parse_yaml_document,
 )
-from moecore.study.reading.stage_params import params_keys_by_field
-from moecore.study.reading.study import read_study
+from moecore.study.settings import params_keys_by_field
+from moecore.study.study import read_study
 from moecore.tasks.classification import Classification
 from tests import project
 from tests.project import compose_shipped

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from moecore.core.part_families import list_own_names
+from moecore.core.config import list_own_names
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router

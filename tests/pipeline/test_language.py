@@ -10,9 +10,8 @@ import pytest
 import torch
 import yaml
 
-from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.study.reading.study import Study
+from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
+from moecore.study.study import Study
 from moecore.tasks.next_token import NextToken
 from tests import forked
 from tests.project import check_params, compose_shipped, write_question

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moecore.pipeline.code_hashes import hash_code_files
-from moecore.study.reading.document import parse_yaml_document
+from moecore.study.document import parse_yaml_document
 from tests.my_lab import SECTIONS, forget_package, write_my_lab
 from tests.project import forget_files
 

@@ -16,7 +16,7 @@ from threading import Event
 import pytest
 
 from moecore.core.files import UserError, whole_folder, write_json
-from moecore.pipeline import job_resources, stage_client
+from moecore.pipeline import parallel, stage_client
 from moecore.pipeline.parallel import next_job_stages, run_job_stages, run_stages
 from moecore.pipeline.plan import query_pipeline_status
 from moecore.pipeline.stage_client import SOCKET
@@ -126,11 +126,11 @@ def test_all_cores_are_for_what_runs_alone(started):
 
 @pytest.mark.parametrize(("given", "threads"), [("3", "3"), ("", "2")])
 def test_a_job_has_a_share_of_the_cores_unless_threads_are_given(monkeypatch, given, threads):
-    monkeypatch.setattr(job_resources, "available_cores", lambda: 4)
-    monkeypatch.setattr(job_resources, "list_gpus", list)
+    monkeypatch.setattr(parallel, "available_cores", lambda: 4)
+    monkeypatch.setattr(parallel, "list_gpus", list)
     monkeypatch.setenv("MOECORE_THREADS", given)
     job = {"MOECORE_THREADS": threads, "OMP_NUM_THREADS": threads}
-    assert job_resources.job_environments(2) == [job, job]
+    assert parallel.job_environments(2) == [job, job]
 
 
 def test_nothing_starts_after_a_failure(started):

@@ -10,9 +10,9 @@ import torch
 
 from moecore.core.source_layout import ROOT
 from moecore.measure.sizes import PaperModel, count_sized_model
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.report.tables.paper_numbers import REPORTED
-from moecore.study.reading.questions import QuestionFile
+from moecore.study.questions import QuestionFile
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
 from tests.project import check_params, compose_shipped, write_question

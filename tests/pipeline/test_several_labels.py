@@ -10,9 +10,9 @@ from moecore.measure.base import read_result
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code
 from moecore.stages import finetune, prepare, pretrain
-from moecore.study.checking.validate import cross_misfits, format_misfits
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.study import read_study
+from moecore.study.check import cross_misfits, format_misfits
+from moecore.study.document import parse_yaml_document
+from moecore.study.study import read_study
 from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.artifacts import load_model, save_no_guide

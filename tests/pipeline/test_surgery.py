@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
-from moecore.study.reading.document import parse_yaml_document
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
+from moecore.study.document import parse_yaml_document
 from tests.project import Project
 
 STAGES = "prepare teacher teacher_router pretrain prune merge calibrate routing measure compare"

@@ -17,12 +17,11 @@ import pytest
 
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
-from moecore.pipeline import closures
-from moecore.pipeline.closures import hash_files, import_closure, part_files
-from moecore.pipeline.code_hashes import hash_code_files
+from moecore.pipeline import code_hashes
+from moecore.pipeline.code_hashes import hash_code_files, hash_files, import_closure, part_files
 from moecore.pipeline.plan import HASHING
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
+from moecore.study.document import load_yaml_document, parse_yaml_document
 from tests.project import COMMAND, Project, forget_files
 
 METHODS = ("dense", "vmoe", "tgr")
@@ -242,7 +241,7 @@ def depends_on(project: Project) -> dict[str, set[str]]:
 
 def decides(file: str) -> bool:
     room = file.split("/")[1]
-    return room in ("stages", *closures.DECIDING)
+    return room in ("stages", *code_hashes.DECIDING)
 
 
 def test_a_stage_depends_on_all_code_that_it_runs(finished, used):
@@ -263,9 +262,9 @@ def draw_files(project: Project, number: int) -> list[str]:
         for path in sorted((project.folder / "moecore").rglob("[a-z]*.py"))
     ]
     rooms = sorted({file.split("/")[1] for file in files})
-    others = [room for room in rooms if room not in closures.DECIDING]
+    others = [room for room in rooms if room not in code_hashes.DECIDING]
     drawn = [
-        *draw.sample(closures.DECIDING * 4, number - number // 3),
+        *draw.sample(code_hashes.DECIDING * 4, number - number // 3),
         *draw.sample(others * 4, number // 3),
     ]
     return [
@@ -287,7 +286,7 @@ def test_an_edit_reruns_what_uses_the_file_and_nothing_else(edited, used, monkey
         assert using <= changed, f"{file}: used, but not run again"
         assert changed == {name for name, sources in known.items() if file in sources}, file
         room = file.split("/")[1]
-        if room not in closures.DECIDING:
+        if room not in code_hashes.DECIDING:
             assert changed <= ({"compare"} if room == "report" else set()), file
         if soak:
             edited.run(["dvc", "repro", "--single-item", HASHING])
@@ -306,7 +305,7 @@ TREE = {
     "moecore/nn/routers/__init__.py": '"""A family."""',
     "moecore/nn/routers/base.py": "",
     "moecore/nn/routers/top.py": "from moecore.nn.routers import gates\nfrom .plan import Plan",
-    "moecore/nn/routers/gates.py": "",
+    "moecore/nn/routers/token_choice.py": "",
     "moecore/nn/routers/plan.py": "from moecore.data.helper import x",
     "moecore/nn/routers/other.py": "",
     "moecore/nn/experts/both.py": "",
@@ -351,7 +350,7 @@ def test_closure_follows_modules_but_no_family(tree):
 
 def test_only_the_rooms_that_decide_a_result_are_followed(tree):
     assert names(import_closure("moecore/stages/compare.py", tree)) == {"moecore/stages/compare.py"}
-    rooms = (*closures.DECIDING, "report")
+    rooms = (*code_hashes.DECIDING, "report")
     assert names(import_closure("moecore/stages/compare.py", tree, rooms)) == {
         "moecore/stages/compare.py",
         "moecore/report/html.py",
@@ -368,7 +367,7 @@ def test_parts_bring_their_helpers(tree):
     }
     assert names(part_files(section, tree)) == {
         "moecore/nn/routers/top.py",
-        "moecore/nn/routers/gates.py",
+        "moecore/nn/routers/token_choice.py",
         "moecore/nn/routers/plan.py",
         "moecore/data/helper.py",
         "moecore/data/atlas/map.bin",
@@ -441,7 +440,7 @@ def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
 
 def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files):
     for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
-        wanted = {"moecore/training/loop.py", "moecore/training/optimizer.py"}
+        wanted = {"moecore/training/loop.py", "moecore/training/settings.py"}
         assert wanted <= set(files[f"stages/{script}.json"]), script
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import Model
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec, Model
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit

@@ -38,8 +38,7 @@ from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
 from moecore.measure.values import Found, Place, Value
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import bootstrap_interval, wilson
-from moecore.tasks.classification import Classification
-from moecore.tasks.classification_metrics import (
+from moecore.tasks.class_task import (
     brier_scores,
     calibration_error,
     class_confidence,
@@ -49,6 +48,7 @@ from moecore.tasks.classification_metrics import (
     top1_hits,
     topk_hits,
 )
+from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
 
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal")

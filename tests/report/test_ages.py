@@ -18,7 +18,7 @@ from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.terminal_summary import headline_rows
-from moecore.study.reading.run_section import Selection
+from moecore.study.sections import Selection
 from tests.report.ages import STAGES, write_ages
 from tests.report.generated import changed
 from tests.report.test_report import assert_self_contained

@@ -42,14 +42,14 @@ from moecore.statistics.crossed import (
     crossed_difference,
     encode_item_values,
 )
-from moecore.study.reading.claims_section import (
+from moecore.study.questions import load_questions
+from moecore.study.sections import (
     Claim,
     Question,
     answer_settings_digest,
     has_changed_settings,
 )
-from moecore.study.reading.questions import load_questions
-from moecore.study.reading.study import read_study
+from moecore.study.study import read_study
 from tests.report.generated import (
     TASK,
     card,

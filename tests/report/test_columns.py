@@ -31,7 +31,7 @@ from moecore.report.reference_methods import column_context
 from moecore.report.results import USUAL
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
-from moecore.study.reading.claims_section import Question
+from moecore.study.sections import Question
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed

@@ -36,7 +36,7 @@ from moecore.statistics.intervals import (
     mean_over_seeds,
     seed_pseudo_values,
 )
-from moecore.study.reading.claims_section import Question
+from moecore.study.sections import Question
 from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import IMAGE, subject
 

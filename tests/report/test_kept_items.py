@@ -26,7 +26,7 @@ from moecore.report.claims.preregistration import (
 )
 from moecore.report.claims.what_would_decide import describe_open_answers, needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
-from moecore.study.reading.questions import QuestionFile, Round
+from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
 from tests.report.test_claims import claim, of_items, question, study
 

@@ -26,11 +26,11 @@ from moecore.report.tables.metrics_by_method import (
 )
 from moecore.report.tables.paper_numbers import PAPERS, REPORTED
 from moecore.report.tables.terminal_summary import headline_rows
-from moecore.study.checking.data_rules import load_previews
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
-from moecore.study.reading.run_section import Selection
-from moecore.study.reading.stage_params import extract_declared_settings
-from moecore.study.reading.study import Study
+from moecore.study.data_rules import load_previews
+from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.sections import Selection
+from moecore.study.settings import extract_declared_settings
+from moecore.study.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import PARAMS, SHIPPED
 from tests.report.generated import EPSILONS, NEW, TRANSFORMS, write_results

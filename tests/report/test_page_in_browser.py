@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Locator
 
-from moecore.predict import page as predicted
-from moecore.predict.page import (
+from moecore.predict import pictures as predicted
+from moecore.predict.pictures import (
     Failure,
     PredictedPage,
     RoutedText,
@@ -20,7 +20,7 @@ from moecore.report.page.explorer_page import explorer
 from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
 from moecore.report.typed_results import Models
-from moecore.study.reading.run_section import Selection
+from moecore.study.sections import Selection
 from moecore.tasks.classification import Classification
 from tests.browser import LOOKS, clipped, opened
 from tests.report import explored

@@ -26,7 +26,7 @@ from moecore.report.tables.metrics_by_method import (
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
-from moecore.study.reading.run_section import Selection
+from moecore.study.sections import Selection
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 

@@ -17,11 +17,16 @@ from moecore.core.config import Config
 from moecore.core.files import UserError, read_json, write_json
 from moecore.core.source_layout import ROOT
 from moecore.pipeline.code_hashes import write_code
-from moecore.run import history_file, source_hashes
+from moecore.run import history_file, inputs
 from moecore.run.history_file import read_dvc_locks, read_lines
-from moecore.run.inputs import StageInputs, refuse_changed_document, stage_hash_files
+from moecore.run.inputs import (
+    StageCode,
+    StageInputs,
+    hash_source_file,
+    refuse_changed_document,
+    stage_hash_files,
+)
 from moecore.run.run_record import record_run
-from moecore.run.source_hashes import StageCode, hash_source_file
 from moecore.stages import (
     calibrate,
     finetune,
@@ -31,7 +36,7 @@ from moecore.stages import (
     teacher,
     transfer,
 )
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
@@ -92,7 +97,7 @@ def test_a_setting_edited_while_a_stage_runs_files_no_result_and_is_named(projec
     assert not checkpoints(project)
 
 
-CODE = "moecore/training/optimizer.py"
+CODE = "moecore/training/settings.py"
 EDIT = "\nEDITED = True\n"
 
 
@@ -118,8 +123,8 @@ def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(tmp_path):
 
 
 def test_a_forked_stage_has_the_code_that_its_server_imported(monkeypatch, tmp_path):
-    monkeypatch.setattr(source_hashes, "_imported_by_server", {})
-    source_hashes.remember_imported_sources()
+    monkeypatch.setattr(inputs, "_imported_by_server", {})
+    inputs.remember_imported_sources()
     file, other = Path(CODE), Path("moecore/training/loop.py")
     hashes = {path.as_posix(): hash_source_file(path) for path in (file, other)}
     write_json(tmp_path / "hashes.json", hashes)

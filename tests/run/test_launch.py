@@ -23,7 +23,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.safetensors_files import read_tensors
-from moecore.pipeline import job_resources
+from moecore.pipeline import parallel
 from moecore.run.cluster_launcher import (
     Cluster,
     StageResources,
@@ -292,10 +292,10 @@ def test_an_error_of_one_rank_is_not_tried_again(tmp_path, monkeypatch, capfd):
 def test_jobs_take_the_cards_that_were_given(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    given = [place["CUDA_VISIBLE_DEVICES"] for place in job_resources.job_environments(3)]
+    given = [place["CUDA_VISIBLE_DEVICES"] for place in parallel.job_environments(3)]
     assert given == ["4", "5", "4"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in job_resources.job_environments(2)] == [
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in parallel.job_environments(2)] == [
         "0",
         "1",
     ]
@@ -307,20 +307,20 @@ def test_a_job_takes_as_many_cards_as_its_stage_wants(monkeypatch, tmp_path):
     text = "launch: env\ndefault: {gpus: 1}\nstages: {pretrain: {ranks: 2, gpus: 2}}\n"
     monkeypatch.setenv("MOECORE_CLUSTER", written(tmp_path, text))
     training = ("pretrain@vmoe-0", "finetune@vmoe-0")
-    all_places = job_resources.job_environments(3)
-    chosen = job_resources.choose_places(training, all_places)
-    assert job_resources.merge_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    all_places = parallel.job_environments(3)
+    chosen = parallel.choose_places(training, all_places)
+    assert parallel.merge_environments(chosen) == {"CUDA_VISIBLE_DEVICES": "7,5"}
     left = [place for place in all_places if place not in chosen]
-    assert job_resources.choose_places(training, left) is None, "it waits for a second one"
-    assert job_resources.choose_places(("compare",), left) == left
-    assert len(job_resources.job_environments(1)) == 2, "one job at a time has both"
+    assert parallel.choose_places(training, left) is None, "it waits for a second one"
+    assert parallel.choose_places(("compare",), left) == left
+    assert len(parallel.job_environments(1)) == 2, "one job at a time has both"
     path = written(tmp_path, text.replace("gpus: 2", "gpus: 4"))
     with pytest.raises(UserError) as caught:
-        job_resources.job_environments(3)
+        parallel.job_environments(3)
     said = f"{path}: stages.pretrain.gpus: found 4; this machine may use 3: 2, 5, 7"
     assert str(caught.value) == said
     written(tmp_path, "launch: 'env GPUS={gpus}'\ndefault: {gpus: 4}\n")
-    assert job_resources.job_environments(64) == [{}] * 64, "the launcher gives them"
+    assert parallel.job_environments(64) == [{}] * 64, "the launcher gives them"
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from moecore.core.source_layout import ROOT
 from moecore.pipeline.study_runs import keep_results, why_results_stay, write_run
 from moecore.run.partial_comparison import describe_waiting_claims, split_answerable_comparisons
 from moecore.stages.compare import Params
-from moecore.study.reading.questions import QuestionFile, Round
-from moecore.study.reading.stage_params import read_params
-from moecore.study.writing.assignments import write_assignments
+from moecore.study.params_file import write_assignments
+from moecore.study.questions import QuestionFile, Round
+from moecore.study.settings import read_params
 
 NAME = "moge/fashion_150_epochs"
 NUMBERS = {"moe": {}, "claims": {"0: one": {}}}

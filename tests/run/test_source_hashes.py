@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from moecore.run.source_hashes import hash_syntax
+from moecore.run.inputs import hash_syntax
 
 CODE = '''\
 """A module."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moecore.brain import out_of_fold as brain
-from moecore.brain.age_predictions import Ages, fit_age_line
+from moecore.brain.age_measurement import Ages, fit_age_line
 from moecore.brain.out_of_fold import assign_folds
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.files import UserError
@@ -21,9 +21,9 @@ from moecore.data.prepared import Prepared
 from moecore.measure import stability
 from moecore.measure.base import Skipped, find_measurement, read_result
 from moecore.measure.calibrators.linear import Linear
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.figures.dataset_samples import draw_dataset_samples
 from moecore.stages import out_of_fold as stage
 from moecore.stages.measure import measure

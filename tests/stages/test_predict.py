@@ -16,8 +16,7 @@ import torch
 from PIL import Image
 
 from moecore.brain.age_calibration import write_calibration_folder
-from moecore.brain.age_measurement import summarize_age_errors
-from moecore.brain.age_predictions import Ages, fit_age_line
+from moecore.brain.age_measurement import Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import read_predictions
 from moecore.core.config import read_json_settings
 from moecore.core.files import UserError
@@ -25,7 +24,7 @@ from moecore.core.plain_values import spreadsheet_cell
 from moecore.data.files.decode import decode_image
 from moecore.measure.calibrators.linear import FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.experts.mlp import Mlp
@@ -34,10 +33,14 @@ from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.pipeline.predict_cli import main
-from moecore.predict.ages import calibrator_folder, load_age_calibration
+from moecore.predict.ages import (
+    calibrator_folder,
+    find_volumes,
+    load_age_calibration,
+    prepare_volumes,
+)
 from moecore.predict.ages import predict_ages as predict
 from moecore.predict.folder_predictions import PredictionRequest, predict_folder
-from moecore.predict.input_volumes import find_volumes, prepare_volumes
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_model, save_model
 from tests.browser import clipped, opened

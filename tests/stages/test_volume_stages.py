@@ -15,7 +15,7 @@ from moecore.core.files import UserError
 from moecore.measure.base import read_result
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.measure.routing_metrics.epochs import EpochWatch
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
 from moecore.pipeline.code_hashes import write_code

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moecore.statistics.people import first_half, permuted_orders
+from moecore.statistics.intervals import first_half, permuted_orders
 
 PEOPLE = np.array(["d", "a", "b", "a", "c", "b", "b", "b", "c"])  # 1, 2, 4 and 2 images
 

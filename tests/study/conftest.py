@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moecore.core.source_layout import ROOT
-from moecore.study.reading.questions import QuestionFile
+from moecore.study.questions import QuestionFile
 from tests.project import PARAMS
 
 

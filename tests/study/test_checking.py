@@ -11,10 +11,14 @@ import yaml
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
 from moecore.data.sources.digits import Digits
-from moecore.study.checking.preflight import check_and_describe_study, check_study
-from moecore.study.checking.validate import params_schema, read_study_and_problems
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
-from moecore.study.writing.write_params import dump_inline_yaml
+from moecore.study.check import (
+    check_and_describe_study,
+    check_study,
+    params_schema,
+    read_study_and_problems,
+)
+from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.params_file import dump_inline_yaml
 from tests.data.making import image_classes
 from tests.project import PARAMS, check_params, compose_shipped, write_question
 from tests.training.small import COMPETITION

@@ -24,18 +24,17 @@ from moecore.core.source_layout import ROOT
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
 from moecore.nn.meta_device import meta_device_context
-from moecore.pipeline.dvc_file import stage_definitions, study_dvc_yaml_texts
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
-from moecore.study.checking.data_rules import load_previews
-from moecore.study.checking.model_build_rules import image_spec
-from moecore.study.checking.preflight import check_study
-from moecore.study.reading.questions import QuestionFile
-from moecore.study.reading.study import Study
+from moecore.study.check import check_study
+from moecore.study.data_rules import load_previews
+from moecore.study.model_rules import image_spec
+from moecore.study.questions import QuestionFile
+from moecore.study.study import Study
 from moecore.training.guide import build_guide
-from moecore.training.job import TrainingJob, training_batch
+from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import train_step
-from moecore.training.objective import Objective
-from moecore.training.optimizer import build_optimizer
+from moecore.training.settings import build_optimizer
 from tests.project import PARAMS
 
 STUDIES = ("", "ermoe/image_text", "moge/swin", "moge/language", "ermoe/brain_age", "ours/sizes")

@@ -6,9 +6,9 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.questions import (
+from moecore.study.check import check_document
+from moecore.study.document import parse_yaml_document
+from moecore.study.questions import (
     QuestionFile,
     find_question,
     list_question_names,

@@ -17,16 +17,20 @@ from pydantic import Field, model_validator
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
-from moecore.study.reading.layers import merge_settings
-from moecore.study.reading.message_format import cap_line_count, spell_keys
-from moecore.study.reading.stage_params import (
+from moecore.study.document import (
+    cap_line_count,
+    load_yaml_document,
+    parse_yaml_document,
+    spell_keys,
+)
+from moecore.study.layers import merge_settings
+from moecore.study.settings import (
     ParamsKeyTemplate,
     extract_declared_settings,
     params_keys_by_field,
     read_params,
 )
-from moecore.study.reading.study import MEASURED_SECTIONS, SECTIONS, Study
+from moecore.study.study import MEASURED_SECTIONS, SECTIONS, Study
 
 
 class NoisyTopK(Config):
@@ -296,7 +300,7 @@ def test_single_problems(text, place_and_key, word):
 
 def test_imports_are_light():
     code = (
-        "import sys, moecore.study.reading.stage_params, moecore.run.run_record, "
+        "import sys, moecore.study.settings, moecore.run.run_record, "
         "moecore.run.progress, moecore.run.stage_entry; "
         "assert not {'torch', 'mlflow', 'numpy'} & set(sys.modules)"
     )

@@ -10,11 +10,10 @@ import torch
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
-from moecore.study.checking.outside_part_rules import outside_part_misfits
-from moecore.study.checking.preflight import check_study
-from moecore.study.checking.trial_step_rules import trial_step_misfits
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.study import Study, read_study
+from moecore.study.check import check_study
+from moecore.study.document import load_yaml_document
+from moecore.study.study import Study, read_study
+from moecore.study.trial_rules import outside_part_misfits, trial_step_misfits
 from tests.my_lab import (
     BRIGHTNESS,
     BRIGHTNESS_PAGE,

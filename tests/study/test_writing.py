@@ -7,21 +7,22 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT, SHIPPED
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
-from moecore.study.reading.layers import (
+from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.layers import (
     compose_layers,
     load_overlay_layer,
     load_root_layer,
 )
-from moecore.study.reading.questions import QuestionFile, list_question_names
-from moecore.study.writing.assignments import apply_assignments, write_assignments
-from moecore.study.writing.write_params import (
+from moecore.study.params_file import (
     ParamsOrigin,
+    apply_assignments,
     list_changes,
     overlay_text,
     params_text,
+    write_assignments,
     write_params,
 )
+from moecore.study.questions import QuestionFile, list_question_names
 from tests.project import PARAMS, write_question
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.statistics.paired import count_paired_hits, paired_bootstrap, paired_share_difference
-from moecore.tasks.classification import Classification
-from moecore.tasks.classification_metrics import (
+from moecore.tasks.class_task import (
     brier_scores,
     calibration_error,
     class_confidence,
@@ -25,9 +24,10 @@ from moecore.tasks.classification_metrics import (
     top1_hits,
     topk_hits,
 )
+from moecore.tasks.classification import Classification
 from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.regression import Regression
-from moecore.tasks.regression_metrics import (
+from moecore.tasks.regression import (
+    Regression,
     age_fit,
 )
 

@@ -15,15 +15,16 @@ from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws, generator_for
 from moecore.tasks.cells import Cells
 from moecore.tasks.classification import Classification
-from moecore.tasks.image_text import NONE, ImageText
-from moecore.tasks.multi_label import MultiLabel
-from moecore.tasks.next_token import NextToken
-from moecore.tasks.regression import Regression
-from moecore.tasks.retrieval_recall import (
+from moecore.tasks.image_text import (
+    NONE,
+    ImageText,
     hit_probability_under_ties,
     image_to_text_recall,
     text_to_image_recall,
 )
+from moecore.tasks.multi_label import MultiLabel
+from moecore.tasks.next_token import NextToken
+from moecore.tasks.regression import Regression
 from moecore.testing import check_task
 
 ONE = Classification(classes=("a", "b", "c"))

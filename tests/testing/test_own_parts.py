@@ -6,12 +6,12 @@ from moecore.attacks.apgd import Apgd
 from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
-from moecore.core.part_families import list_own_names, part_classes_by_kind
-from moecore.data.expected_data import parse_card_task
+from moecore.core.config import list_own_names, part_classes_by_kind
+from moecore.data.sources.base import parse_card_task
 from moecore.face import backbones, experts, regularizers, routers
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.balances.base import Balance
 from moecore.testing import (
@@ -25,7 +25,7 @@ from moecore.testing import (
     check_router,
     check_teacher,
 )
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
 from moecore.training.settings import Training
 from moecore.training.teachers.dense import Dense
 

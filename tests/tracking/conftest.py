@@ -17,7 +17,7 @@ from moecore.core.source_layout import ROOT
 from moecore.measure.calibration import PredictionQuality, Result
 from moecore.run.run_record import record_run
 from moecore.statistics.intervals import Estimate
-from moecore.tasks.classification_metrics import reliability_bins
+from moecore.tasks.class_task import reliability_bins
 
 CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
 CARD |= {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]}

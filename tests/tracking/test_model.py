@@ -13,16 +13,15 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.run.run_record import record_run
 from moecore.tasks.classification import Classification
-from moecore.tasks.image_text import ImageText
+from moecore.tasks.image_text import ImageText, similarity_matrix
 from moecore.tasks.next_token import NextToken
-from moecore.tasks.retrieval_recall import similarity_matrix
 from moecore.tracking import sync as module
 from moecore.tracking.model import model_folder, model_signature
 from moecore.tracking.sync import Importer

@@ -14,10 +14,9 @@ from mlflow.cli import cli as mlflow_cli
 from moecore.core.files import UserError
 from moecore.run.run_record import record_run
 from moecore.tracking import sync as module
-from moecore.tracking.metric_names import stage_metrics_and_params
 from moecore.tracking.mlflow_connection import store_address
-from moecore.tracking.sync import Importer, sync_runs
-from moecore.tracking.view import TAG
+from moecore.tracking.stored_run import stage_metrics_and_params
+from moecore.tracking.sync import TAG, Importer, sync_runs
 from moecore.training.monitor import LayerTotals, Monitor, build_routing_point
 from tests.tracking.conftest import Params, calibrate, only_run
 

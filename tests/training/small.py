@@ -14,14 +14,13 @@ from moecore.core.routing_records import (
 )
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import TrainingJob
+from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import batch_maker, iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.runtime import Runtime
 from moecore.training.settings import Training
 

@@ -13,13 +13,12 @@ from moecore.data.prepared import Split
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import eval_mode
 from moecore.tasks.multi_label import MultiLabel
-from moecore.training.adversarial import Adversarial
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.guide import build_guide
 from moecore.training.job import training_batch
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.settings import Training
+from moecore.training.settings import Adversarial, Training
 from tests.attacks.models import Linear
 from tests.training.small import (
     CPU,

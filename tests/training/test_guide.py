@@ -25,10 +25,9 @@ from moecore.training.guide import (
     attach_required_guide,
     build_guide,
 )
-from moecore.training.job import TrainingJob, training_batch
+from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import iterate_training, validation_metrics
 from moecore.training.method import Method, TeacherRouter
-from moecore.training.objective import Objective
 from moecore.training.settings import TeacherRouterFit, Training
 from moecore.training.teachers.fit_router import iterate_router_fit
 from tests.training.small import (

@@ -14,16 +14,20 @@ from moecore.data.views.views import ViewSettings
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.classification import Classification
-from moecore.training.adversarial import Adversarial
 from moecore.training.artifacts import load_adapted_model, load_card, load_model, save_model
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import BatchPrefetcher, TrainingJob, build_training_job, training_batch
+from moecore.training.job import (
+    BatchPrefetcher,
+    Objective,
+    TrainingJob,
+    build_training_job,
+    training_batch,
+)
 from moecore.training.loop import iterate_training, total_steps, validation_metrics
 from moecore.training.meter import MEMORY
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.outcome import TrainingLog, evaluate_trained_model
-from moecore.training.settings import Training
+from moecore.training.settings import Adversarial, Training
 from moecore.training.upcycle import upcycle_model
 from tests.measure.subjects import built, digits
 from tests.training.small import (

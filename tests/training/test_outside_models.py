@@ -14,7 +14,7 @@ from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.pipeline.predict_cli import main
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
 from moecore.training.artifacts import load_model, save_model
 from tests.my_lab import forget_package, write_my_lab
 from tests.volumes import write_classes

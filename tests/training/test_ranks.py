@@ -30,19 +30,17 @@ from moecore.core.ranks import Ranks, join_ranks, leave_ranks
 from moecore.core.safetensors_files import read_tensors
 from moecore.core.source_layout import ROOT
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.data.views.mix import Mix
-from moecore.data.views.views import ViewSettings
+from moecore.data.views.views import Mix, ViewSettings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.vit import Vit
-from moecore.study.reading.document import load_yaml_document
-from moecore.training.adversarial import Adversarial
+from moecore.study.document import load_yaml_document
 from moecore.training.distributed_training import check_expert_parallel
 from moecore.training.guide import build_guide
 from moecore.training.job import TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
-from moecore.training.settings import Training
+from moecore.training.settings import Adversarial, Training
 from moecore.training.sharded_state import to_full_tensor
 from tests.methods import REPRESENTATIVE
 from tests.nn.backbones import test_two_towers

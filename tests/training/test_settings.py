@@ -8,14 +8,13 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.study.reading.document import parse_yaml_document
-from moecore.study.reading.stage_params import extract_declared_settings
+from moecore.study.document import parse_yaml_document
+from moecore.study.settings import extract_declared_settings
 from moecore.training.checkpoint import Checkpoint
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.optimizer import build_optimizer, learning_rate
 from moecore.training.runtime import tune_runtime
-from moecore.training.settings import Finetuning, Training
+from moecore.training.settings import Finetuning, Training, build_optimizer, learning_rate
 from tests.training.small import CPU, VMOE, assert_same_weights, stop_training, task
 from tests.training.small import SETTINGS as SMALL
 

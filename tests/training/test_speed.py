@@ -26,7 +26,11 @@ from moecore.nn.layers.block import Block
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
 from moecore.training import loop
-from moecore.training.compilation_and_tracing import (
+from moecore.training.guide import build_guide
+from moecore.training.job import TrainingJob
+from moecore.training.loop import iterate_training, train_step
+from moecore.training.method import Method
+from moecore.training.runtime import (
     COMPILE,
     LONG,
     TRACE,
@@ -35,11 +39,7 @@ from moecore.training.compilation_and_tracing import (
     iterate_traced_steps,
     trace_file,
 )
-from moecore.training.guide import build_guide
-from moecore.training.job import TrainingJob
-from moecore.training.loop import iterate_training, train_step
-from moecore.training.method import Method
-from moecore.training.optimizer import build_optimizer
+from moecore.training.settings import build_optimizer
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU, IMAGE, SETTINGS, VMOE, step_batch, task
 

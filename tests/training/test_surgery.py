@@ -21,9 +21,9 @@ from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.teacher_routed import TeacherRouted
 from moecore.nn.routers.top_p import TopP
-from moecore.testing.small_models import IMAGE, small_data, small_vit
+from moecore.testing.check_helpers import IMAGE, small_data, small_vit
 from moecore.training.artifacts import load_model, save_model
-from moecore.training.surgery.expert_use import ExpertUseSums, measure_expert_use
+from moecore.training.surgery.expert_reduction import ExpertUseSums, measure_expert_use
 from moecore.training.surgery.merge import (
     Merge,
     cluster_outputs,

@@ -10,23 +10,21 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.safetensors_files import read_tensors
-from moecore.data.loader import load_split_for_device
+from moecore.data.loader import TextStreams, load_split_for_device
 from moecore.data.prepared import Split
-from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_rows
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import eval_mode, text_block_scores, text_perplexity
 from moecore.tasks.next_token import NextToken
 from moecore.training.artifacts import load_model, save_model
 from moecore.training.checkpoint import Checkpoint
-from moecore.training.job import TrainingJob, training_batch
+from moecore.training.job import Objective, TrainingJob, training_batch
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from moecore.training.single_tissue_volumes import (
     WHOLE,

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.sfcn import Sfcn
 from moecore.nn.backbones.single_layer import SingleLayer
@@ -22,8 +21,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.image_text import ImageText
 from moecore.tasks.next_token import NextToken
 from moecore.tasks.regression import Regression
-from moecore.testing.check_helpers import draw_weights
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE, draw_weights
 from moecore.training.upcycle import upcycle_model
 
 VOLUMES = IMAGE.model_copy(update={"size": (8, 8, 8)})

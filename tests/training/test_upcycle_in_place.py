@@ -6,19 +6,19 @@ from torch import nn
 
 from moecore.core.files import UserError
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.layers.moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.training.objective import routing_loss
+from moecore.training.job import routing_loss
 from moecore.training.regularizers.group_sparsity import GroupSparsity
 from moecore.training.regularizers.importance import Importance
 from moecore.training.regularizers.jensen_shannon import JensenShannon
 from moecore.training.regularizers.load import Load
 from moecore.training.regularizers.z_loss import ZLoss
-from moecore.training.teachers.torchvision_operators import define_missing_operators
-from moecore.training.upcycle_in_place import upcycle_in_place
+from moecore.training.teachers.timm import define_missing_operators
+from moecore.training.upcycle import upcycle_in_place
 from moecore.training.upcycling_kinds import Drop, Granular
 from tests.attacks.models import vit
 

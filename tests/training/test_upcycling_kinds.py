@@ -10,8 +10,7 @@ from moecore.nn.layers.moe import MoESettings, build_moe_feed_forward
 from moecore.nn.routers.cosine import Cosine
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
-from moecore.testing.check_helpers import draw_weights
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE, draw_weights
 from moecore.training.upcycle import fill_experts, upcycle_model
 from moecore.training.upcycling_kinds import Drop, Granular, redraw_units, repeat_router_rows
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 from scipy.ndimage import correlate, gaussian_filter
 
-from moecore.data.corruptions.severity_scaling import (
+from moecore.data.corruptions import (
     sample_bilinear,
     severity_length,
     severity_parameter,

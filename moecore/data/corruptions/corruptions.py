@@ -11,17 +11,25 @@ from collections.abc import Callable
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.data.corruptions.blur import defocus_blur, glass_blur, motion_blur, zoom_blur
-from moecore.data.corruptions.digital import (
+from moecore.data.corruptions import (
+    brightness,
     contrast,
+    defocus_blur,
     elastic_transform,
+    fog,
+    frost,
+    gaussian_noise,
+    glass_blur,
+    impulse_noise,
     jpeg_compression,
+    motion_blur,
     pixelate,
+    shot_noise,
+    snow,
     to_uint8,
+    zoom_blur,
 )
-from moecore.data.corruptions.draws import image_rng
-from moecore.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise
-from moecore.data.corruptions.weather import brightness, fog, frost, snow
+from moecore.data.image_noise import image_rng
 
 Corruption = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]
 ALL: tuple[Corruption, ...] = (

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 from scipy.ndimage import gaussian_filter, map_coordinates
 
-from moecore.data.corruptions.severity_scaling import severity_length, severity_parameter
+from moecore.data.corruptions import severity_length, severity_parameter
 
 
 def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moecore.data.corruptions.severity_scaling import severity_parameter
+from moecore.data.corruptions import severity_parameter
 
 
 def gaussian_noise(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:

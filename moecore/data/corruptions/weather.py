@@ -5,14 +5,15 @@ Image fp64 (C, H, W) in [0, 1], severity 1 to 5.
 
 import numpy as np
 
-from moecore.data.corruptions.blur import apply_kernel, trail_kernel
-from moecore.data.corruptions.severity_scaling import (
+from moecore.data.corruptions import (
+    apply_kernel,
     cloud_field,
     sample_bilinear,
     severity_length,
     severity_parameter,
+    trail_kernel,
 )
-from moecore.data.views.colour import LUMA
+from moecore.data.views.augmentations import LUMA
 
 
 def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:

@@ -13,18 +13,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.expected_data import PlannedData
-from moecore.data.files.resumable_decoding import DecodeCache, LabelledFiles, decode_splits
-from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import Source
-from moecore.data.text.prepared_captions import (
+from moecore.core.files import UserError, candidate_folders, join_below_root
+from moecore.data.files.captioned_source import (
     caption_task,
     tokenize_captions,
     write_captioned,
 )
+from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
+from moecore.data.prepared import SPLITS
+from moecore.data.sources.base import PlannedData, Source
 from moecore.data.text.tokenizers import AnyTokenizer, WordSettings, WordTokenizer
 from moecore.data.writer import DatasetInfo
 from moecore.tasks.image_text import ImageText

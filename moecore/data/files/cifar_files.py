@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moecore.core.files import UserError
-from moecore.data.files.download import check_digest, download_file
+from moecore.data.files.published_image_sets import check_digest, download_file
 
 URL = "https://www.cs.toronto.edu/~kriz/"
 PIXELS = 3 * 32 * 32

@@ -9,13 +9,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.expected_data import PlannedData, class_counts
+from moecore.core.files import UserError, candidate_folders, join_below_root
 from moecore.data.files.decode import SUFFIXES
-from moecore.data.files.resumable_decoding import DecodeCache, LabelledFiles, decode_splits
-from moecore.data.sources.base import Source
+from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
+from moecore.data.sources.base import PlannedData, Source, class_counts
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.writer import DatasetInfo, write_prepared
 from moecore.tasks.classification import Classification

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.expected_data import PlannedData, class_counts
+from moecore.core.files import UserError, candidate_folders
 from moecore.data.files.decode import resize_images_in_chunks
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source, class_counts
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification

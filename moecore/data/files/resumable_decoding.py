@@ -16,7 +16,7 @@ from moecore.data.files.decode import (
     decode_image,
     recompress_image,
 )
-from moecore.data.npy import new_array, open_array
+from moecore.data.stored_arrays import new_array, open_array
 from moecore.data.thread_map import map_in_threads
 from moecore.data.writer import PackedJpegFile, SplitToWrite
 

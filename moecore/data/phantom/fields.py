@@ -4,7 +4,7 @@ import numpy as np
 from numpy.random import Generator
 from scipy import ndimage
 
-from moecore.data.phantom.numbers import BIAS, SCAN_LOG_SD, SITE_GAIN, SITE_GAMMA_LOG_SD, SITE_NOISE
+from moecore.data.phantom.anatomy import BIAS, SCAN_LOG_SD, SITE_GAIN, SITE_GAMMA_LOG_SD, SITE_NOISE
 
 SIDE = 64  # voxels along each axis
 VOXEL_MM = 3.0

@@ -9,13 +9,25 @@ from functools import cache
 
 import numpy as np
 
-from moecore.data.phantom.fields import SIDE, VOXEL_MM, grid_points, scan_brain
-from moecore.data.phantom.numbers import FLUID, GREY, WHITE
+from moecore.data.phantom.anatomy import (
+    FLUID,
+    GREY,
+    SIDE,
+    VOXEL_MM,
+    WHITE,
+    Template,
+    grid_points,
+    scan_brain,
+    template_from_maps,
+    ventricle_voxel_shares,
+)
 from moecore.data.phantom.simulated_person import LifelongTraits
-from moecore.data.phantom.template import Template, template_from_maps, ventricle_voxel_shares
 from moecore.data.thread_map import one_blas_thread
-from moecore.data.volumes.grids import BRAIN
-from moecore.data.volumes.stored_volumes import VolumeWithTissueShares, pack_stored_volume
+from moecore.data.volumes.volume_preparation import (
+    BRAIN,
+    VolumeWithTissueShares,
+    pack_stored_volume,
+)
 
 # Semi-axes along right, anterior, superior
 HEAD = (72.0, 88.0, 76.0)

@@ -5,16 +5,17 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
-from moecore.data.phantom import numbers
-from moecore.data.phantom.fields import VOXEL_ML, smooth_fields
-from moecore.data.phantom.numbers import Preset
-from moecore.data.phantom.template import (
+from moecore.data.phantom import anatomy
+from moecore.data.phantom.anatomy import (
+    VOXEL_ML,
     PlacedTemplate,
     Pose,
+    Preset,
     Template,
     draw_pose,
     load_template,
     place_template,
+    smooth_fields,
 )
 
 MOST = 0.9  # of what a voxel holds may be taken from it
@@ -66,7 +67,7 @@ class LifelongTraits(NamedTuple):
     def draw(cls, seed: int, preset: Preset = "demo") -> "LifelongTraits":
         """Draw a person; scanner and site have other random streams."""
         random = np.random.default_rng([seed, 1])
-        varies = numbers.PRESETS[preset]
+        varies = anatomy.PRESETS[preset]
         gap, atrophy, boundary, ventricles, head, lesions = random.normal(size=6).tolist()
         pose = draw_pose(random, varies.warp)
         thinning, spots = smooth_fields(random, 2)
@@ -76,28 +77,28 @@ class LifelongTraits(NamedTuple):
     def at(self, age: float, sex: str, base: Template | None = None) -> BrainMaps:
         """The brain of this person at an age in years, as a woman (F) or a man (M)."""
         base = base or load_template()
-        head_ml = numbers.HEAD_ML[sex] * float(np.exp(numbers.HEAD_LOG_SD * self.head))
+        head_ml = anatomy.HEAD_ML[sex] * float(np.exp(anatomy.HEAD_LOG_SD * self.head))
         scale = (head_ml / base.head_ml) ** (1 / 3)
         targets = self.targets(base, age, sex)
         placement = place_template(base, self.pose, scale, targets.ventricles * head_ml / VOXEL_ML)
-        thinning = base.thinning * np.exp(numbers.CORTEX_LOG_SD * self.thinning)
+        thinning = base.thinning * np.exp(anatomy.CORTEX_LOG_SD * self.thinning)
         return shift_tissue_boundaries(placement, targets, thinning, self.spots)
 
     def targets(self, base: Template, age: float, sex: str) -> HeadTissueShares:
         """The volumes of this person at an age, as shares of the head."""
-        brain_age = float(np.clip(age + self.gap, numbers.YOUNGEST, numbers.OLDEST))
-        varies = numbers.PRESETS[self.preset]
+        brain_age = float(np.clip(age + self.gap, anatomy.YOUNGEST, anatomy.OLDEST))
+        varies = anatomy.PRESETS[self.preset]
         grey, white, ventricles = base.shares
         moved = white * varies.boundary * self.boundary
         lost = 1 + varies.atrophy * self.atrophy
-        men = numbers.VENTRICLES_OF_MEN if sex == "M" else 1.0
+        men = anatomy.VENTRICLES_OF_MEN if sex == "M" else 1.0
         growth = float(np.exp(varies.ventricles * self.ventricles))
-        lesions = numbers.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
+        lesions = anatomy.lesions_ml(brain_age) * float(np.exp(varies.lesions * self.lesions))
         return HeadTissueShares(
-            grey * numbers.grey_matter_relative_to_25(brain_age) * lost - moved,
-            white * numbers.white_matter_relative_to_25(brain_age) * lost + moved,
-            ventricles * numbers.ventricles_relative_to_25(brain_age) * growth * men,
-            lesions / numbers.LESION_HEAD_ML,
+            grey * anatomy.grey_matter_relative_to_25(brain_age) * lost - moved,
+            white * anatomy.white_matter_relative_to_25(brain_age) * lost + moved,
+            ventricles * anatomy.ventricles_relative_to_25(brain_age) * growth * men,
+            lesions / anatomy.LESION_HEAD_ML,
         )
 
 
@@ -122,14 +123,14 @@ def shift_tissue_boundaries(
         _blur_volume(fluid) * thinning,
         _blur_volume(grey),
     )
-    spotted = caps + numbers.LESION_SPOT_WEIGHT * np.clip(spots - numbers.LESION_SPOT, 0, 1)
+    spotted = caps + anatomy.LESION_SPOT_WEIGHT * np.clip(spots - anatomy.LESION_SPOT, 0, 1)
     lesions = tissue_removal_map(white, spotted**2, targets.lesions * head)
     brightness = (
         placement.brightness
-        - np.float32(numbers.WHITE) * to_grey
-        + np.float32(numbers.GREY) * (to_grey - to_fluid)
+        - np.float32(anatomy.WHITE) * to_grey
+        + np.float32(anatomy.GREY) * (to_grey - to_fluid)
     )
-    brightness += np.float32(numbers.FLUID) * to_fluid - np.float32(numbers.LESION_DARKER) * lesions
+    brightness += np.float32(anatomy.FLUID) * to_fluid - np.float32(anatomy.LESION_DARKER) * lesions
     fluid = fluid + to_fluid + ventricles
     return BrainMaps(brightness, grey - to_fluid, white, fluid, ventricles, lesions)
 

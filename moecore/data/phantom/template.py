@@ -12,8 +12,8 @@ from numpy.random import Generator
 from scipy import ndimage
 
 from moecore.core.files import UserError, file_checksum
-from moecore.data.phantom import numbers
-from moecore.data.phantom.fields import (
+from moecore.data.phantom import anatomy
+from moecore.data.phantom.anatomy import (
     SIDE,
     VOXEL_ML,
     VOXEL_MM,
@@ -138,9 +138,9 @@ def _thinning(origin: np.ndarray) -> np.ndarray:
 
 def draw_pose(random: Generator, warp_mm: float) -> Pose:
     """Draw a head's pose and shape; ``warp_mm``: SD of the smooth displacement."""
-    shape = np.exp(random.normal(0, numbers.SHAPE_LOG_SD, 3))
-    angles = np.deg2rad(random.normal(0, numbers.TILT_DEGREES_SD, 3))
-    shift = random.normal(0, numbers.SHIFT_MM_SD, 3) / VOXEL_MM
+    shape = np.exp(random.normal(0, anatomy.SHAPE_LOG_SD, 3))
+    angles = np.deg2rad(random.normal(0, anatomy.TILT_DEGREES_SD, 3))
+    shift = random.normal(0, anatomy.SHIFT_MM_SD, 3) / VOXEL_MM
     warp = smooth_fields(random, 3).reshape(3, -1) * np.float32(warp_mm / VOXEL_MM)
     return Pose(shape / shape.prod() ** (1 / 3), rotation_matrix(angles), shift, warp)
 
@@ -169,16 +169,16 @@ def place_template(
     # a voxel shows the tissue that lay nearer to the ventricles before they grew
     voxels = np.clip(np.rint(points), 0, SIDE - 1).astype(np.int64)
     away = base.away[:, (voxels[0] * SIDE + voxels[1]) * SIDE + voxels[2]]
-    push = wall * np.exp(-np.abs(distance) / numbers.PUSH_DECAY_MM) / VOXEL_MM
+    push = wall * np.exp(-np.abs(distance) / anatomy.PUSH_DECAY_MM) / VOXEL_MM
     points -= push.astype(np.float32) * away
     brightness, grey, white, fluid = (
         _full(region, interpolate_volume(values, points) * (1 - inside))
         for values in (base.brightness, base.grey, base.white, base.fluid)
     )
     ventricles = _full(region, inside)
-    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / numbers.LESION_RIM_MM))
+    caps = _full(region, np.exp(-np.maximum(distance - wall, 0) / anatomy.LESION_RIM_MM))
     ventricles *= grey + white + fluid + ventricles > 0.3  # not outside the head
-    brightness = brightness + np.float32(numbers.FLUID) * ventricles
+    brightness = brightness + np.float32(anatomy.FLUID) * ventricles
     return PlacedTemplate(brightness, grey, white, fluid, ventricles, caps)
 
 

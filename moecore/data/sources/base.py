@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from moecore.core.part_families import Part
-from moecore.data.expected_data import PlannedData
+from moecore.core.config import Part
+from moecore.data.sources.base import PlannedData
 from moecore.tasks.base import Task
 
 

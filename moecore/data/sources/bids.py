@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from moecore.data.sources.file_cohort import PATTERN_WORDS, FileCohort, TissueMapPatterns
-from moecore.data.volumes.bids_table import CohortTable, read_table
+from moecore.data.volumes.cohorts import CohortTable, read_table
 
 
 class Bids(FileCohort):

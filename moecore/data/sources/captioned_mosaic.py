@@ -11,15 +11,14 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.data.expected_data import PlannedData
-from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.base import Source
-from moecore.data.sources.mosaic import CellSource, compose_mosaics
-from moecore.data.text.prepared_captions import (
+from moecore.data.files.captioned_source import (
     caption_task,
     tokenize_captions,
     write_captioned,
 )
+from moecore.data.prepared import SPLITS, Prepared, Split
+from moecore.data.sources.base import PlannedData, Source
+from moecore.data.sources.mosaic import CellSource, compose_mosaics
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
 from moecore.data.writer import DatasetInfo, SplitToWrite

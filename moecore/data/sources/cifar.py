@@ -5,12 +5,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.data.files.cifar_files import SETS, fetch_archive, read_binary
 from moecore.data.files.published_image_sets import (
     LabelledImages,
     PublishedSetFacts,
     PublishedSource,
 )
+from moecore.data.sources.cifar import SETS, fetch_archive, read_binary
 
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 # files of the version that is refused

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.sources.dialects import NAMES, STREAM, check_rarest_dialect, zipf_shares
 from moecore.data.sources.docstrings import DocstringSource
 from moecore.data.text.words import END, SPLITS, UNKNOWN, NumberedText, lower_words, write_text

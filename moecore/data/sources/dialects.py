@@ -13,10 +13,9 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.files import UserError
-from moecore.data.dialect_changes import Change, DialectChange, draw_change, has_colours
-from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
+from moecore.data.sources.dialects import Change, DialectChange, draw_change, has_colours
 from moecore.data.sources.mosaic import (
     CellSource,
     check_images_fill_mosaic,

@@ -6,9 +6,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.data.expected_data import PlannedData, class_counts
 from moecore.data.files.decode import resize_images_in_chunks
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source, class_counts
 from moecore.data.stratified_splits import (
     SplitSettings,
     split_train,

@@ -7,13 +7,13 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.data.files.download import download_file
-from moecore.data.files.idx import read_idx
 from moecore.data.files.published_image_sets import (
     LabelledImages,
     PublishedSetFacts,
     PublishedSource,
+    download_file,
 )
+from moecore.data.sources.fashion_mnist import read_idx
 
 URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/"
 CLASSES = (

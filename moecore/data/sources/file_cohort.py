@@ -10,18 +10,24 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.expected_data import PlannedData
-from moecore.data.sources.base import Source
+from moecore.core.files import UserError, candidate_folders
+from moecore.data.sources.base import PlannedData, Source
+from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
 from moecore.data.thread_map import map_in_threads
-from moecore.data.volumes.bids_table import CohortTable, SubjectProblem
-from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
-from moecore.data.volumes.grids import Grid
-from moecore.data.volumes.nifti import UnusableVolume
-from moecore.data.volumes.stored_volumes import REGIONS, read_subject_volumes
+from moecore.data.volumes.cohorts import (
+    CohortSettings,
+    CohortTable,
+    SubjectProblem,
+    planned_age_cohort_data,
+    split_cohort,
+)
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
-from moecore.data.volumes.volume_cache import VolumeCache, load_cached_volume, save_cached_volume
+from moecore.data.volumes.volume_preparation import (
+    REGIONS,
+    Grid,
+    UnusableVolume,
+    read_subject_volumes,
+)
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 PATTERN_WORDS = """a pattern below root; {folder} stands for sub-01 or sub-01/ses-1, {prefix} for \

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import find_raw_file
+from moecore.core.files import UserError, find_raw_file
 from moecore.data.files.captioned_source import (
     CaptionedSource,
     ImageCaptions,

@@ -5,14 +5,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.files.class_folders import (
+from moecore.core.files import candidate_folders
+from moecore.data.files.image_files import (
     ImageFilesSource,
+    LabelledFiles,
     class_names,
     list_labelled_images,
     take_files_at_rows,
 )
-from moecore.data.files.resumable_decoding import LabelledFiles
 from moecore.data.stratified_splits import split_train, stratified_limit, stratified_split
 
 

@@ -9,9 +9,8 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared

@@ -6,17 +6,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.data.expected_data import PlannedData
-from moecore.data.phantom.fields import SIDE, VOXEL_MM, scan_brain
-from moecore.data.phantom.numbers import Preset
+from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, scan_brain
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
-from moecore.data.volumes.grids import BRAIN, resample_masked_volume, resample_volume
-from moecore.data.volumes.stored_volumes import REGIONS, VolumeWithTissueShares, pack_stored_volume
+from moecore.data.volumes.cohorts import CohortSettings, planned_age_cohort_data, split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.volume_preparation import (
+    BRAIN,
+    REGIONS,
+    VolumeWithTissueShares,
+    pack_stored_volume,
+    resample_masked_volume,
+    resample_volume,
+)
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet

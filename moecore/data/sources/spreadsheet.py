@@ -7,12 +7,12 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.data.sources.file_cohort import FileCohort
-from moecore.data.volumes.bids_table import CohortTable
-from moecore.data.volumes.spreadsheet_table import (
+from moecore.data.sources.spreadsheet import (
     ColumnNames,
     SpreadsheetReading,
     read_spreadsheet,
 )
+from moecore.data.volumes.cohorts import CohortTable
 from moecore.data.volumes.subjects import VolumeSubject
 
 

@@ -7,13 +7,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
 from moecore.data.sources.bids import Bids
 from moecore.data.sources.file_cohort import preview_counts, write_cohort
 from moecore.data.sources.spreadsheet import Spreadsheet
-from moecore.data.volumes.bids_table import CohortTable
-from moecore.data.volumes.cohort_splits import CohortSettings, planned_age_cohort_data, split_cohort
+from moecore.data.volumes.cohorts import (
+    CohortSettings,
+    CohortTable,
+    planned_age_cohort_data,
+    split_cohort,
+)
 from moecore.data.volumes.subjects import VolumeSubject
 
 Cohort = Annotated[Bids | Spreadsheet, Field(discriminator="kind")]

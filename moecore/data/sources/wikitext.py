@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, file_checksum
-from moecore.core.raw_data_lookup import candidate_folders
-from moecore.data.expected_data import PlannedData
+from moecore.core.files import UserError, candidate_folders, file_checksum
+from moecore.data.sources.base import PlannedData
 from moecore.data.text.words import (
     END,
     SPLITS,

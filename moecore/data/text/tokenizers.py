@@ -13,8 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, file_checksum, write_whole
-from moecore.core.raw_data_lookup import find_raw_file
+from moecore.core.files import UserError, file_checksum, find_raw_file, write_whole
 from moecore.data.text.words import frequent_words, lower_words
 from moecore.tasks.image_text import ImageText
 

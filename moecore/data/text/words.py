@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, file_checksum, write_sealed, write_whole
-from moecore.data.npy import save_array
 from moecore.data.sources.base import Source
+from moecore.data.stored_arrays import save_array
 from moecore.tasks.next_token import NextToken
 
 END = "<eos>"

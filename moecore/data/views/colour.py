@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import to_device_async
-from moecore.data.views import view_affines
+from moecore.data.views import warping
+from moecore.data.views.warping import to_device_async
 
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601, as PIL
 
@@ -127,7 +127,7 @@ def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
     """The draws of each image, on the CPU."""
     order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
-        view_affines.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
+        warping.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
         for value in (settings.brightness, settings.contrast, settings.saturation)
     ]
     return DrawnJitter(order, torch.stack(factors, dim=1))
@@ -154,7 +154,7 @@ def jitter_colours(pixels: Tensor, drawn: DrawnJitter) -> Tensor:
 def erase_rectangles(pixels: Tensor, probability: float, draws: BatchDraws) -> Tensor:
     """Black out a rectangle per chosen image (Zhong et al. 2020): 2 to 33 % of the area."""
     height, width = pixels.shape[-2:]
-    top, left, tall, wide = view_affines.draw_crop_windows(
+    top, left, tall, wide = warping.draw_crop_windows(
         draws, (height, width), (0.02, 1 / 3), (0.3, 3.3)
     )
     chosen = draws.rand() < probability

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.data.image_warping import warp_images
-from moecore.data.views import view_affines
+from moecore.data.views import warping
+from moecore.data.views.warping import warp_images
 
 
 class Transform(NamedTuple):
@@ -52,7 +52,7 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
     generator = generator_for(seed, *name.encode())
 
     def within(limit: float) -> Tensor:
-        return view_affines.uniform_draws(BatchDraws(generator, count), -limit, limit)
+        return warping.uniform_draws(BatchDraws(generator, count), -limit, limit)
 
     turn = within(settings.degrees).deg2rad()
     shear = within(settings.shear).deg2rad().tan()
@@ -61,13 +61,11 @@ def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Ten
         for share, side in zip(settings.translate, size[::-1], strict=True)
     )
     linear = (
-        view_affines.rotation_affines(turn)
-        @ view_affines.scaling_affines(settings.scale, settings.scale, count)
-        @ view_affines.shearing_affines(0, shear, count)
+        warping.rotation_affines(turn)
+        @ warping.scaling_affines(settings.scale, settings.scale, count)
+        @ warping.shearing_affines(0, shear, count)
     )
-    return view_affines.recentre_affines(
-        view_affines.translation_affines(down, right, count) @ linear, *size
-    )
+    return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
 
 
 def transform_images(images: Tensor, affines: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import to_device_async
+from moecore.data.views.warping import to_device_async
 from moecore.tasks.base import Task
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moecore.core.config import Config
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import to_device_async
-from moecore.data.views import colour, view_affines
+from moecore.data.views import augmentations, warping
+from moecore.data.views.warping import to_device_async
 
 Geometric = Literal["shear_x", "shear_y", "translate_x", "translate_y", "rotate"]
 Colour = Literal[
@@ -86,13 +86,13 @@ def operation_affines(drawn: DrawnOperations, height: float, width: float) -> Te
             name: torch.where(_is_operation(drawn, place, name), drawn.levels[:, place], 0.0)
             for name in get_args(Geometric)
         }
-        shear = view_affines.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
-        move = view_affines.translation_affines(
+        shear = warping.shearing_affines(0.3 * level["shear_y"], 0.3 * level["shear_x"], count)
+        move = warping.translation_affines(
             0.45 * height * level["translate_y"], 0.45 * width * level["translate_x"], count
         )
-        turn = view_affines.rotation_affines(math.radians(30) * level["rotate"])
+        turn = warping.rotation_affines(math.radians(30) * level["rotate"])
         # at most one of the three is not the identity
-        total = view_affines.recentre_affines(move @ turn @ shear, height, width) @ total
+        total = warping.recentre_affines(move @ turn @ shear, height, width) @ total
     return total
 
 
@@ -124,13 +124,16 @@ def _enhance_factor(levels: Tensor) -> Tensor:
 
 
 OPERATIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "autocontrast": (colour.autocontrast, torch.abs),
-    "equalize": (colour.equalize, torch.abs),
-    "invert": (colour.invert, torch.abs),
-    "brightness": (colour.adjust_brightness, _enhance_factor),
-    "contrast": (colour.adjust_contrast, _enhance_factor),
-    "saturation": (colour.adjust_saturation, _enhance_factor),
-    "sharpness": (colour.adjust_sharpness, _enhance_factor),
-    "posterize": (colour.posterize, lambda levels: (8 - 4 * levels.abs()).round().clamp(1, 8)),
-    "solarize": (colour.solarize, lambda levels: (256 * (1 - levels.abs())).clamp(min=0)),
+    "autocontrast": (augmentations.autocontrast, torch.abs),
+    "equalize": (augmentations.equalize, torch.abs),
+    "invert": (augmentations.invert, torch.abs),
+    "brightness": (augmentations.adjust_brightness, _enhance_factor),
+    "contrast": (augmentations.adjust_contrast, _enhance_factor),
+    "saturation": (augmentations.adjust_saturation, _enhance_factor),
+    "sharpness": (augmentations.adjust_sharpness, _enhance_factor),
+    "posterize": (
+        augmentations.posterize,
+        lambda levels: (8 - 4 * levels.abs()).round().clamp(1, 8),
+    ),
+    "solarize": (augmentations.solarize, lambda levels: (256 * (1 - levels.abs())).clamp(min=0)),
 }

@@ -15,7 +15,10 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import (
+from moecore.data.views import augmentations, warping
+from moecore.data.views.augmentations import ColourJitter, RandAugment
+from moecore.data.views.views3d import make_random_volume_views
+from moecore.data.views.warping import (
     MixedSizeImageList,
     image_and_view_sizes,
     shift_and_flip,
@@ -23,10 +26,6 @@ from moecore.data.image_warping import (
     warp_images,
     warp_uneven_images,
 )
-from moecore.data.views import colour, randaugment, view_affines
-from moecore.data.views.colour import ColourJitter
-from moecore.data.views.randaugment import RandAugment
-from moecore.data.views.views3d import make_random_volume_views
 
 CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
 UNEVEN_REFUSAL = "the images are kept whole (short_side); allowed: a crop, as {scale: [0.08, 1.0]}"
@@ -143,15 +142,15 @@ def make_random_views(
     frame = _frame_affines(settings, original, size, draws)
     # drawn whether or not it is used: a setting then changes no other draw
     mirrored = draws.rand() < (0.5 if settings.flip else 0.0)
-    moved = view_affines.translation_affines(shifts[:, 0], shifts[:, 1], count)
-    affines = view_affines.flip_affines(mirrored, size[1]) @ frame @ moved
+    moved = warping.translation_affines(shifts[:, 0], shifts[:, 1], count)
+    affines = warping.flip_affines(mirrored, size[1]) @ frame @ moved
     if settings.affine:
         affines = _affine(settings.affine, size, draws) @ affines
     drawn = None
     if settings.randaugment:
-        drawn = randaugment.draw_operations(settings.randaugment, draws)
+        drawn = augmentations.draw_operations(settings.randaugment, draws)
         if settings.randaugment.moves:
-            affines = randaugment.operation_affines(drawn, *size) @ affines
+            affines = augmentations.operation_affines(drawn, *size) @ affines
     if isinstance(images, MixedSizeImageList):
         pixels = warp_uneven_images(images, affines, size, settings.fill)
     elif settings.on_grid:
@@ -159,12 +158,14 @@ def make_random_views(
     else:
         pixels = warp_images(images, affines, size, settings.fill)
     if drawn:
-        pixels = randaugment.apply_colour_operations(pixels, drawn)
+        pixels = augmentations.apply_colour_operations(pixels, drawn)
     if settings.jitter:
-        pixels = colour.jitter_colours(pixels, colour.draw_jitter(settings.jitter, draws))
+        pixels = augmentations.jitter_colours(
+            pixels, augmentations.draw_jitter(settings.jitter, draws)
+        )
     pixels = pixels.mul_(1 / 255).clamp_(0, 1)  # interpolation may exceed 1 by rounding
     if settings.erasing:
-        pixels = colour.erase_rectangles(pixels, settings.erasing, draws)
+        pixels = augmentations.erase_rectangles(pixels, settings.erasing, draws)
     return ViewsWithAffines(pixels, to_device_async(affines.to(torch.float32), images.device))
 
 
@@ -186,32 +187,30 @@ def _frame_affines(
     """From the original to the (cropped) view of ``size``."""
     count = draws.images
     if settings.crop is None:
-        return view_affines.scaling_affines(size[0] / original[0], size[1] / original[1], count)
-    top, left, height, width = view_affines.draw_crop_windows(
+        return warping.scaling_affines(size[0] / original[0], size[1] / original[1], count)
+    top, left, height, width = warping.draw_crop_windows(
         draws, original, settings.crop.scale, CROP_RATIO
     )
-    enlarged = view_affines.scaling_affines(size[0] / height, size[1] / width, count)
-    return enlarged @ view_affines.translation_affines(-top, -left, count)
+    enlarged = warping.scaling_affines(size[0] / height, size[1] / width, count)
+    return enlarged @ warping.translation_affines(-top, -left, count)
 
 
 def _affine(settings: AffineRanges, size: tuple[int, int], draws: BatchDraws) -> Tensor:
     count = draws.images
-    factor = view_affines.uniform_draws(draws, *settings.scale)
-    shear = view_affines.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
-    degrees = view_affines.uniform_draws(draws, -settings.degrees, settings.degrees)
-    turn = view_affines.rotation_affines(degrees.deg2rad())
+    factor = warping.uniform_draws(draws, *settings.scale)
+    shear = warping.uniform_draws(draws, -settings.shear, settings.shear).deg2rad().tan()
+    degrees = warping.uniform_draws(draws, -settings.degrees, settings.degrees)
+    turn = warping.rotation_affines(degrees.deg2rad())
     down, right = (
-        view_affines.uniform_draws(draws, -settings.translate, settings.translate) * side
+        warping.uniform_draws(draws, -settings.translate, settings.translate) * side
         for side in size
     )
     linear = (
         turn
-        @ view_affines.shearing_affines(0, shear, count)
-        @ view_affines.scaling_affines(factor, factor, count)
+        @ warping.shearing_affines(0, shear, count)
+        @ warping.scaling_affines(factor, factor, count)
     )
-    return view_affines.recentre_affines(
-        view_affines.translation_affines(down, right, count) @ linear, *size
-    )
+    return warping.recentre_affines(warping.translation_affines(down, right, count) @ linear, *size)
 
 
 def _check_range(ends: tuple[float, float], most: float) -> tuple[float, float]:

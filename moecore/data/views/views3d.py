@@ -17,8 +17,12 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
-from moecore.data.image_warping import clamp_or_reflect_indices, in_range_mask, to_device_async
-from moecore.data.views.view_affines import uniform_draws
+from moecore.data.views.warping import (
+    clamp_or_reflect_indices,
+    in_range_mask,
+    to_device_async,
+    uniform_draws,
+)
 
 
 def make_random_volume_views(

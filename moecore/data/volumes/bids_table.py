@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, join_below_root
 from moecore.data.prepared import SPLITS
 from moecore.data.volumes.subjects import VolumeSubject, id_problem
 

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
 from moecore.data.prepared import SPLITS
+from moecore.data.sources.base import PlannedData
 from moecore.data.stratified_splits import class_quotas
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.tasks.regression import Regression

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.core.files import UserError
-from moecore.core.paths_below_root import join_below_root
-from moecore.data.volumes.bids_table import (
+from moecore.core.files import UserError, join_below_root
+from moecore.data.volumes.cohorts import (
     MISSING,
     CohortTable,
     SubjectProblem,

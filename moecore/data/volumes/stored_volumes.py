@@ -6,17 +6,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.data.volumes.grids import (
+from moecore.data.volumes.volume_preparation import (
     BRAIN,
+    MOST,
     Grid,
+    UnusableVolume,
+    Volume,
     brain_window_start,
+    cropped_brain_problem,
     cut_window,
+    load_volume,
+    place_mismatch,
     resample_masked_volume,
     resample_volume,
-)
-from moecore.data.volumes.nifti import MOST, UnusableVolume, Volume, load_volume, place_mismatch
-from moecore.data.volumes.volume_checks import (
-    cropped_brain_problem,
     skull_problem,
     tissue_map_range_problem,
     tissue_problem,

@@ -7,8 +7,7 @@ from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from moecore.core.files import UserError, atomic_text_file
-from moecore.core.paths_below_root import join_below_root
+from moecore.core.files import UserError, atomic_text_file, join_below_root
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # becomes part of a path and of a pattern
 SEXES = {"F": "F", "M": "M", "": "unknown"}  # as in the files, and as counts name them

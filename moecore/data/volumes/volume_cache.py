@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.core.files import whole_file
-from moecore.data.volumes.stored_volumes import VolumeWithTissueShares
+from moecore.data.volumes.volume_preparation import VolumeWithTissueShares
 
 VERSION = 2  # raise it where reading a subject gives other values than before
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import ndimage
 
-from moecore.data.volumes.grids import BRAIN
+from moecore.data.volumes.volume_preparation import BRAIN
 
 # shares of the head, wide enough for ages 18 to 95 with atrophy
 USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}

@@ -8,11 +8,10 @@ import numpy as np
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum, write_sealed
-from moecore.data.npy import new_array, save_array
 from moecore.data.prepared import SPLITS
-from moecore.data.volumes.stored_volumes import REGIONS
+from moecore.data.stored_arrays import new_array, save_array
 from moecore.data.volumes.subjects import VolumeSubject, sex_counts, write_subject_table
-from moecore.data.volumes.volume_checks import unusual_volume_flags
+from moecore.data.volumes.volume_preparation import REGIONS, unusual_volume_flags
 from moecore.tasks.regression import Regression
 
 

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from moecore.core.config import Config, read_json_settings
+from moecore.core.config import Config, Part, find_class, read_json_settings
 from moecore.core.files import UserError, read_json
-from moecore.core.part_families import Part, find_class
 
 FitOn = Literal["train", "validation", "out_of_fold"]
 POOLED = "pooled"

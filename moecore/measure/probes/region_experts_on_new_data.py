@@ -17,11 +17,11 @@ import torch
 from pydantic import Field
 
 from moecore.core.config import Config
-from moecore.data.phantom.fields import SIDE, VOXEL_MM
+from moecore.data.phantom.anatomy import SIDE, VOXEL_MM
 from moecore.data.phantom.shells import simulate_shell_scan
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.thread_map import map_in_threads
-from moecore.data.volumes.stored_volumes import REGIONS
+from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.probes.ageing_and_rescans import PEOPLE, alternating_sex
 from moecore.measure.probes.expert_tissue_agreement import (
     RoutedCubes,

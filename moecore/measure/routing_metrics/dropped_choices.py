@@ -13,8 +13,7 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingRecord, chosen_first_scores
 from moecore.measure.routing_metrics.barred_experts import list_routers
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.dispatch import SparsePlan
-from moecore.nn.routers.projection_plan import ProjectionDispatchPlan
+from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 
 # what becomes of the others: nothing; they are scaled to the old sum; the next one steps in
 Way = Literal["as_is", "renormalised", "reroute"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
-from moecore.statistics.people import permuted_orders
+from moecore.statistics.intervals import permuted_orders
 
 FEWEST = 4  # images whose labels are exchanged: of three, no order is rarer than 1 in 3! = 6
 

@@ -19,8 +19,8 @@ from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import BATCH, ImageSequence
-from moecore.statistics.people import permuted_orders
-from moecore.training.surgery.expert_use import compute_all_outputs, watch_layers
+from moecore.statistics.intervals import permuted_orders
+from moecore.training.surgery.expert_reduction import compute_all_outputs, watch_layers
 
 LEAST = 10  # tokens for each number of their width: CKA is near 1 for any two experts with few
 

@@ -16,7 +16,7 @@ from moecore.measure.routing_metrics.barred_experts import find_own_model
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.statistics.crossed import linearize_ratio
-from moecore.training.surgery.expert_use import watch_layers
+from moecore.training.surgery.expert_reduction import watch_layers
 
 OWN = frozenset({"basis", "outputs"})  # what routers read beside tokens that is the layer's own
 HOT = 8  # one of so many experts counts as hot, one at least

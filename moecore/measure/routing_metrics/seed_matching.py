@@ -9,7 +9,7 @@ import numpy as np
 
 from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
-from moecore.statistics.people import permuted_orders
+from moecore.statistics.intervals import permuted_orders
 
 
 class SeedAgreement(NamedTuple):

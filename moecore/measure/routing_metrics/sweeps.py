@@ -15,7 +15,7 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
-from moecore.data.corruptions.draws import standard_normal_noise
+from moecore.data.image_noise import standard_normal_noise
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
 from moecore.measure.routing_metrics.tail_and_fallback import (
     eligible_tail_mass,

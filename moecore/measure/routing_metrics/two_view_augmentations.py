@@ -13,7 +13,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed, generator_for
-from moecore.data.views.randaugment import RandAugment
+from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import (
     AffineRanges,
     CropRanges,

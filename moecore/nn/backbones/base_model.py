@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from moecore.core.config import Part
 from moecore.core.files import UserError
-from moecore.core.part_families import Part
 from moecore.core.routing_records import (
     Feature,
     Guidance,
@@ -19,7 +19,7 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import (

@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    Encoded,
+    EncodeOptions,
+    ImageSpec,
+)
 from moecore.nn.layers.block import FeedForward, HiddenRatio
 from moecore.nn.layers.language_block import (
     AdamBlock,

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.backbones.transformer_settings import TransformerSettings
+from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions, ImageSpec
+from moecore.nn.backbones.patch_transformer_base import TransformerSettings
 from moecore.nn.layers.block import (
     Attention,
     Block,

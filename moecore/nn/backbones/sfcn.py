@@ -15,8 +15,13 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingContext
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    Encoded,
+    EncodeOptions,
+    ImageSpec,
+)
 from moecore.nn.layers.language_block import Dropout
 from moecore.nn.layers.moe import MoESettings
 from moecore.tasks.base import Reduction

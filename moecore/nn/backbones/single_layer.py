@@ -11,8 +11,13 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    Encoded,
+    EncodeOptions,
+    ImageSpec,
+)
 from moecore.nn.layers.block import Activation, DenseMlp, trunc_normal_linear
 from moecore.nn.layers.moe import MoESettings
 

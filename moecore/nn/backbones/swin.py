@@ -5,13 +5,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
-from moecore.nn.backbones.swin_transformer import SwinTransformer
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
+from moecore.nn.backbones.swin import SwinTransformer
 from moecore.nn.layers.block import HiddenRatio
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.window_attention import SwinKind
-from moecore.nn.layers.windows import Grid, merged_grid, window_and_shift
+from moecore.nn.layers.window_attention import Grid, SwinKind, merged_grid, window_and_shift
 
 
 class SwinSettings(Backbone):

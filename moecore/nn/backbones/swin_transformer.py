@@ -11,13 +11,19 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from moecore.core.routing_records import RoutingContext, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, Encoded, EncodeOptions, ImageSpec
 from moecore.nn.layers.block import Block, DenseMlp, FeedForward, drop_rates, trunc_normal_linear
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import Interpolation, NormedPatchEmbed
-from moecore.nn.layers.window_attention import EPS, PostNormBlock, SwinKind, WindowAttention
-from moecore.nn.layers.windows import Grid, PatchMerging, Windows
+from moecore.nn.layers.window_attention import (
+    EPS,
+    Grid,
+    PatchMerging,
+    PostNormBlock,
+    SwinKind,
+    WindowAttention,
+    Windows,
+)
 
 TABLE = "relative_position_bias_table"
 

@@ -4,8 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.layers.block import Activation, HiddenRatio
 
 

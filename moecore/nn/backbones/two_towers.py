@@ -14,8 +14,13 @@ from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
-from moecore.nn.backbones.base_model import Backbone, BackboneModel, Encoded, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import (
+    Backbone,
+    BackboneModel,
+    Encoded,
+    EncodeOptions,
+    ImageSpec,
+)
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
 from moecore.nn.backbones.swin_v2 import SwinV2

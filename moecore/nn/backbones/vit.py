@@ -6,9 +6,8 @@ Parameter names are timm's: its ViT, DeiT and DeiT-III weights load into the den
 from typing import Literal
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.input_spec import ImageSpec, check_patches_and_heads
-from moecore.nn.backbones.patch_transformer_base import PatchTransformer
-from moecore.nn.backbones.transformer_settings import TransformerSettings
+from moecore.nn.backbones.base_model import ImageSpec, check_patches_and_heads
+from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import PatchEmbed
 

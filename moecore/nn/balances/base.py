@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from moecore.core.part_families import Part
+from moecore.core.config import Part
 
 
 class Balance(Part, ABC):

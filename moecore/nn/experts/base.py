@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from moecore.core.part_families import Part
-from moecore.nn.experts.zero_computation import ZeroComputationExperts
+from moecore.core.config import Part
+from moecore.nn.experts.base import ZeroComputationExperts
 
 
 class Experts(Part, ABC):

@@ -10,8 +10,7 @@ from torch.nn.functional import relu, silu
 from moecore.core.files import UserError
 from moecore.core.streams import bernoulli_like
 from moecore.nn.dispatch import Rows
-from moecore.nn.experts.base import Experts, ExpertsModule
-from moecore.nn.experts.zero_computation import ZeroComputation, ZeroComputationExperts
+from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
 from moecore.nn.layers.block import ACTIVATIONS
 

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.nn.functional import gelu
 
 from moecore.core.torch_internals import multiply_gelu_slope
-from moecore.nn.kernels.cpu_expert_batches import ExpertGroup, ExpertGroups
+from moecore.nn.kernels.expert_loop import ExpertGroup, ExpertGroups
 
 
 class ExpertLoop(Function):

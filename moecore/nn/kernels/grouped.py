@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from moecore.core.torch_internals import grouped_mm_operator
 from moecore.nn.kernels.expert_loop import ExpertLoop, ExpertMlpLoop
-from moecore.nn.kernels.tiles import TiledProduct
+from moecore.nn.kernels.grouped import TiledProduct
 
 _CPU_SINCE = (2, 11)  # the first torch release that has grouped_mm on CPU
 _ALIGNMENT = 16  # bytes, of every stride and of the start of the data

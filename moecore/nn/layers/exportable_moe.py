@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.routing_records import RoutingRecord
-from moecore.nn.dispatch import Rows, SparsePlan
+from moecore.nn.dispatch import ProjectionDispatchPlan, Rows, SparsePlan
 from moecore.nn.experts.base import ExpertsModule
 from moecore.nn.kernels.grouped import PlainOperationsFlag
 from moecore.nn.layers.moe import MoEFeedForward
-from moecore.nn.routers.depth_plan import DepthPlan
-from moecore.nn.routers.projection_plan import ProjectionDispatchPlan
+from moecore.nn.routers.depth import DepthPlan
 
 TokenChoice = SparsePlan | ProjectionDispatchPlan | DepthPlan
 

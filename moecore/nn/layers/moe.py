@@ -12,8 +12,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import Rows, SparsePlan, single_expert_rows
-from moecore.nn.experts.base import Experts, ExpertsModule
-from moecore.nn.experts.zero_computation import ZeroComputationExperts
+from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputationExperts
 from moecore.nn.layers.block import FeedForward
 from moecore.nn.routers.base import CAUSAL, Router
 

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize, relu, scaled_dot_product_attention
 from moecore.core.routing_records import RoutingContext
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.layers.block import Block, FeedForward, trunc_normal_linear
-from moecore.nn.layers.windows import Grid, Windows, to_build_device
+from moecore.nn.layers.window_attention import Grid, Windows, to_build_device
 
 SwinKind = Literal["swin", "swin_moe", "swin_v2"]
 

@@ -5,8 +5,8 @@ from typing import ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 
+from moecore.core.config import Part
 from moecore.core.files import UserError
-from moecore.core.part_families import Part
 
 # for language models
 CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"

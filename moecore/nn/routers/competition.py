@@ -16,9 +16,8 @@ from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.gates import gate_weights
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import FLOOR, plan_and_record, top_k
+from moecore.nn.routers.token_choice import FLOOR, gate_weights, plan_and_record, top_k
 
 
 class Competition(Router):

@@ -12,8 +12,12 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.gates import expert_probs
-from moecore.nn.routers.token_choice import cosines_to_embeddings, plan_and_record, top_k
+from moecore.nn.routers.token_choice import (
+    cosines_to_embeddings,
+    expert_probs,
+    plan_and_record,
+    top_k,
+)
 
 
 class Dynamic(Router):

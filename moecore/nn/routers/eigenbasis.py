@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
-from moecore.nn.dispatch import SparsePlan
+from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
-from moecore.nn.routers.projection_plan import ProjectionDispatchPlan
 from moecore.nn.routers.token_choice import plan_and_record, top_k_and_open_slots
 
 _LEAST = 1e-6  # what a score counts at least as a weight

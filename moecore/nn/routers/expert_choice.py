@@ -17,7 +17,7 @@ from moecore.core.streams import normal_like
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, Router
 from moecore.nn.routers.capacity import ceil_capacity, exact_fraction
-from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
+from moecore.nn.routers.expert_choice import ExpertChoicePlan
 from moecore.nn.routers.token_choice import router_logits
 
 

@@ -19,14 +19,16 @@ from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction, within_capacity
-from moecore.nn.routers.gates import (
+from moecore.nn.routers.noisy_top_k import GroupLimitedChoice
+from moecore.nn.routers.token_choice import (
     Renormalise,
     expert_probs,
     expert_scores,
     gate_weights,
+    plan_and_record,
+    router_logits,
+    top_k_and_open_slots,
 )
-from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
-from moecore.nn.routers.token_choice import plan_and_record, router_logits, top_k_and_open_slots
 
 
 class NoisyTopK(Router):

@@ -9,9 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.nn.routers.gates import Renormalise
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
-from moecore.nn.routers.token_choice import router_logits
+from moecore.nn.routers.token_choice import Renormalise, router_logits
 
 
 class TopKSoftmax(NoisyTopK):

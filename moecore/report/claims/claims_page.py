@@ -21,17 +21,17 @@ from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
 from moecore.report.tables.number_format import NumberFormat
-from moecore.study.reading.claims_section import (
+from moecore.study.document import load_yaml_document
+from moecore.study.questions import Round, load_questions
+from moecore.study.sections import (
     Claim,
     Question,
+    Selection,
     compared_quantity_key,
     has_changed_settings,
 )
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.questions import Round, load_questions
-from moecore.study.reading.run_section import Selection
-from moecore.study.reading.stage_params import extract_declared_settings
-from moecore.study.reading.study import read_study
+from moecore.study.settings import extract_declared_settings
+from moecore.study.study import read_study
 
 TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
 TARGET = Path("docs/claims.md")

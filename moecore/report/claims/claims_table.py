@@ -12,7 +12,7 @@ from moecore.report.claims.evaluation import (
 from moecore.report.page.view import Block, PageCell, PageTable, Section, TableRow
 from moecore.report.tables.cells import interval_from_json, markdown_table
 from moecore.report.tables.number_format import NumberFormat, keep_percent_on_line
-from moecore.study.reading.claims_section import Claim
+from moecore.study.sections import Claim
 
 ANSWERS = {"holds": "yes", "differs": "no"}  # to a question
 MARKS = {"holds": "✓ holds", "differs": "✗ differs here", "open": "? open", "": "–"}

@@ -17,7 +17,7 @@ from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
 from moecore.statistics.crossed import Difference
 from moecore.statistics.paired import holm
-from moecore.study.reading.claims_section import Claim, Comparison, Question, answer_settings_digest
+from moecore.study.sections import Claim, Comparison, Question, answer_settings_digest
 
 T = TypeVar("T")
 SECTIONS = {Claim: "claims", Question: "questions"}  # of params.yaml and compare.json

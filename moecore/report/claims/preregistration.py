@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from moecore.core.files import read_json
-from moecore.study.reading.claims_section import (
+from moecore.study.questions import Round
+from moecore.study.sections import (
     Comparison,
     compared_quantity_key,
     has_changed_settings,
 )
-from moecore.study.reading.questions import Round
 
 ASKED = "asked"  # in a result: the commit and the file that asked
 DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}

@@ -12,7 +12,7 @@ from moecore.report.claims.evaluation import judge_difference, p_of, verdict_to_
 from moecore.report.tables.cells import interval_from_json
 from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.statistics.crossed import BOTH, ITEMS, LEVEL, POWER, SEEDS, Difference, VarianceSource
-from moecore.study.reading.claims_section import Claim, Question
+from moecore.study.sections import Claim, Question
 
 
 def judge_again(

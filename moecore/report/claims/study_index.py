@@ -10,8 +10,8 @@ from moecore.report.claims.claims_page import Answer, evaluate_results
 from moecore.report.claims.claims_table import ANSWERS
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import markdown_table
-from moecore.study.reading.claims_section import Claim
-from moecore.study.reading.questions import PIPELINES, WORLDS, QuestionFile, load_questions
+from moecore.study.questions import PIPELINES, WORLDS, QuestionFile, load_questions
+from moecore.study.sections import Claim
 
 TARGET = PIPELINES / "README.md"
 SAID = {"not significant": "open"}  # of questions

@@ -12,8 +12,7 @@ from moecore.report.claims.claims_table import build_claim_row
 from moecore.report.claims.evaluation import verdict_gap_and_level
 from moecore.report.claims.stored_verdicts import rebuild_difference
 from moecore.statistics.crossed import POWER, SEEDS, Difference, VarianceSource
-from moecore.study.reading.claims_section import Claim, Comparison
-from moecore.study.reading.run_section import Phase
+from moecore.study.sections import Claim, Comparison, Phase
 
 MOST_SEEDS = 100
 MOST_ITEMS = 10_000_000

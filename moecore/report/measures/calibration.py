@@ -21,7 +21,7 @@ from moecore.report.measures.result_display import Figures, Shown
 from moecore.report.page.view import Block, Picture
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
-from moecore.tasks.classification_metrics import ReliabilityBins
+from moecore.tasks.class_task import ReliabilityBins
 
 
 def applies(task: Task) -> bool:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.core.config import Config
+from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError
 from moecore.core.outside_packages import list_allowed_modules
-from moecore.core.part_families import collect_constants_named, find_class
 from moecore.measure.base import Measurement, Skipped, builtin_measurements, read_result
 from moecore.measure.values import Chart, Found, OnPage
 from moecore.report.column import Column, Columns, decode_items

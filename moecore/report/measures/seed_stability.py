@@ -14,7 +14,7 @@ from moecore.report.page.rows import method_rows_table
 from moecore.report.page.view import Block
 from moecore.report.tables.cells import cell_over_seeds
 from moecore.report.typed_results import Phase
-from moecore.statistics.people import first_half
+from moecore.statistics.intervals import first_half
 
 WORDS = (
     "The experts of two seeds are matched one to one on half of the images and compared on the "

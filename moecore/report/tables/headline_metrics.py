@@ -25,7 +25,7 @@ from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.results import read_card_and_task, read_model
 from moecore.report.tables.metrics_by_method import phase_result_columns
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.study.reading.run_section import Phase as PhaseName
+from moecore.study.sections import Phase as PhaseName
 
 MOST = 12  # numbers of a run
 DIGITS = 5  # significant ones

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.measure.base import find_measurement
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
@@ -20,11 +20,11 @@ from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
-from moecore.study.checking.model_build_rules import build_phase_model, image_spec
-from moecore.study.reading.claims_section import Comparison
-from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.run_section import Phase as PhaseName
-from moecore.study.reading.study import Study
+from moecore.study.document import did_you_mean
+from moecore.study.model_rules import build_phase_model, image_spec
+from moecore.study.sections import Comparison
+from moecore.study.sections import Phase as PhaseName
+from moecore.study.study import Study
 from moecore.tasks.regression import Regression
 
 LISTED = 40  # metrics that a message names

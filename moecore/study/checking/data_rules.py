@@ -9,10 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
-from moecore.data.expected_data import PlannedData, planned_data_from_card
 from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import Source
-from moecore.study.reading.study import Misfits, Study
+from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
+from moecore.study.study import Misfits, Study
 
 PREPARED_DATA = Path("artifacts/data")
 DVC_VARIABLE = "DVC_ROOT"  # the folder of the DVC project, which DVC tells its stages

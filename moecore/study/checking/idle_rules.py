@@ -18,7 +18,7 @@ from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.eigenbasis import Eigenbasis
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.top_p import TopP
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.group_sparsity import GroupSparsity

@@ -1,10 +1,10 @@
 """The methods against each other's parts, the model and the teacher."""
 
+from moecore.core.config import list_own_names
 from moecore.core.files import UserError
-from moecore.core.part_families import list_own_names
 from moecore.data.views.views import ViewSettings
-from moecore.study.checking.routing_rules import routing_misfits
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.method_rules import routing_misfits
+from moecore.study.study import Misfits, Study
 from moecore.training.method import Method
 from moecore.training.teachers.base import Teacher
 from moecore.training.upcycling_kinds import Granular

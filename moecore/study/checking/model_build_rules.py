@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.measure.sizes import PaperModel, build_on_meta
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
-from moecore.study.checking.routing_rules import layer_misfits
-from moecore.study.reading.run_section import Phase
-from moecore.study.reading.study import REDUCING_PHASES, TRAINING_PHASES, Misfits, Study
+from moecore.study.method_rules import layer_misfits
+from moecore.study.sections import Phase
+from moecore.study.study import REDUCING_PHASES, TRAINING_PHASES, Misfits, Study
 from moecore.tasks.classification import Classification
 from moecore.training.guide import aligned_teacher_blocks
 from moecore.training.method import Method

@@ -14,20 +14,18 @@ import torch
 from pydantic import BaseModel
 
 from moecore.attacks.base import Attack
+from moecore.core.config import Part
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
-from moecore.core.part_families import Part
-from moecore.data.expected_data import PlannedData
-from moecore.data.sources.base import Source
+from moecore.data.sources.base import PlannedData, Source
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.experts.base import Experts
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router
-from moecore.study.checking.model_build_rules import image_spec
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.model_rules import image_spec
+from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
 from moecore.testing import (
     check_attack,
@@ -41,13 +39,11 @@ from moecore.testing import (
     check_task,
     check_teacher,
 )
-from moecore.testing.attack_checks import YEARS
-from moecore.testing.check_helpers import seeded_randn
-from moecore.testing.small_models import CLASSES, small_data, small_vit
-from moecore.training.method import Method
+from moecore.testing.check_helpers import CLASSES, seeded_randn, small_data, small_vit
+from moecore.testing.measurement_checks import YEARS
+from moecore.training.method import Method, TextTowerMethod
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
-from moecore.training.text_tower_method import TextTowerMethod
 
 ITEMS = 4  # that a task is tried with
 MOST = 2e7  # weights times tokens of a backbone that is tried: a second at most

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
-from moecore.study.checking.data_rules import (
+from moecore.data.sources.base import PlannedData
+from moecore.study.check import format_misfits, read_study_and_problems
+from moecore.study.data_rules import (
     chdir_to_stages,
     data_problems,
     data_source_key_path,
@@ -14,26 +15,23 @@ from moecore.study.checking.data_rules import (
     load_previews,
     misfits_with_pretrain_images,
 )
-from moecore.study.checking.idle_rules import unused_stem_note
-from moecore.study.checking.model_build_rules import model_misfits, paper_model_misfits
-from moecore.study.checking.outside_part_rules import (
-    outside_part_misfits,
-    outside_source_misfits,
-)
-from moecore.study.checking.reduction_rules import reduction_misfits
-from moecore.study.checking.task_rules import few_class_misfits
-from moecore.study.checking.training_rules import (
+from moecore.study.document import Document, cap_line_count, load_yaml_document
+from moecore.study.layers import list_folder_stages
+from moecore.study.method_rules import unused_stem_note
+from moecore.study.model_rules import model_misfits, paper_model_misfits, reduction_misfits
+from moecore.study.study import Study
+from moecore.study.training_rules import (
+    few_class_misfits,
     gradientless_router_note,
+    image_view_misfits,
     training_image_misfits,
     unused_teacher_note,
 )
-from moecore.study.checking.trial_step_rules import trial_step_misfits
-from moecore.study.checking.validate import format_misfits, read_study_and_problems
-from moecore.study.checking.view_rules import image_view_misfits
-from moecore.study.reading.document import Document, load_yaml_document
-from moecore.study.reading.layers import list_folder_stages
-from moecore.study.reading.message_format import cap_line_count
-from moecore.study.reading.study import Study
+from moecore.study.trial_rules import (
+    outside_part_misfits,
+    outside_source_misfits,
+    trial_step_misfits,
+)
 
 # What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
 ExtraCheck = Callable[

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
-from moecore.nn.backbones.base_model import Backbone
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.data.sources.base import PlannedData
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.meta_device import meta_device_context
-from moecore.study.checking.model_build_rules import image_spec, split_key_and_message
-from moecore.study.reading.study import REDUCING_PHASES, Misfits, Study
+from moecore.study.model_rules import image_spec, split_key_and_message
+from moecore.study.study import REDUCING_PHASES, Misfits, Study
 from moecore.training.method import Method
 from moecore.training.surgery.expert_reduction import ExpertReduction
 

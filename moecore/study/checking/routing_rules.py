@@ -12,7 +12,7 @@ from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.relu import Relu
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
-from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
+from moecore.study.study import TRAINING_PHASES, Misfits, Study
 from moecore.training.method import Method
 from moecore.training.regularizers.adaptive_l1 import AdaptiveL1
 from moecore.training.regularizers.base import Regularizer

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from moecore.core.config import find_class
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import find_class
 from moecore.measure.base import Measurement
-from moecore.study.reading.message_format import did_you_mean
-from moecore.study.reading.run_section import Phase
-from moecore.study.reading.study import MEASURED_SECTIONS, Misfits
+from moecore.study.document import did_you_mean
+from moecore.study.sections import Phase
+from moecore.study.study import MEASURED_SECTIONS, Misfits
 
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 

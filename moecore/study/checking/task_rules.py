@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from moecore.attacks.objectives import DLR_CLASSES, objective_refusal
-from moecore.core.part_families import part_classes_by_kind
-from moecore.data.expected_data import PlannedData
+from moecore.attacks.gradient import DLR_CLASSES, objective_refusal
+from moecore.core.config import part_classes_by_kind
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import ViewSettings
 from moecore.measure.calibrators.base import Calibrator
-from moecore.study.reading.study import TRAINING_PHASES, Misfits, Study
+from moecore.study.study import TRAINING_PHASES, Misfits, Study
 
 # of Training, with the value that switches each off
 NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}

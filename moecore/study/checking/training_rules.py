@@ -5,11 +5,10 @@ from itertools import compress
 from typing import Any
 
 from moecore.core.files import UserError
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import UNEVEN_REFUSAL
-from moecore.study.checking.task_rules import list_training_settings
-from moecore.study.checking.view_rules import FALSIFIED
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.study import Misfits, Study
+from moecore.study.training_rules import FALSIFIED, list_training_settings
 
 
 def unused_teacher_note(study: Study) -> str | None:

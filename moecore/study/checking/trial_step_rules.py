@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from moecore.nn.layers.moe import MoESettings
-from moecore.study.checking.outside_part_rules import run_and_list_faults
-from moecore.study.reading.study import Misfits, Study
-from moecore.testing.small_models import small_objective_inputs, small_vit
-from moecore.training.objective import Objective
+from moecore.study.study import Misfits, Study
+from moecore.study.trial_rules import run_and_list_faults
+from moecore.testing.check_helpers import small_objective_inputs, small_vit
+from moecore.training.job import Objective
 from moecore.training.regularizers.base import Regularizer
 
 

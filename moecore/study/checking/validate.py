@@ -7,21 +7,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from moecore.core.config import KIND, Part, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.core.part_families import KIND, Part, part_classes_by_kind
 from moecore.measure.base import Measurement
-from moecore.study.checking.idle_rules import idle_setting_misfits
-from moecore.study.checking.method_rules import method_misfits
-from moecore.study.checking.run_and_claims_rules import selection_misfits
-from moecore.study.checking.task_rules import label_misfits
-from moecore.study.checking.training_rules import schedule_misfits
-from moecore.study.checking.view_rules import idle_view_misfits
-from moecore.study.checking.volume_rules import volume_misfits
-from moecore.study.reading.document import Document
-from moecore.study.reading.message_format import cap_line_count
-from moecore.study.reading.setting_errors import describe_field, format_error_line
-from moecore.study.reading.study import (
+from moecore.study.check import selection_misfits
+from moecore.study.data_rules import volume_misfits
+from moecore.study.document import Document, cap_line_count
+from moecore.study.method_rules import idle_setting_misfits, method_misfits
+from moecore.study.settings import describe_field, format_error_line
+from moecore.study.study import (
     OPTIONAL_SECTIONS,
     REDUCING_PHASES,
     SECTIONS,
@@ -32,6 +27,7 @@ from moecore.study.reading.study import (
     stage_by_section,
     study_model,
 )
+from moecore.study.training_rules import idle_view_misfits, label_misfits, schedule_misfits
 
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger

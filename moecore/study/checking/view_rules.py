@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moecore.data.expected_data import PlannedData
+from moecore.data.sources.base import PlannedData
 from moecore.data.views.views import ViewSettings
-from moecore.study.checking.task_rules import list_training_settings
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.study import Misfits, Study
+from moecore.study.training_rules import list_training_settings
 
 FALSIFIED = "which would falsify the truth of data.{}; allowed: leave it out"
 Views = Iterator[tuple[tuple, str, ViewSettings]]

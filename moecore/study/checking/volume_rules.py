@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moecore.data.volumes.stored_volumes import REGIONS
+from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.routing_metrics.two_view_augmentations import OF_VOLUMES
-from moecore.study.checking.task_rules import format_non_default_settings, list_training_settings
-from moecore.study.reading.study import Misfits, Study
+from moecore.study.study import Misfits, Study
+from moecore.study.training_rules import format_non_default_settings, list_training_settings
 
 VOLUME_MODELS = ("vit3d", "sfcn")
 VOLUME_VIEWS = "shift, flip, affine and fill"

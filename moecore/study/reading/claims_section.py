@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.study.reading.run_section import Phase
+from moecore.study.sections import Phase
 
 Direction = Literal["higher", "lower", "equivalent", "no_worse"]
 WITH_MARGIN = ("equivalent", "no_worse")

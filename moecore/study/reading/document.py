@@ -21,7 +21,7 @@ from ruamel.yaml.scalarbool import ScalarBoolean
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import question_folders
-from moecore.study.reading.message_format import (
+from moecore.study.document import (
     SHOWN_LETTERS,
     did_you_mean,
     shorten_to_one_line,

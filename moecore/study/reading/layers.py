@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 from moecore.core.files import UserError
 from moecore.core.source_layout import list_project_dvc_files
 from moecore.measure.base import builtin_measurements
-from moecore.study.reading.document import Document, load_yaml_document
-from moecore.study.reading.message_format import (
+from moecore.study.document import (
+    Document,
     did_you_mean,
+    load_yaml_document,
     shorten_to_one_line,
     show_value,
 )
-from moecore.study.reading.setting_errors import format_error_line
-from moecore.study.reading.study import (
+from moecore.study.settings import format_error_line
+from moecore.study.study import (
     REDUCING_PHASES,
     SECTIONS,
     TRAINING_PHASES,

@@ -23,16 +23,15 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import RUNS
-from moecore.study.reading.document import Document, load_yaml_document
-from moecore.study.reading.layers import (
+from moecore.study.document import Document, did_you_mean, load_yaml_document, show_value
+from moecore.study.layers import (
     Composed,
     Layer,
     compose_layers,
     load_root_layer,
     read_layer,
 )
-from moecore.study.reading.message_format import did_you_mean, show_value
-from moecore.study.reading.setting_errors import format_error_line
+from moecore.study.settings import format_error_line
 
 PIPELINES = Path("pipelines")
 WORLDS = "worlds"

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from moecore.core.part_families import KIND as TAG
-from moecore.core.part_families import UNKNOWN_KIND, is_family_base, part_classes_by_kind
-from moecore.study.reading.document import Document
-from moecore.study.reading.message_format import (
+from moecore.core.config import KIND as TAG
+from moecore.core.config import UNKNOWN_KIND, is_family_base, part_classes_by_kind
+from moecore.study.document import (
     SHOWN_LETTERS,
+    Document,
     did_you_mean,
     shorten_to_one_line,
     show_value,

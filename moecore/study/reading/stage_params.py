@@ -20,8 +20,8 @@ from pydantic import ValidationError, create_model
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages
-from moecore.study.reading.document import Document, load_yaml_document
-from moecore.study.reading.setting_errors import Keys, list_error_lines
+from moecore.study.document import Document, load_yaml_document
+from moecore.study.settings import Keys, list_error_lines
 
 AnySettings = TypeVar("AnySettings", bound=Config)
 

@@ -6,10 +6,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, create_model
 
 from moecore.brain.out_of_fold import OutOfFold
-from moecore.core.config import Config
+from moecore.core.config import Config, find_class
 from moecore.core.files import UserError
 from moecore.core.outside_packages import allow_packages, check_package_name, package_folder
-from moecore.core.part_families import find_class
 from moecore.data.sources.base import Source
 from moecore.measure.base import Measurement, builtin_measurements
 from moecore.measure.calibration import Calibrate
@@ -19,11 +18,9 @@ from moecore.measure.routing import Routing
 from moecore.measure.sizes import Sizes
 from moecore.measure.transfer import Transfer
 from moecore.nn.backbones.base_model import Backbone
-from moecore.study.reading.claims_section import Claim, Question
-from moecore.study.reading.document import Document
-from moecore.study.reading.run_section import Phase, Selection
-from moecore.study.reading.setting_errors import format_error_line
-from moecore.study.reading.stage_params import validate_whole
+from moecore.study.document import Document
+from moecore.study.sections import Claim, Phase, Question, Selection
+from moecore.study.settings import format_error_line, validate_whole
 from moecore.training.method import Method
 from moecore.training.monitor import Monitor
 from moecore.training.settings import AdversarialFinetuning, Finetuning, TeacherRouterFit, Training

@@ -9,14 +9,15 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from moecore.core.files import UserError, write_whole
-from moecore.study.checking.preflight import check_study
-from moecore.study.reading.document import load_yaml_document, parse_yaml_document
-from moecore.study.reading.message_format import (
+from moecore.study.check import check_study
+from moecore.study.document import (
     SHOWN_LETTERS,
     did_you_mean,
+    load_yaml_document,
+    parse_yaml_document,
     shorten_to_one_line,
 )
-from moecore.study.writing.write_params import list_changes
+from moecore.study.params_file import list_changes
 
 
 def _represent_null(representer: RoundTripRepresenter, _: None) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ruamel.yaml.comments import CommentedMap
 
 from moecore.core.files import UserError
-from moecore.study.writing.assignments import round_trip_writer
+from moecore.study.params_file import round_trip_writer
 
 
 class RenamedKey(NamedTuple):

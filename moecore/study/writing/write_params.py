@@ -10,9 +10,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
 from moecore.core.files import write_whole
-from moecore.study.checking.validate import check_document
-from moecore.study.reading.document import load_yaml_document
-from moecore.study.reading.layers import Composed
+from moecore.study.check import check_document
+from moecore.study.document import load_yaml_document
+from moecore.study.layers import Composed
 
 HEAD = """\
 # yaml-language-server: $schema={schema}

@@ -9,8 +9,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import check_has_experts
+from moecore.training.regularizers.base import Regularizer, check_has_experts
 
 
 class AdaptiveL1(Regularizer):

@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.part_families import Part
+from moecore.core.config import Part
 from moecore.core.routing_records import ObjectiveInputs
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from moecore.core.ranks import mean_over_ranks, total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.experts.base import map_shape
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import sum_over_layers
+from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 Reduction = Literal["mean", "authors"]
 Padding = Literal["valid", "circular"]

@@ -8,8 +8,7 @@ from torch import Tensor
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.statistics.intervals import squared_cv
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import sum_over_layers
+from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 
 class Load(Regularizer):

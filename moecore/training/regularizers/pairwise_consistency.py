@@ -8,8 +8,7 @@ from torch import Tensor
 
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import probs_of_paired_tokens
+from moecore.training.regularizers.base import Regularizer, probs_of_paired_tokens
 
 
 class PairwiseConsistency(Regularizer):

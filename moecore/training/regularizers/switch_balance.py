@@ -10,8 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
 from moecore.nn.routers.capacity import group_images
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import sum_over_layers
+from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
 Level = Literal["sequence", "group", "batch"]
 

@@ -10,8 +10,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs, RoutingContext, RoutingRecord
 from moecore.nn.backbones.base_model import majority_token_kinds
 from moecore.nn.routers.told import ToldRouter
-from moecore.training.regularizers.base import Regularizer
-from moecore.training.regularizers.layer_terms import check_has_experts
+from moecore.training.regularizers.base import Regularizer, check_has_experts
 from moecore.training.regularizers.router_kl import router_kl
 
 

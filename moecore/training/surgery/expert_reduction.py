@@ -18,7 +18,7 @@ from moecore.data.prepared import Split
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.capacity import exact_fraction
-from moecore.training.surgery.expert_use import ExpertUse, measure_expert_use
+from moecore.training.surgery.expert_reduction import ExpertUse, measure_expert_use
 
 
 class ExpertReduction(Config, ABC):

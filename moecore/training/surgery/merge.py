@@ -17,11 +17,11 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.folded import Folded, refuse_unfoldable_router
 from moecore.training.surgery.expert_reduction import (
     ExpertReduction,
+    ExpertUse,
     build_reduced_model,
     check_token_choice,
     with_number,
 )
-from moecore.training.surgery.expert_use import ExpertUse
 
 WITH_THRESHOLDS = ("dynamic",)  # routers in which experts are chosen one by one
 Linkage = Literal["average", "single", "complete"]

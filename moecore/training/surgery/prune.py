@@ -15,12 +15,12 @@ from moecore.nn.backbones.base_model import Model
 from moecore.nn.layers.moe import MoESettings
 from moecore.training.surgery.expert_reduction import (
     ExpertReduction,
+    ExpertUse,
     build_reduced_model,
     check_token_choice,
     rebuild_with_moe_settings,
     with_number,
 )
-from moecore.training.surgery.expert_use import ExpertUse
 
 # A router's map of the logits of the MoE layer before: (E of this layer, E of that one)
 MAP_OF_PREVIOUS_LOGITS = "router.residual"

@@ -3,11 +3,10 @@
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from moecore.core.part_families import Part
+from moecore.core.config import Part
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.training.settings import Training
 
 

@@ -9,8 +9,7 @@ from moecore.core.files import whole_folder
 from moecore.core.ranks import broadcast_text, current_ranks
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
-from moecore.nn.backbones.base_model import Backbone, BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.training.settings import Training
 from moecore.training.teachers.base import Teacher
 

@@ -3,7 +3,7 @@
 from typing import Literal, NoReturn
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.training.teachers.base import Teacher
 
 

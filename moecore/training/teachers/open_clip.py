@@ -11,11 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import find_teacher_checkpoint
+from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import read_tensors
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit

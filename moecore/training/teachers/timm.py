@@ -8,17 +8,15 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from moecore.core.files import UserError
-from moecore.core.raw_data_lookup import find_teacher_checkpoint
+from moecore.core.files import UserError, find_teacher_checkpoint
 from moecore.core.safetensors_files import check_header_size
-from moecore.nn.backbones.base_model import BackboneModel
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.base import Teacher
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators
 
 # buffers of Swin, which are no weights
 FOLLOWS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_bias")

@@ -9,23 +9,22 @@ import pytest
 import torch
 from PIL import Image
 
-from moecore.data.corruptions.blur import (
+from moecore.data.corruptions import (
+    CORRUPTIONS,
     ZOOMS,
+    cloud_field,
+    corrupt_images,
     defocus_blur,
     disk_kernel,
+    elastic_transform,
     local_shuffle_order,
-    trail_kernel,
-    zoom_blur,
-)
-from moecore.data.corruptions.corruptions import CORRUPTIONS, corrupt_images
-from moecore.data.corruptions.digital import elastic_transform
-from moecore.data.corruptions.draws import add_noise, image_rng, standard_normal_noise
-from moecore.data.corruptions.severity_scaling import (
-    cloud_field,
     sample_bilinear,
     severity_length,
     severity_parameter,
+    trail_kernel,
+    zoom_blur,
 )
+from moecore.data.image_noise import add_noise, image_rng, standard_normal_noise
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
 

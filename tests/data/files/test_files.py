@@ -15,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from moecore.core.files import UserError, file_checksum
-from moecore.core.paths_below_root import join_below_root
-from moecore.data.files.download import check_digest, download_file
-from moecore.data.files.idx import read_idx
+from moecore.core.files import UserError, file_checksum, join_below_root
+from moecore.data.files.published_image_sets import check_digest, download_file
 from moecore.data.sources import fashion_mnist
-from moecore.data.sources.fashion_mnist import FashionMnist
+from moecore.data.sources.fashion_mnist import FashionMnist, read_idx
 from tests.data.making import fashion_folder, idx_bytes
 
 IMAGES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import ciphers
 from moecore.data.sources.ciphers import Ciphers, draw_word_ciphers
-from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.words import END, UNKNOWN, NumberedText, write_text
 
 VOCABULARY = (END, UNKNOWN, "a", "b", "c", "d")

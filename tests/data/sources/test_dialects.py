@@ -5,9 +5,8 @@ import pytest
 from scipy.linalg import hadamard
 
 from moecore.core.files import UserError
-from moecore.data.dialect_changes import CHANGES, draw_change
 from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.dialects import Dialects
+from moecore.data.sources.dialects import CHANGES, Dialects, draw_change
 from moecore.data.sources.digits import Digits
 
 SMALL = {"train": 900, "validation": 300, "test": 400}

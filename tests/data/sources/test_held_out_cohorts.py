@@ -7,7 +7,7 @@ from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom
 from moecore.data.sources.two_cohorts import TwoCohorts
-from moecore.data.volumes.cohort_splits import split_cohort
+from moecore.data.volumes.cohorts import split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 from tests.data.making import cohort, head, participants, save
 

@@ -9,14 +9,22 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from moecore.core.files import UserError
-from moecore.data.phantom import template as phantom_template
-from moecore.data.phantom.fields import SIDE, VOXEL_ML, smooth_fields, spline_basis
-from moecore.data.phantom.numbers import (
+from moecore.data.phantom import anatomy as phantom_template
+from moecore.data.phantom.anatomy import (
     HEAD_LOG_SD,
     HEAD_ML,
     PRESETS,
+    SIDE,
+    VOXEL_ML,
+    Pose,
     grey_matter_relative_to_25,
     lesions_ml,
+    load_template,
+    place_template,
+    smooth_fields,
+    spline_basis,
+    ventricle_voxel_shares,
+    ventricle_wall_offset,
     ventricles_relative_to_25,
     white_matter_relative_to_25,
 )
@@ -28,16 +36,9 @@ from moecore.data.phantom.shells import (
     simulate_shell_scan,
 )
 from moecore.data.phantom.simulated_person import LifelongTraits, tissue_removal_map
-from moecore.data.phantom.template import (
-    Pose,
-    load_template,
-    place_template,
-    ventricle_voxel_shares,
-    ventricle_wall_offset,
-)
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.phantom import Phantom, simulate_scan
-from moecore.data.volumes.stored_volumes import normalise_intensities
+from moecore.data.volumes.volume_preparation import normalise_intensities
 
 SMALL = {"subjects": 12, "age_groups": 2}
 

@@ -13,18 +13,17 @@ from PIL import Image
 
 from moecore.core.files import UserError, file_checksum
 from moecore.data import prepared
-from moecore.data.files import resumable_decoding
-from moecore.data.files.cifar_files import SETS
+from moecore.data.files import image_files
 from moecore.data.files.decode import UnreadableImage, decode_image
-from moecore.data.jpeg_store import JpegImages
 from moecore.data.prepared import Prepared
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import cifar, fashion_mnist
-from moecore.data.sources.cifar import Cifar
+from moecore.data.sources.cifar import SETS, Cifar
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
+from moecore.data.stored_arrays import JpegImages
 from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
 
 
@@ -272,7 +271,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
 
     decoded = []
     real = decode_image
-    monkeypatch.setattr(resumable_decoding, "CHUNK", 5)
+    monkeypatch.setattr(image_files, "CHUNK", 5)
 
     def until_killed(path, *rest):
         if len(decoded) >= 12:
@@ -280,11 +279,11 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
         decoded.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(resumable_decoding, "decode_image", until_killed)
+    monkeypatch.setattr(image_files, "decode_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.prepare(tmp_path / "killed")
     monkeypatch.setattr(
-        resumable_decoding,
+        image_files,
         "decode_image",
         lambda path, *rest: (decoded.append(path), real(path, *rest))[1],
     )
@@ -295,7 +294,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
 
 def test_imagenet_starts_afresh_where_the_files_changed(tmp_path):
     imagenet_folder(tmp_path / "raw")
-    cache = resumable_decoding.DecodeCache(tmp_path / "cache", 8, 3)
+    cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
     paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
     before = np.load(cache.decode("test", paths)[0]).copy()
     Image.new("RGB", (50, 50), "red").save(paths[3])
@@ -365,8 +364,8 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
 def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch):
     settings = kept(tmp_path, short_side=40)
     card = settings.prepare(tmp_path / "whole")
-    monkeypatch.setattr(resumable_decoding, "CHUNK", 5)
-    real, packed = resumable_decoding.recompress_image, []
+    monkeypatch.setattr(image_files, "CHUNK", 5)
+    real, packed = image_files.recompress_image, []
 
     def until_killed(path, *rest):
         if len(packed) >= 12:
@@ -374,13 +373,13 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
         packed.append(path)
         return real(path, *rest)
 
-    monkeypatch.setattr(resumable_decoding, "recompress_image", until_killed)
+    monkeypatch.setattr(image_files, "recompress_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.prepare(tmp_path / "killed")
     with open(tmp_path / "cache/train.bin", "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
     monkeypatch.setattr(
-        resumable_decoding,
+        image_files,
         "recompress_image",
         lambda *given: (packed.append(given[0]), real(*given))[1],
     )

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 from moecore.core.files import UserError
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources.base import Source
-from moecore.data.volumes.nifti import load_volume
-from moecore.predict.input_volumes import find_volumes
-from moecore.study.reading.document import load_yaml_document
+from moecore.data.volumes.volume_preparation import load_volume
+from moecore.predict.ages import find_volumes
+from moecore.study.document import load_yaml_document
 from tests.data.making import AFFINE, SMALL, head, participants, save
 from tests.project import ROOT
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moecore.core.files import UserError
+from moecore.data.files.captioned_source import tokenize_captions
+from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import docstrings, wikitext
 from moecore.data.sources.captioned_mosaic import CaptionedMosaic, draw_layouts, layout_captions
 from moecore.data.sources.docstrings import Docstrings, extract_docstring_prose
 from moecore.data.sources.wikitext import Wikitext
-from moecore.data.text.prepared_captions import tokenize_captions
-from moecore.data.text.reading_order import TextStreams
 from moecore.data.text.tokenizers import (
     BpeFileSettings,
     BpeTokenizer,

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageOps
 
 from moecore.core.streams import BatchDraws, generator_for
-from moecore.data.image_warping import warp_images
-from moecore.data.views import colour, randaugment, view_affines
-from moecore.data.views.randaugment import (
+from moecore.data.views import augmentations, warping
+from moecore.data.views.augmentations import (
     OPERATIONS,
     DrawnOperations,
     RandAugment,
@@ -38,7 +37,8 @@ from moecore.data.views.views import (
     evaluation_images,
     make_random_views,
 )
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.data.views.warping import warp_images
+from moecore.training.teachers.timm import define_missing_operators
 
 STEP = 4  # grey levels per pixel of the ramps
 
@@ -153,8 +153,8 @@ def test_a_flip_by_hand():
 def test_a_bright_pixel_under_rotation_by_90_degrees():
     images = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     images[0, 0, 0, 1] = 255
-    quarter = view_affines.recentre_affines(
-        view_affines.rotation_affines(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
+    quarter = warping.recentre_affines(
+        warping.rotation_affines(torch.tensor([math.pi / 2], dtype=torch.float64)), 5, 5
     )
     view = warp_images(images, quarter, (5, 5), "zeros")[0, 0]
     # centre (2.5, 2.5); the point (0.5, 1.5) is (−2, −1) from it; (r, c) → (−c, r) gives (1, −2):
@@ -169,7 +169,7 @@ def test_randaugment_geometry_by_hand():
         torch.tensor([[0], [1], [2]]),
         torch.tensor([[1.0], [-0.5], [1.0]], dtype=torch.float64),
     )
-    shear, move, turn = randaugment.operation_affines(drawn, 10, 20)
+    shear, move, turn = augmentations.operation_affines(drawn, 10, 20)
     point = torch.tensor([0.0, 10.0, 1.0], dtype=torch.float64)  # the middle of the upper edge
     # column += 0.3 · (0 − 5)
     assert torch.allclose(shear @ point, torch.tensor([0.0, 8.5, 1.0], dtype=torch.float64))
@@ -188,10 +188,10 @@ def test_inverse_and_crop_windows():
     )
     affines[:, 2] = torch.tensor([0.0, 0.0, 1.0])
     assert torch.allclose(
-        view_affines.invert_affines(affines) @ affines,
+        warping.invert_affines(affines) @ affines,
         torch.eye(3, dtype=torch.float64).expand(50, 3, 3),
     )
-    top, left, height, width = view_affines.draw_crop_windows(
+    top, left, height, width = warping.draw_crop_windows(
         BatchDraws(random, 5000), (20, 30), (0.3, 0.6), (0.9, 1.1)
     )
     share = height * width / 600
@@ -229,7 +229,7 @@ def ours(name, pixels, value):
         torch.from_numpy(pixels.copy()).float().view(*pixels.shape[:2], -1).permute(2, 0, 1)[None]
     )
     return (
-        getattr(colour, name)(tensor, torch.full((1, 1, 1, 1), float(value)))[0]
+        getattr(augmentations, name)(tensor, torch.full((1, 1, 1, 1), float(value)))[0]
         .permute(1, 2, 0)
         .numpy()
     )
@@ -331,7 +331,7 @@ def test_views_stay_in_range(name):
     )
 
 
-JITTER = colour.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4)
+JITTER = augmentations.ColourJitter(brightness=0.4, contrast=0.4, saturation=0.4)
 
 
 def jittered_by_torchvision(images, drawn):
@@ -353,16 +353,16 @@ def jittered_by_torchvision(images, drawn):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jitter_equals_torchvisions_to_a_grey_level(channels):
     images = torch.randint(0, 256, (64, channels, 12, 9), generator=generator_for(0))
-    drawn = colour.draw_jitter(JITTER, BatchDraws(generator_for(1), 64))
-    ours = colour.jitter_colours(images.float(), drawn) / 255
+    drawn = augmentations.draw_jitter(JITTER, BatchDraws(generator_for(1), 64))
+    ours = augmentations.jitter_colours(images.float(), drawn) / 255
     theirs = jittered_by_torchvision(images / 255, drawn)
     assert (ours - theirs).abs().max() < 1 / 255
     assert (ours - images / 255).abs().mean() > 0.03
 
 
 def test_jitter_draws_every_order_and_factors_within_their_ranges():
-    settings = colour.ColourJitter(brightness=0.12, contrast=1.5)
-    order, factors = colour.draw_jitter(settings, BatchDraws(generator_for(0), 6000))
+    settings = augmentations.ColourJitter(brightness=0.12, contrast=1.5)
+    order, factors = augmentations.draw_jitter(settings, BatchDraws(generator_for(0), 6000))
     _, times = order.unique(dim=0, return_counts=True)
     assert len(times) == 6 and times.min() > 850  # 1000 each, standard error 29
     low, high = factors.aminmax(dim=0)
@@ -377,7 +377,7 @@ def test_jittered_views_are_uint8_images_jittered_before_they_are_erased():
     again = make_random_views(images, ViewSettings(jitter=JITTER), generator_for(3)).images
     assert torch.equal(views, again)
     assert not torch.equal(views[0], evaluation_images(images)[0])
-    still = ViewSettings(jitter=colour.ColourJitter())
+    still = ViewSettings(jitter=augmentations.ColourJitter())
     assert torch.equal(
         make_random_views(images, still, generator_for(3)).images, evaluation_images(images)
     )

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.core.streams import generator_for
-from moecore.data.image_warping import MixedSizeImageList
+from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.invariance_transforms import draw_affines, transform_images
-from moecore.data.views.mix import Mix, mix_images
-from moecore.data.views.randaugment import RandAugment
 from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
+    Mix,
     ViewSettings,
     evaluation_images,
     make_random_views,
+    mix_images,
 )
+from moecore.data.views.warping import MixedSizeImageList
 from moecore.tasks.classification import Classification
 
 IMAGES = torch.randint(0, 256, (32, 3, 20, 20), generator=generator_for(0), dtype=torch.uint8)

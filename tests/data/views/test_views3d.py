@@ -9,7 +9,6 @@ from scipy.ndimage import map_coordinates
 from moecore.core.files import UserError
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import generator_for
-from moecore.data.image_warping import clamp_or_reflect_indices, in_range_mask
 from moecore.data.views.views import (
     AffineRanges,
     CropRanges,
@@ -22,6 +21,7 @@ from moecore.data.views.views3d import (
     volume_rotations,
     warp_volumes,
 )
+from moecore.data.views.warping import clamp_or_reflect_indices, in_range_mask
 from moecore.nn.correspondence import match_patches
 
 SIZE = (6, 8, 10)

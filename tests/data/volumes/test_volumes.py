@@ -19,23 +19,21 @@ from moecore.core.files import UserError
 from moecore.data import prepared
 from moecore.data.loader import few_shot_indices, load_split_for_device
 from moecore.data.prepared import Prepared
-from moecore.data.volumes.cohort_splits import CohortSettings, split_cohort
-from moecore.data.volumes.grids import (
+from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
+from moecore.data.volumes.cohorts import CohortSettings, split_cohort
+from moecore.data.volumes.subjects import VolumeSubject
+from moecore.data.volumes.volume_preparation import (
     Grid,
+    VolumeWithTissueShares,
     brain_window_start,
     cut_window,
-    resample_masked_volume,
-    resample_volume,
-)
-from moecore.data.volumes.nifti import load_volume
-from moecore.data.volumes.stored_volumes import (
-    VolumeWithTissueShares,
+    load_volume,
     normalise_intensities,
     read_volume,
+    resample_masked_volume,
+    resample_volume,
+    unusual_volume_flags,
 )
-from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_cache import VolumeCache, load_cached_volume, save_cached_volume
-from moecore.data.volumes.volume_checks import unusual_volume_flags
 from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 from moecore.report.figures.dataset_samples import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression

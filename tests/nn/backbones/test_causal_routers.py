@@ -13,7 +13,7 @@ from moecore.core.source_layout import ROOT
 from moecore.nn.backbones.language_model import LanguageModel, LanguageTransformer
 from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer
 from moecore.nn.layers.moe import MoESettings
-from moecore.study.reading.document import load_yaml_document
+from moecore.study.document import load_yaml_document
 from moecore.training.method import Method
 from tests.nn.backbones.test_language_model import WORDS, text
 from tests.nn.backbones.test_two_towers import TASK

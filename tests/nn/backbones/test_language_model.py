@@ -10,8 +10,7 @@ from torch.nn.functional import gelu, layer_norm
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, RoutingContext
-from moecore.nn.backbones.base_model import EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.experts.mlp import Mlp

@@ -9,8 +9,8 @@ from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.sfcn import Sfcn, soft_labels
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.eigenbasis import Eigenbasis
-from moecore.testing.backbone_checks import MOE
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
+from moecore.testing.model_checks import MOE
 from tests.volumes import VOLUMES
 
 SMALL = Sfcn(channels=(4, 8, 6), bins=3, first_bin=50, bin_width=10, bin_deviation=5)

@@ -14,26 +14,30 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, TokenLayout
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
-from moecore.nn.backbones.base_model import Backbone, EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import Backbone, EncodeOptions, ImageSpec
 from moecore.nn.backbones.swin import Swin, SwinSettings
 from moecore.nn.backbones.swin_v2 import SwinV2
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.layers.window_attention import WindowAttention, log_coordinates, pair_index
-from moecore.nn.layers.windows import PatchMerging, Windows, merged_grid
+from moecore.nn.layers.window_attention import (
+    PatchMerging,
+    WindowAttention,
+    Windows,
+    log_coordinates,
+    merged_grid,
+    pair_index,
+)
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import coarse_patch_indices
 from moecore.tasks.classification import Classification
 from moecore.training.artifacts import load_adapted_model, load_model, save_guide, save_model
-from moecore.training.compilation_and_tracing import CompiledBlocks
 from moecore.training.guide import aligned_teacher_blocks, attach_required_guide, build_guide
-from moecore.training.job import TrainingJob
+from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.phase_trainings import build_pretraining
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.runtime import CompiledBlocks
+from moecore.training.teachers.timm import define_missing_operators
 from moecore.training.upcycle import inherit_pretrained_windows, upcycle_model
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.nn.test_every_method import SHIFTED

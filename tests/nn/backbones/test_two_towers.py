@@ -13,8 +13,7 @@ from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Split
-from moecore.nn.backbones.base_model import parameter_counts
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec, parameter_counts
 from moecore.nn.backbones.text_tower import TextTowerSettings, TextTransformer, caption_fingerprints
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
@@ -22,10 +21,9 @@ from moecore.nn.predict import predict_in_batches
 from moecore.tasks.image_text import ImageText
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
 from moecore.training.guide import attach_required_guide, build_guide
-from moecore.training.job import TrainingJob
+from moecore.training.job import Objective, TrainingJob
 from moecore.training.loop import iterate_training
 from moecore.training.method import Method
-from moecore.training.objective import Objective
 from moecore.training.settings import Training
 from tests.methods import METHODS, REPRESENTATIVE
 from tests.training.small import CPU

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from torch.nn.functional import conv3d, unfold
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.base_model import EncodeOptions
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import EncodeOptions, ImageSpec
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.nn.backbones.swin import SwinSettings
 from moecore.nn.backbones.text_tower import TextTowerSettings
@@ -21,8 +20,7 @@ from moecore.nn.layers.patch_embed import PatchEmbed, cut_patches
 from moecore.tasks.classification import Classification
 from moecore.tasks.regression import Regression
 from moecore.training.artifacts import load_adapted_model, load_model, save_model
-from moecore.training.teachers.timm import vit_settings
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators, vit_settings
 from moecore.training.upcycle import upcycle_model
 
 IMAGE = ImageSpec(

@@ -14,13 +14,12 @@ from moecore.nn.balances.sinkhorn import expert_factors
 from moecore.nn.layers.moe import update_routers
 from moecore.nn.routers.competition import Competition
 from moecore.nn.routers.frozen_copy import FrozenCopy
-from moecore.nn.routers.group_limited_choice import GroupLimitedChoice
-from moecore.nn.routers.noisy_top_k import NoisyTopK
+from moecore.nn.routers.noisy_top_k import GroupLimitedChoice, NoisyTopK
 from moecore.nn.routers.token_choice import top_k
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
 from moecore.nn.routers.top_p import TopP
 from moecore.training.method import Method
-from moecore.training.optimizer import build_optimizer
+from moecore.training.settings import build_optimizer
 from tests.nn.routers import reference
 from tests.training.small import COMPETITION, SETTINGS, task
 

@@ -21,7 +21,7 @@ from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
 
 # expert 0 has rows 0 and 1, expert 1 none, expert 2 the others
 OFFSETS = torch.tensor([2, 2, 6], dtype=torch.int32)

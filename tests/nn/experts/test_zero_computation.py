@@ -9,16 +9,15 @@ from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.measure.forward_cost import whole_and_routing_flops
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.vit import Vit
+from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.experts.zero_computation import ZeroComputation
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.competition import Competition
 from moecore.nn.routers.frozen_copy import FrozenCopy
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.soft_slots import SoftSlots
-from moecore.testing.check_helpers import draw_weights
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE, draw_weights
 from moecore.training.regularizers.zero_computation_balance import (
     ZeroComputationBalance,
     uneven_use,

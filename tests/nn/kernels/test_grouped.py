@@ -9,16 +9,18 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, linear
 from torch.utils.flop_counter import FlopCounterMode
 
-from moecore.nn.kernels import cpu_expert_batches, grouped
-from moecore.nn.kernels.cpu_expert_batches import ExpertGroup, ExpertGroups
+from moecore.nn.kernels import expert_loop, grouped
+from moecore.nn.kernels.expert_loop import ExpertGroup, ExpertGroups
 from moecore.nn.kernels.grouped import (
+    Tiles,
     can_group,
     experts_of_rows,
     grouped_linear,
     grouped_mlp,
     register_flop_formulas,
+    tile_count,
+    tile_height,
 )
-from moecore.nn.kernels.tiles import Tiles, tile_count, tile_height
 
 
 @pytest.fixture(autouse=True, params=["loop", "groups", "grouped_mm", "tiles"])
@@ -29,9 +31,7 @@ def way(request, monkeypatch):
     """
     looped = request.param in ("loop", "groups")
     monkeypatch.setattr(grouped, "_LOOPED_ROWS", 10**9 if looped else -1)
-    monkeypatch.setattr(
-        cpu_expert_batches, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9
-    )
+    monkeypatch.setattr(expert_loop, "MANY_EXPERTS", 1 if request.param == "groups" else 10**9)
     if request.param == "tiles":
         monkeypatch.setattr(grouped, "can_loop", lambda rows: False)
         monkeypatch.setattr(grouped, "can_group", lambda rows, weight: False)
@@ -230,8 +230,8 @@ def test_second_derivatives_of_an_mlp():
 def test_groups_by_hand(monkeypatch):
     # Groups of two of eight inputs. Of the first both have rows: they share 2 slots each. The third
     # and fourth have 33 and none: too many for slots that cost nothing. The last have none.
-    monkeypatch.setattr(cpu_expert_batches, "MANY_EXPERTS", 1)
-    monkeypatch.setattr(cpu_expert_batches, "GROUP", 16)
+    monkeypatch.setattr(expert_loop, "MANY_EXPERTS", 1)
+    monkeypatch.setattr(expert_loop, "GROUP", 16)
     plan = ExpertGroups(torch.tensor([2, 3, 36, 36, 36, 36]), torch.zeros(6, 8, 1))
     assert plan.groups == [
         ExpertGroup(slice(0, 2), slice(0, 3), 2),

@@ -21,7 +21,7 @@ from moecore.nn.layers.layer_lipschitz_bound import soften_model
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.layers.patch_embed import resize_positions
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import define_missing_operators
 from tests.attacks.models import vit
 
 

@@ -8,7 +8,7 @@ import torch
 from moecore.core.files import UserError
 from moecore.nn.experts.eigen import Eigen
 from moecore.nn.experts.mlp import Mlp
-from moecore.nn.layers.standalone_moe import MoELayer
+from moecore.nn.layers.moe import MoELayer
 from moecore.nn.router_hooks import routing_collector
 from moecore.nn.routers.dynamic import Dynamic
 from moecore.nn.routers.eigenbasis import Eigenbasis

@@ -12,7 +12,7 @@ from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.depth import Depth
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.testing.small_models import IMAGE
+from moecore.testing.check_helpers import IMAGE
 from tests.nn.routers import reference
 
 SCORES = torch.tensor([0.3, -0.2, 1.5, 0.1, -1, 0.8, 0.2, -0.4])

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.nn.routers.expert_choice import ExpertChoice, top_tokens_per_expert
-from moecore.nn.routers.expert_choice_plan import ExpertChoicePlan
+from moecore.nn.routers.expert_choice import ExpertChoice, ExpertChoicePlan, top_tokens_per_expert
 from tests.nn.routers import reference
 
 

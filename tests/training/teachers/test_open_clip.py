@@ -10,15 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.tasks.classification import Classification
 from moecore.tasks.image_text import ImageText
 from moecore.testing import check_teacher
 from moecore.training.method import Method
 from moecore.training.teachers.open_clip import MEAN, STD, OpenClip
-from moecore.training.teachers.timm import Timm
-from moecore.training.teachers.torchvision_operators import define_missing_operators
+from moecore.training.teachers.timm import Timm, define_missing_operators
 from moecore.training.upcycle import upcycle_model
 
 WIDTH, TEXT, JOINT, PATCH, WORDS, CONTEXT = 128, 64, 24, 8, 30, 9

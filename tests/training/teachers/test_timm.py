@@ -3,9 +3,9 @@
 import pytest
 
 from moecore.core.files import UserError
-from moecore.nn.backbones.input_spec import ImageSpec
+from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.meta_device import meta_device_context
-from moecore.study.checking.preflight import check_study
+from moecore.study.check import check_study
 from moecore.tasks.classification import Classification
 from moecore.training.teachers.timm import Timm
 from tests.project import PARAMS
