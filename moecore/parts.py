@@ -18,9 +18,13 @@ from moecore.data.writer import SplitToWrite as SplitToWrite
 from moecore.data.writer import write_prepared as write_prepared
 from moecore.measure.base import MeasuredModel as MeasuredModel
 from moecore.measure.base import Measurement as Measurement
-from moecore.measure.base import PartStore as PartStore
 from moecore.measure.calibrators.base import Calibrator as Calibrator
 from moecore.measure.calibrators.base import FittedCalibrator as FittedCalibrator
+from moecore.measure.values import Chart as Chart
+from moecore.measure.values import Metric as Metric
+from moecore.measure.values import OnPage as OnPage
+from moecore.measure.values import PartStore as PartStore
+from moecore.measure.values import Values as Values
 from moecore.nn.backbones.base_model import Backbone as Backbone
 from moecore.nn.backbones.base_model import BackboneModel as BackboneModel
 from moecore.nn.backbones.base_model import Encoded as Encoded

@@ -35,7 +35,7 @@ def measure(what: str, phase: Phase, method: str, seed: int) -> None:
             subject = subject._replace(regions=named.experts if named else ())
         reason = measurement.applies(subject)
         if reason is None:
-            run.result(getattr(params, what).measure(subject, parts.part))
+            run.result(getattr(params, what).collect_result(subject, parts.part))
         else:
             run.result(Skipped(skipped=reason))
 

@@ -2,16 +2,17 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
 from moecore.core.config import Config, find_class, list_own_names
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import Prepared
+from moecore.measure.values import Metric, OnPage, PartStore, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
 from moecore.training.guide import Guide
@@ -44,22 +45,17 @@ class MeasuredModel(NamedTuple):
     regions: tuple[str, ...] = ()  # the tissues after which its first experts are named
 
 
-class PartStore(Protocol):
-    """Keeps the finished pieces of a measurement over a kill, each under a name of its own."""
-
-    def __call__(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return what ``compute`` returns, once it has been JSON; computed once, kills or not."""
-        ...
-
-
 class Measurement(Config, ABC):
     """What is measured of a trained model, a family of parts: a section of params.yaml each.
 
     The section ``few_shot`` is the class FewShot of few_shot.py in this folder; ``my_lab:
     {brightness: …}``, which run.measurements calls my_lab.brightness, is Brightness of that module.
-    The report shows of its result what a ``Shown`` says (moecore/report/measures).
+    It declares ``metrics`` and puts values under their names. One without metrics gives a typed
+    result instead, of which the report shows what a ``Shown`` says (moecore/report/measures).
     """
 
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    page: ClassVar[OnPage] = OnPage("")
     guided: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.guide``
     regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
 
@@ -76,9 +72,31 @@ class Measurement(Config, ABC):
         """Return why it does not apply to this model and data, in words; None where it does."""
         return cls.model_refusal(subject.model)
 
+    @classmethod
+    def place_words(cls, place: Place) -> str:
+        """Return how labels say a place."""
+        return f"{place:g}" if isinstance(place, float) else str(place)
+
+    def places(self) -> Mapping[str, Iterable[Place]]:
+        """Return where values will stand, as far as settings tell it before anything has run."""
+        return {}
+
     @abstractmethod
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> Config:
-        """Return the typed result, a function of its arguments alone."""
+    def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
+        """Put values into ``out``, a ``Values``: a function of the arguments alone.
+
+        Without metrics: return a typed result; ``out`` is then the ``PartStore``.
+        """
+
+    def collect_result(self, subject: MeasuredModel, parts: PartStore) -> Config:
+        """Return what the stage writes."""
+        if not self.metrics:
+            result = self.measure(subject, parts)
+            assert result is not None, f"{type(self).__name__} has no metrics and no result"
+            return result
+        out = Values(self.metrics, subject.data.task, parts)
+        self.measure(subject, out)
+        return out.found()
 
 
 @cache

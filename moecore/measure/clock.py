@@ -7,23 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.core.config import Config
+from moecore.statistics.intervals import Interval
 
 
-class Quartiles(Config):
-    """Median and quartiles of repeated timings, which have a long upper tail."""
-
-    median: float
-    low: float
-    high: float
-
-
-def timing_quartiles(values: Sequence[float]) -> Quartiles:
-    """Median, lower and upper quartile (linear between neighbours); ValueError without values."""
+def timing_quartiles(values: Sequence[float]) -> Interval:
+    """Return the median and the quartiles (linear between neighbours), for timings have a long
+    upper tail. Raises ValueError where there are no values.
+    """
     if len(values) == 0:
         raise ValueError("quartiles: no values")
     low, median, high = (float(value) for value in np.quantile(values, [0.25, 0.5, 0.75]))
-    return Quartiles(median=median, low=low, high=high)
+    return Interval(median, low, high)
 
 
 class Clock:

@@ -1,31 +1,26 @@
 """The error under each of fifteen corruptions at each severity (Hendrycks & Dietterich, 2019)."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.corruptions import CORRUPTIONS, corrupt_images
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import (
-    SEED,
-    MeasuredModel,
-    Measurement,
-    PartStore,
-    no_changed_images_reason,
-)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.values import Chart, Found, Metric, OnPage, Place, Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import bootstrap_mean
-from moecore.tasks.base import Task
 
 Severity = Annotated[int, Field(ge=1, le=5)]
-Errors = Mapping[str, Mapping[int, float]]  # corruption → severity → error in [0, 1]
+Errors = Mapping[Place, Mapping[Place, float]]  # corruption → severity → error in [0, 1]
 Name = Literal[
     "gaussian_noise",
     "shot_noise",
@@ -45,8 +40,67 @@ Name = Literal[
 ]
 
 
+def relative_error(result: Found, dense: Sequence[Found]) -> float | None:
+    """Return mCE; None where the dense model makes no error under a corruption: it has no ratio."""
+    baseline = errors_of_dense(dense)
+    return None if baseline is None else mean_corruption_error(errors_of(result), baseline)
+
+
+def errors_of_dense(dense: Sequence[Found]) -> Errors | None:
+    """Return the mean errors of all dense models; None where one is 0 at all severities."""
+    seeds = [errors_of(one) for one in dense]
+    errors = {
+        name: {severity: fmean(one[name][severity] for one in seeds) for severity in row}
+        for name, row in seeds[0].items()
+    }
+    return errors if all(any(row.values()) for row in errors.values()) else None
+
+
+METRICS = {
+    "corruption_error": Metric(
+        "Error, mean",
+        "lower",
+        "share",
+        note="over corruptions and severities",
+        paper="corruptions",
+    ),
+    "mce": Metric(
+        "mCE",
+        "lower",
+        note="mean over corruptions of error / error of dense, each summed over severities; 1 is "
+        "as good as dense",
+        paper="corruptions",
+        of_dense=relative_error,
+    ),
+    "error": Metric(
+        "Error, {}",
+        "lower",
+        "share",
+        note="mean over severities",
+        paper="corruptions",
+        over="corruption",
+        detail=True,
+    ),
+}
+
+
 class Corruptions(Measurement):
     """Which images are corrupted, how, and how strongly."""
+
+    metrics = METRICS
+    page = OnPage(
+        "corruptions",
+        place=7,
+        heading="Common corruptions",
+        charts=(
+            Chart(
+                *("error", "severity", "Error under corruption", "Severity", "Error"),
+                words="Mean over corruptions.",
+                share=True,
+                height=3.2,
+            ),
+        ),
+    )
 
     images: int | None = Field(
         300, ge=1, description="Test images, evenly spread, the same for every method; null: all."
@@ -70,79 +124,76 @@ class Corruptions(Measurement):
         """Why not, in words: it needs flat images that a model gets right or wrong."""
         return no_changed_images_reason(subject, "share")
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """The errors under each corruption."""
+    @classmethod
+    def place_words(cls, place: Place) -> str:
+        """Return a corruption's name in words."""
+        return super().place_words(place).replace("_", " ")
+
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the corruptions."""
+        return {"corruption": self.names or get_args(Name)}
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put the error under each corruption at each severity, and means of them.
+
+        The mean over all has its interval over images: one image's corruptions belong together.
+        """
         test = subject.data.test
-        task = subject.data.task
         where = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[where]
         labels = subject.model.targets(torch.from_numpy(test.labels[where]))
 
         def hits_on(pixels: np.ndarray) -> Tensor:
             prediction, _ = predict_in_batches(subject.model, pixels, routing=False)
-            return task.scores(prediction, labels)
+            return out.task.scores(prediction, labels)
 
-        rows, wrong = corruption_rows(hits_on, images, where, task, self, parts)
-        # all corruptions have as many severities
-        severities = len(self.severities)
-        errors = [row.error for row in rows]
-        means = [np.mean(errors[at : at + severities]) for at in range(0, len(rows), severities)]
-        mean = bootstrap_mean(wrong)
-        return Result(
-            images=len(labels),
-            mean_error=float(np.mean(means)),
-            mean_low=mean.low,
-            mean_high=mean.high,
-            corruptions=rows,
-        )
+        wrong = put_errors(hits_on, images, where, self, out)
+        errors = errors_of(out.found())
+        for name, row in errors.items():
+            out.put("error", sum(row.values()) / len(row), corruption=name)
+        for severity in sorted(self.severities):
+            mean = sum(row[severity] for row in errors.values()) / len(errors)
+            out.put("error", mean, severity=severity)
+        mean = float(np.mean([np.mean([*row.values()]) for row in errors.values()]))
+        out.put("corruption_error", bootstrap_mean(wrong)._replace(value=mean))
 
 
-class CorruptionRow(Config):
-    """The error under one corruption at one severity."""
-
-    name: str
-    severity: int
-    error: float
-
-
-class Result(Config):
-    """Shares of images that the model gets wrong."""
-
-    images: int
-    mean_error: float  # over the corruptions
-    mean_low: float | None  # over the images: one picture's corruptions belong together
-    mean_high: float | None
-    corruptions: tuple[CorruptionRow, ...]
+def errors_of(result: Found) -> Errors:
+    """Return the error under each corruption at each severity."""
+    errors: dict[Place, dict[Place, float]] = defaultdict(dict)
+    for value in result.all("error"):
+        if {"corruption", "severity"} <= set(value.at):
+            errors[value.at["corruption"]][value.at["severity"]] = value.value
+    return errors
 
 
-def corruption_rows(
+def put_errors(
     hits_on: Callable[[np.ndarray], Tensor],
     images: np.ndarray,
     where: np.ndarray,
-    task: Task,
     settings: Corruptions,
-    parts: PartStore,
-) -> tuple[tuple[CorruptionRow, ...], np.ndarray]:
-    """One row a corruption and severity, and each image's share of errors over all of them, (N,).
+    out: Values,
+) -> np.ndarray:
+    """Put the error under each corruption at each severity; return each image's share of errors
+    over all of them, (N,).
 
     hits_on: images (N, C, H, W) to bool (N,), which are right; where: the images' places in the
     split, which their draws depend on.
     """
-    rows = []
     wrong = []
     for name in settings.names or CORRUPTIONS:
         for severity in sorted(settings.severities):
 
             def packed_hits(name: str = name, severity: int = severity) -> str | list[float]:
-                return task.encode_scores(
-                    hits_on(corrupt_images(images, name, severity, SEED, where))
-                )
+                pixels = corrupt_images(images, name, severity, SEED, where)
+                return out.task.encode_scores(hits_on(pixels))
 
-            hits = task.decode_scores(parts(f"{name} {severity}", packed_hits), len(images))
+            packed = out.parts(f"{name} {severity}", packed_hits)
+            hits = out.task.decode_scores(packed, len(images))
             error = int((~hits).sum()) / len(hits)
-            rows.append(CorruptionRow(name=name, severity=severity, error=error))
+            out.put("error", error, corruption=name, severity=severity)
             wrong.append(~hits.numpy())
-    return tuple(rows), np.mean(wrong, axis=0)
+    return np.mean(wrong, axis=0)
 
 
 def mean_corruption_error(errors: Errors, baseline: Errors) -> float:

@@ -7,7 +7,6 @@ choice is worth, whichever expert that is. N images, L MoE layers, E experts, k 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import get_args
 
 import numpy as np
 import torch
@@ -15,8 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.data.prepared import Split, evenly_spaced_indices
-from moecore.measure.base import SEED, Estimate, MeasuredModel, Measurement, PartStore
-from moecore.measure.item_mean_result import ItemMeans
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
     no_barring_reason,
@@ -24,15 +22,77 @@ from moecore.measure.routing_metrics.barred_experts import (
 )
 from moecore.measure.routing_metrics.dropped_choices import Way, drop_choices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
+from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device, predict_in_batches, text_block_scores
 from moecore.statistics.intervals import bootstrap_mean
 
 POINTS = 8  # numbers of removed experts at most, and ranks of a token's choices
+ORDERS = {  # which experts are removed
+    "most_used": "most used first",
+    "least_used": "least used first",
+    "random": "random",
+}
+WAYS: dict[Way, str] = {  # what becomes of a token's other choices
+    "as_is": "the others as they are",
+    "renormalised": "the others scaled to the old sum",
+    "reroute": "the next one in its place",
+}
+ORDINALS = ("1st", "2nd")  # of the choices that have columns
+METRICS = {
+    "expert_worth": Metric(
+        "Worth of an expert",
+        note="what its removal loses of the score, paired by image; positive: it is worse without; "
+        "mean over experts and layers",
+        signed=True,
+    ),
+    "needed_experts": Metric(
+        "Needed experts",
+        form="share",
+        note="experts whose removal loses score beyond its interval, each tested by itself",
+    ),
+}
+METRICS |= {
+    f"lost_without_{order}": Metric(
+        f"Loss without half, {words}",
+        note=f"at most half of each layer's experts removed, {words}; of the score, paired by "
+        "image; positive: it is worse without",
+        signed=True,
+        detail=order == "random",
+    )
+    for order, words in ORDERS.items()
+}
+METRICS |= {
+    f"lost_without_choice_{rank}_{way}": Metric(
+        f"Loss without the {ordinal} choice, {words}",
+        note=f"every token in every layer goes without it, {words}; of the score, paired by image; "
+        "positive: it is worse without",
+        signed=True,
+        detail=way != "as_is",
+    )
+    for rank, ordinal in enumerate(ORDINALS, 1)
+    for way, words in WAYS.items()
+}
+METRICS |= {f"lost_without_choice_{way}": Metric("", signed=True) for way in WAYS}
 
 
 class ExpertWorth(Measurement):
     """Which images lose experts; which experts are used most is counted on the validation split."""
+
+    metrics = METRICS
+    page = OnPage(
+        "what experts are worth",
+        place=8,
+        heading="What experts are worth",
+        charts=(
+            Chart(
+                *("lost_without_most_used", "removed", "Most used experts removed"),
+                *("Experts removed from every layer", "Loss"),
+                words="Loss of the score.",
+            ),
+        ),
+        about="expert_worth",
+    )
 
     images: int | None = Field(
         500, ge=2, description="Test images, evenly spread, the same for every method; null: all."
@@ -45,15 +105,21 @@ class ExpertWorth(Measurement):
         """Return why not, in words: a router must choose some of the experts by scores."""
         return no_barring_reason(model)
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Return what each expert is worth, and what is lost without several in every layer."""
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put what each expert is worth, and what is lost without several in every layer.
+
+        A loss is positive where the score is worse without. facts: load, (L, E), each expert's
+        share of the choices on validation images.
+        """
         model = subject.model
         layers, experts = len(model.layouts), model.experts_and_router.experts.choices
         known = load_of_validation(subject, self)
-        full = np.array(parts("all", lambda: scores_without_experts(subject, self, nullcontext())))
+        full = np.array(
+            out.parts("all", lambda: scores_without_experts(subject, self, nullcontext()))
+        )
 
         def lost(name: str, change: AbstractContextManager) -> np.ndarray:
-            left = np.array(parts(name, lambda: scores_without_experts(subject, self, change)))
+            left = np.array(out.parts(name, lambda: scores_without_experts(subject, self, change)))
             sign = {"higher": 1, "lower": -1}[model.image.task.score.better]
             return sign * (full - left)
 
@@ -69,91 +135,62 @@ class ExpertWorth(Measurement):
         alone = np.array([expert_losses(layer) for layer in range(layers)])
         split = subject.data.test
         people = split.people_at(evenly_spaced_indices(len(split.images), self.images))
-
-        return Result.of(
-            {"worth": alone.mean(axis=(0, 1))},
-            people,
-            images=len(full),
-            score=float(full.mean()),
-            layers=[
-                [Estimate.of(bootstrap_mean(one, lowest=-np.inf, people=people)) for one in layer]
-                for layer in alone
-            ],
-            load=(known / known.sum(dim=1, keepdim=True)).tolist(),
-            removal=removal_rows(model, lost, known, self.draws, people),
-            ranks=rank_rows(model, lost, people),
-        )
-
-
-class RemovalCountRow(ItemMeans):
-    """What the score loses by every layer without so many experts: by which of them are removed.
-
-    values, items: most_used, least_used; random, the mean over draws, each layer its own, whose
-    interval is over images alone.
-    """
-
-    removed: int
-
-
-class RankRow(ItemMeans):
-    """What the score loses where every token goes without one choice, in every layer.
-
-    values, items: by what becomes of the token's others (``dropped_choices.Way``).
-    """
-
-    rank: int  # of that choice by probability, from 1
-
-
-class Result(ItemMeans):
-    """A loss is positive where the score is worse without. worth: mean over layers and experts."""
-
-    images: int
-    score: float  # the task's, of the same images with all experts
-    layers: tuple[tuple[Estimate, ...], ...]  # (L, E), what the score loses without one expert
-    load: tuple[tuple[float, ...], ...]  # (L, E), share of the choices on validation images
-    removal: tuple[RemovalCountRow, ...]
-    ranks: tuple[RankRow, ...]  # k at most
+        out.people = people
+        out.put("expert_worth", alone.mean(axis=(0, 1)))
+        lows = []
+        for layer, expert in np.ndindex(layers, experts):
+            interval = bootstrap_mean(alone[layer, expert], lowest=-np.inf, people=people)
+            out.put("expert_worth", interval, layer=layer + 1, expert=expert)
+            lows.append(interval.low or 0.0)
+        out.put("needed_experts", float(np.mean(np.array(lows) > 0)))
+        put_removals(model, lost, known, self.draws, out)
+        put_ranks(model, lost, out)
+        out.facts["load"] = known / known.sum(dim=1, keepdim=True)
 
 
 # name of a part and a change of the model → what the score of each image loses, (N,)
 Lost = Callable[[str, AbstractContextManager], np.ndarray]
 
 
-def removal_rows(
-    model: Model, lost: Lost, known: Tensor, draws: int, people: np.ndarray | None
-) -> list[RemovalCountRow]:
-    """Return a row for each of some numbers of removed experts.
+def put_removals(model: Model, lost: Lost, known: Tensor, draws: int, out: Values) -> None:
+    """Put what is lost without some numbers of experts in every layer, by which they are; random:
+    the mean over draws, each layer its own, whose interval is over images alone.
 
-    known: (L, E) how often each is chosen.
+    known: (L, E) how often each is chosen. The columns are of at most half of the experts.
     """
     layers, experts = known.shape
     without = partial(remove_experts, model)
     most_used = known.argsort(dim=1, descending=True, stable=True).tolist()
-    rows = []
-    for number in expert_counts_to_remove(removable_expert_count(model)):
+    numbers = expert_counts_to_remove(removable_expert_count(model))
+    shown = max([number for number in numbers if 2 * number <= experts], default=numbers[0])
+    for number in numbers:
         drawn = [
             lost(f"random {number} {draw}", without(draw_experts(layers, experts, number, draw)))
             for draw in range(draws)
         ]
-        values = {
+        losses = {
             "most_used": lost(f"most {number}", without([one[:number] for one in most_used])),
             "least_used": lost(f"least {number}", without([one[-number:] for one in most_used])),
             "random": np.mean(drawn, axis=0),
         }
-        rows.append(RemovalCountRow.of(values, people, removed=number))
-    return rows
+        for order, values in losses.items():
+            name = f"lost_without_{order}"
+            out.put(name, values, removed=number)
+            if number == shown:
+                out.put(name, values)
 
 
-def rank_rows(model: Model, lost: Lost, people: np.ndarray | None) -> list[RankRow]:
-    """Return a row for each of a token's choices, POINTS at most."""
+def put_ranks(model: Model, lost: Lost, out: Values) -> None:
+    """Put what is lost where every token goes without one of its choices, by what becomes of the
+    others; POINTS choices at most.
+    """
     choices = model.experts_and_router.experts.choices - removable_expert_count(model)
-    rows = []
     for rank in range(1, min(POINTS, choices) + 1):
-        values = {
-            way: lost(f"rank {rank} {way}", drop_choices(model, rank, way)) for way in get_args(Way)
-        }
-        rows.append(RankRow.of(values, people, rank=rank))
-    return rows
+        for way in WAYS:
+            values = lost(f"rank {rank} {way}", drop_choices(model, rank, way))
+            out.put(f"lost_without_choice_{way}", values, rank=rank)
+            if rank <= len(ORDINALS):
+                out.put(f"lost_without_choice_{rank}_{way}", values)
 
 
 def load_of_validation(subject: MeasuredModel, settings: ExpertWorth) -> Tensor:

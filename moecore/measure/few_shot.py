@@ -7,7 +7,8 @@ chosen by leaving one of the few images out, and the choice on the test set stan
 N few-shot images, M test images, D features, K classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -15,17 +16,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
-from moecore.measure.base import (
-    SEED,
-    MeasuredModel,
-    Measurement,
-    PartStore,
-    load_or_compute,
-    no_flat_images_reason,
-)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, no_flat_images_reason
 from moecore.measure.probes.linear_probe import predict_with_features
-from moecore.statistics.crossed import encode_item_values
+from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.statistics.intervals import mean_over_seeds
 
 EXPONENTS = tuple(range(-10, 20))  # λ = 2^i, V-MoE's
@@ -33,9 +26,49 @@ BIAS = 100.0  # of the column appended to the features, V-MoE's: its weight is h
 LEAST = 1e-5  # added to a feature's deviation, V-MoE's
 CHUNK = 4096  # test images whose scores under all penalties are in memory at once
 
+METRICS = {
+    "few_shot": Metric(
+        "{}-shot accuracy",
+        "higher",
+        "share",
+        note="ridge on frozen features, {} images per class, V-MoE's protocol; mean and interval "
+        "over draws of the images; penalty chosen by leaving one out (ERMoE's main paper reports "
+        "5-shot)",
+        paper="ermoe",
+        over="shots",
+        limits="draws",
+    ),
+    "few_shot_leaky": Metric(
+        "{}-shot accuracy, penalty chosen on test (leaky)",
+        form="share",
+        note="the same with the penalty that is best on the test images themselves: too good",
+        paper="ermoe",
+        over="shots",
+        name="few_shot_{}_leaky",
+        detail=True,
+        limits="draws",
+    ),
+}
+
 
 class FewShot(Measurement):
     """How many images a class, and how often they are drawn."""
+
+    metrics = METRICS
+    page = OnPage(
+        "few shots",
+        place=12,
+        charts=(
+            Chart(
+                *("few_shot", "shots", "Accuracy from a few images", "Images per class"),
+                y="Accuracy",
+                words="Ridge on frozen features, mean over draws.",
+                share=True,
+                top=1.02,
+                limits=(0.0, 1.0),
+            ),
+        ),
+    )
 
     shots: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (1, 5, 10, 25),
@@ -49,8 +82,12 @@ class FewShot(Measurement):
         """Why not, in words: it needs flat images of one class each."""
         return no_flat_images_reason(subject, "shots")
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Scores on the test split for every number of images that the smallest class has."""
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the numbers of images per class."""
+        return {"shots": self.shots}
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put the test score for every number of images that the smallest class has."""
         train, test = subject.data.train, subject.data.test
         least, name = smallest_class(subject)
         fits = sorted({shots for shots in self.shots if shots <= least})
@@ -63,53 +100,18 @@ class FewShot(Measurement):
         if fits:
             few = head_features(subject, np.asarray(train.images[used]))
 
-        def row(shots: int) -> ShotsRow:
+        def put_shots(shots: int, out: Values) -> None:
             draws = []
             for one in wanted:
                 chosen = one[:, :shots].flatten()
                 own = few[np.searchsorted(used, chosen)]
                 draws.append(score_few_shot_draw(subject, tested, own, train.labels[chosen]))
-            return summarize_draws(shots, draws)
+            put_draws(shots, draws, out)
 
-        return Result(
-            rows=[load_or_compute(parts, f"{n} shots", ShotsRow, lambda n=n: row(n)) for n in fits],
-            skipped=[
-                SkippedShots(
-                    shots=n, why=f"the smallest class, {name}, has {least} training images"
-                )
-                for n in sorted(set(self.shots) - set(fits))
-            ],
-        )
-
-
-class ShotsRow(Config):
-    """The score on the test split with so many images a class: mean and 95 % limits over draws."""
-
-    shots: int
-    score: float
-    low: float | None  # None of one draw
-    high: float | None
-    leaky_score: float
-    """With the penalty, one for all draws, that is best on the test split itself: too good."""
-    leaky_low: float | None
-    leaky_high: float | None
-    # The score of each test image, mean over the draws, by ``encode_item_values``: claims are
-    # judged by it. The draws are the same for every model.
-    items: str | None = None
-
-
-class SkippedShots(Config):
-    """A number of images per class that was not measured, and why."""
-
-    shots: int
-    why: str
-
-
-class Result(Config):
-    """One row per number of images per class."""
-
-    rows: tuple[ShotsRow, ...]
-    skipped: tuple[SkippedShots, ...]
+        for shots in fits:
+            out.piece(f"{shots} shots", partial(put_shots, shots))
+        why = f"the smallest class, {name}, has {least} training images"
+        out.skipped += [f"{shots} shots: {why}" for shots in sorted({*self.shots} - {*fits})]
 
 
 def smallest_class(subject: MeasuredModel) -> tuple[int, str]:
@@ -202,21 +204,16 @@ def choose_ridge_exponent(features: Tensor, targets: Tensor) -> int:
     return int(np.log2(RidgeCV(penalties, fit_intercept=False).fit(features, targets).alpha_))
 
 
-def summarize_draws(shots: int, draws: Sequence[PenaltyScores]) -> ShotsRow:
-    """The row of several draws."""
+def put_draws(shots: int, draws: Sequence[PenaltyScores], out: Values) -> None:
+    """Put the scores of several draws: with the penalty that each chose, and with the one for all
+    draws that is best on the test split itself.
+
+    The values of items are means over the draws, which are the same for every model.
+    """
     every = torch.stack([draw.scores for draw in draws])  # (draws, 30)
     own = [float(draw.scores[EXPONENTS.index(draw.chosen)]) for draw in draws]
+    items = torch.stack([draw.items for draw in draws]).mean(dim=0)
+    out.put("few_shot", items, mean_over_seeds(own), shots=shots)
     means = every.mean(dim=0).tolist()
     leaky = max(reversed(range(len(EXPONENTS))), key=means.__getitem__)
-    mean = mean_over_seeds(own)
-    best = mean_over_seeds(every[:, leaky].tolist())
-    return ShotsRow(
-        shots=shots,
-        score=mean.value,
-        low=mean.low,
-        high=mean.high,
-        leaky_score=best.value,
-        leaky_low=best.low,
-        leaky_high=best.high,
-        items=encode_item_values(torch.stack([draw.items for draw in draws]).mean(dim=0).numpy()),
-    )
+    out.put("few_shot_leaky", mean_over_seeds(every[:, leaky].tolist()), shots=shots)

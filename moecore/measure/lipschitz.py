@@ -3,34 +3,64 @@
 import torch
 from pydantic import Field
 
-from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import (
-    SEED,
-    Estimate,
-    MeasuredModel,
-    Measurement,
-    PartStore,
-    load_or_compute,
-    no_changed_images_reason,
-)
-from moecore.measure.theory.lipschitz_lemma import (
-    LemmaPoints,
-    LemmaResult,
-    LemmaSummary,
-    evaluate_lemma,
-)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, no_changed_images_reason
+from moecore.measure.theory.lipschitz_lemma import put_lemma
 from moecore.measure.theory.output_lipschitz_slopes import LipschitzSlopes, slopes_at
-from moecore.statistics.intervals import wilson
+from moecore.measure.values import Metric, OnPage, Values
+from moecore.statistics.intervals import bootstrap_mean, wilson
 
 BATCH = 50  # images a forward pass
 RADIUS = 0.5  # of the ℓ2 ball around an image, with pixels in [0, 1], in which the ascent looks
 STEPS = 10  # gradient steps of the ascent, from each of two starts
 HALVINGS = 10  # how often the steepest pair is halved: to 1 / 2¹⁰ apart at most
+METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_lipschitz_slopes.py
+    "lipschitz_local_mean": Metric(
+        "Local Lipschitz",
+        "lower",
+        note="spectral norm of the gradient image → logits, mean over images",
+        paper="adversarial",
+    ),
+    "lipschitz_margin_mean": Metric(
+        "Slope of the margin",
+        "lower",
+        note="how fast an ℓ∞ attack can change the margin between two classes, mean over images",
+        paper="adversarial",
+    ),
+    "lipschitz_lower_bound_mean": Metric(
+        "Lipschitz, at least",
+        "lower",
+        note="steepest pair of images that was found around an image; mean over images",
+        paper="adversarial",
+    ),
+    "lipschitz_lower_bound": Metric(
+        "Lipschitz, at least (largest)", "lower", note="of all images", paper="adversarial"
+    ),
+    # share of images whose steepest pair chooses different experts
+    "at_boundary": Metric("", form="share"),
+    "jump_max": Metric(""),
+    "lemma1_router_share": Metric(
+        "Lemma 1, router",
+        form="share",
+        note="share of the bound that the router's term makes up, mean over layers",
+        paper="adversarial",
+        detail=True,
+    ),
+    "lemma1_violations": Metric(
+        "Lemma 1, violated",
+        form="count",
+        note="tokens; none is expected",
+        paper="adversarial",
+        detail=True,
+    ),
+}
 
 
 class Lipschitz(Measurement):
     """Which test images and tokens are measured, and how far from an image the ascent looks."""
+
+    metrics = METRICS
+    page = OnPage("a Lipschitz estimate", place=13)
 
     images: int = Field(
         100, ge=1, description="Test images, evenly spread; the same for every method."
@@ -44,54 +74,31 @@ class Lipschitz(Measurement):
         """Why not, in words: it needs flat images of one class each, whose margins can change."""
         return no_changed_images_reason(subject, "decision")
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """The slopes at images of the test split, and the lemma at their tokens."""
-        test = subject.data.test
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put the slopes at images of the test split, and the lemma at their tokens."""
+        model, test = subject.model, subject.data.test
         where = evenly_spaced_indices(len(test.labels), self.images)
         images = test.images[where]
         labels = torch.from_numpy(test.labels[where])
 
-        def estimates() -> SlopeEstimates:
-            return summarize_slopes(
-                slopes_at(subject.model, images, labels, BATCH, RADIUS, STEPS, HALVINGS)
-            )
+        def compute_slopes(out: Values) -> None:
+            put_slopes(slopes_at(model, images, labels, BATCH, RADIUS, STEPS, HALVINGS), out)
 
-        def tokens() -> LemmaResult:
-            chosen = (self.lemma_tokens, BATCH, SEED)
-            return evaluate_lemma(subject.model, images, *chosen, subject.device)
+        def compute_lemma(out: Values) -> None:
+            put_lemma(model, images, self.lemma_tokens, BATCH, SEED, subject.device, out)
 
-        slopes = load_or_compute(parts, "slopes", SlopeEstimates, estimates)
-        lemma1 = load_or_compute(parts, "lemma", LemmaResult, tokens)
-        return Result(images=len(labels), **slopes.model_dump(), **lemma1.model_dump())
+        out.piece("slopes", compute_slopes)
+        out.piece("lemma", compute_lemma)
 
 
-class SlopeEstimates(Config):
-    """Slopes in ℓ2, logits over pixels in [0, 1]; theory/slopes.py says what each of them is."""
-
-    local_mean: Estimate
-    margin_mean: Estimate
-    lower_bound: float
-    lower_bound_mean: Estimate
-    at_boundary: Estimate  # share of images whose steepest pair chooses different experts
-    jump_max: float
-
-
-class Result(SlopeEstimates):
-    """The slopes, and Lemma 1 over all MoE layers and at each token."""
-
-    images: int
-    lemma1: LemmaSummary
-    lemma_terms: tuple[LemmaPoints, ...] = ()
-
-
-def summarize_slopes(slopes: LipschitzSlopes) -> SlopeEstimates:
-    """Means with intervals and maxima over images."""
-    crossed = int(slopes.crossed.sum())
-    return SlopeEstimates(
-        local_mean=Estimate.of_mean(slopes.local, is_share=False),
-        margin_mean=Estimate.of_mean(slopes.margin, is_share=False),
-        lower_bound=float(slopes.lower_bound.max()),
-        lower_bound_mean=Estimate.of_mean(slopes.lower_bound, is_share=False),
-        at_boundary=Estimate.of(wilson(crossed, len(slopes.crossed))),
-        jump_max=float(slopes.jump.max()),
-    )
+def put_slopes(slopes: LipschitzSlopes, out: Values) -> None:
+    """Put means with intervals and maxima over images."""
+    for name, values in (
+        ("local_mean", slopes.local),
+        ("margin_mean", slopes.margin),
+        ("lower_bound_mean", slopes.lower_bound),
+    ):
+        out.put(f"lipschitz_{name}", bootstrap_mean(values.double().numpy()))
+    out.put("lipschitz_lower_bound", float(slopes.lower_bound.max()))
+    out.put("at_boundary", wilson(int(slopes.crossed.sum()), len(slopes.crossed)))
+    out.put("jump_max", float(slopes.jump.max()))

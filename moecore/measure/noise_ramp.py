@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.data.image_noise import add_noise
-from moecore.measure.base import Estimate
+from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import BATCH, predict_in_batches
-from moecore.statistics.crossed import encode_item_values
 
 CHUNK = 16  # images whose ramps are in memory at once; fixed, so that no result depends on `batch`
 
@@ -35,24 +33,6 @@ def true_probability(probs: Tensor, labels: Tensor) -> Tensor:
     return probs.double().gather(2, index).squeeze(2)
 
 
-class RampCurve(Config):
-    """One image along its ramp, from the clean image to the largest sigma."""
-
-    index: int  # in the test split
-    label: int
-    probability: tuple[float, ...]  # of the label
-    predicted: tuple[int, ...]
-
-
-class RampSummary(Config):
-    """What happens along the ramps of growing noise: means over the images, and a few of them."""
-
-    sigmas: tuple[float, ...]
-    jumps_mean: Estimate
-    jumps_items: str | None = None  # of each image, as ``encode_item_values`` packs them
-    shown: tuple[RampCurve, ...]
-
-
 def class_probs_by_sigma(
     model: Model, images: np.ndarray, drawn: Tensor, sigmas: Sequence[float], batch: int = BATCH
 ) -> Tensor:
@@ -71,33 +51,29 @@ def class_probs_by_sigma(
     return torch.cat(chunks)
 
 
-def summarize_ramps(
+def put_ramps(
     probs: Tensor,
     labels: Tensor,
     where: np.ndarray,
     sigmas: Sequence[float],
     threshold: float,
     shown: Sequence[int] | np.ndarray,
-) -> RampSummary:
-    """Means over the images of what happens along their ramps, and the curves of those ``shown``.
+    out: Values,
+) -> None:
+    """Put the jumps along the images' ramps, and the curves of those ``shown`` as facts.
 
     probs: (N, S + 1, K); labels: (N,); where: the images' places in the split.
     """
-    jumps = count_jumps(probs, labels, threshold)
+    out.put("jumps", count_jumps(probs, labels, threshold))
     true = true_probability(probs, labels)
     predicted = probs.argmax(-1)
     curves = [
-        RampCurve(
-            index=int(where[i]),
-            label=int(labels[i]),
-            probability=true[i].tolist(),
-            predicted=predicted[i].tolist(),
-        )
+        {
+            "index": int(where[i]),
+            "label": int(labels[i]),
+            "probability": true[i],
+            "predicted": predicted[i],
+        }
         for i in shown
     ]
-    return RampSummary(
-        sigmas=sigmas,
-        jumps_mean=Estimate.of_mean(jumps, is_share=False),
-        jumps_items=encode_item_values(jumps.double().numpy()),
-        shown=curves,
-    )
+    out.facts["ramp"] = {"sigmas": sigmas, "shown": curves}

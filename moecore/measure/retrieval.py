@@ -3,6 +3,7 @@
 N images, C captions of each at most, n words of all captions, E experts.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import Tokenizer, load_tokenizer
-from moecore.measure.base import Estimate, MeasuredModel, Measurement, PartStore
+from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.exploring.caption_word_experts import experts_by_word, find_two_towers
-from moecore.measure.exploring.expert_overlay_data import Overlays, encode_expert_overlays
+from moecore.measure.exploring.expert_overlay_data import encode_expert_overlays
 from moecore.measure.routing_metrics.layer_metrics import mean_token_entropy
+from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.two_towers import TEXTS
 from moecore.nn.predict import concat_records, eval_mode, predict_in_batches
-from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.image_text import (
     NONE,
@@ -34,10 +34,56 @@ from moecore.tasks.image_text import (
 PICTURES = 4  # that a page shows, evenly spread
 WORDS = 60  # likewise: the most frequent
 ONE = torch.tensor([1])  # image is right for a caption
+Read = tuple[tuple[str, int], ...]  # words and their first expert, −1 for none
+METRICS = {
+    "text_to_image": Metric(
+        "text → image R@{}",
+        "higher",
+        "share",
+        note="a caption's own image is among the first {}, among all test images; mean over an "
+        "image's captions",
+        paper="ermoe",
+        over="k",
+        name="text_to_image_r{}",
+    ),
+    "image_to_text": Metric(
+        "image → text R@{}",
+        "higher",
+        "share",
+        note="any of an image's captions is among the first {}, among all captions",
+        paper="ermoe",
+        over="k",
+        name="image_to_text_r{}",
+    ),
+    "text_to_image_chance": Metric(""),
+    "image_to_text_chance": Metric(""),
+    "text_load_cv2": Metric(
+        "Load CV², words",
+        "lower",
+        note="of the text tower's experts, over the words of all test captions",
+    ),
+    "text_entropy": Metric(
+        "Entropy, words", note="of the text tower's routing of a word, nats", detail=True
+    ),
+    "word_same_expert": Metric(
+        "One word, one expert",
+        form="share",
+        note="two occurrences of a word have one first expert",
+    ),
+    "word_same_expert_chance": Metric(
+        "One word, one expert: chance",
+        form="share",
+        note="the same of any two words",
+        detail=True,
+    ),
+}
 
 
 class Retrieval(Measurement):
     """Among how many images, and how many first places count."""
+
+    metrics = METRICS
+    page = OnPage("images and captions", place=10)
 
     images: int | None = Field(
         None, ge=2, description="Test images from the first on, the gallery; null: all."
@@ -51,8 +97,17 @@ class Retrieval(Measurement):
             return None
         return "the images have no captions"
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """R@k both ways among the test images, and the routing of their captions."""
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the k of R@k."""
+        return {"k": self.at}
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put R@k both ways among the test images, and the routing of their captions.
+
+        facts: images, captions; scale, what cosines are multiplied with; layers, of each MoE layer
+        of the text tower the most frequent words with their experts; overlays, a few images;
+        captions_read, layer by layer the first caption of each, as ``Read``.
+        """
         test = subject.data.test
         number = len(test.labels) if self.images is None else self.images
         images = test.images[:number]
@@ -62,58 +117,14 @@ class Retrieval(Measurement):
         own = (~missing_caption_mask(texts)).sum(dim=1)  # captions of each image
         captions = int(own.sum())
         at = tuple(sorted(set(self.at)))
-        return Result(
-            images=len(labels),
-            captions=captions,
-            text_to_image=recall_rows(text_to_image_recall(sides, texts, at), at, len(labels), ONE),
-            image_to_text=recall_rows(image_to_text_recall(sides, texts, at), at, captions, own),
-            scale=float(sides[:, :-1].norm(dim=1).mean()),
-            layers=caption_routing_by_layer(subject, labels),
-            **captioned_pictures(subject, images, labels),
+        put_recall(
+            "text_to_image", text_to_image_recall(sides, texts, at), at, len(labels), ONE, out
         )
-
-
-class RecallAtK(Config):
-    """One k, in one direction."""
-
-    k: int
-    recall: Estimate  # mean over images, and its 95 % limits over images
-    chance: float
-    items: str | None = None  # one value an image, as ``encode_item_values`` packs them
-
-
-class CaptionWord(Config):
-    """One word of the captions and its experts, as shares of its occurrences."""
-
-    word: str
-    count: int
-    experts: tuple[float, ...]  # first expert
-
-
-class CaptionRoutingLayer(Config):
-    """One MoE layer of the text tower, over the words of all captions."""
-
-    load_cv2: float  # squared coefficient of variation of the experts' chosen words
-    token_entropy: float  # nats
-    same_expert: float  # two occurrences of one word have one first expert
-    same_expert_chance: float  # any two words
-    words: tuple[CaptionWord, ...]
-
-
-Read = tuple[tuple[str, int], ...]  # words and their first expert, −1 for none
-
-
-class Result(Config):
-    """Both directions, and the text tower's routing; no layers where it is dense."""
-
-    images: int
-    captions: int
-    text_to_image: tuple[RecallAtK, ...]
-    image_to_text: tuple[RecallAtK, ...]
-    scale: float  # what cosines are multiplied with
-    layers: tuple[CaptionRoutingLayer, ...] = ()
-    overlays: Overlays | None = None  # a few images
-    captions_read: tuple[tuple[Read, ...], ...] = ()  # the first caption of each, layer by layer
+        put_recall("image_to_text", image_to_text_recall(sides, texts, at), at, captions, own, out)
+        out.facts |= {"images": len(labels), "captions": captions}
+        out.facts["scale"] = float(sides[:, :-1].norm(dim=1).mean())
+        put_caption_routing(subject, labels, out)
+        out.facts |= captioned_pictures(subject, images, labels)
 
 
 def captioned_pictures(
@@ -146,33 +157,26 @@ def captioned_pictures(
     }
 
 
-def recall_rows(hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor) -> list[RecallAtK]:
-    """Return a row per k of hits (N, k) in a gallery of so many.
+def put_recall(
+    name: str, hits: Tensor, at: tuple[int, ...], gallery: int, own: Tensor, out: Values
+) -> None:
+    """Put the mean over images of hits (N, k) in a gallery of so many, and what chance gives.
 
     own: how many of the gallery are right, for each image or alike (1,); by chance all are one tie.
     """
-    chance = (
-        hit_probability_under_ties(torch.zeros_like(own), gallery - own, own, at)
-        .mean(dim=0)
-        .tolist()
-    )
-    return [
-        RecallAtK(
-            k=k,
-            recall=Estimate.of_mean(values),
-            chance=by_chance,
-            items=encode_item_values(values.numpy()),
-        )
-        for k, by_chance, values in zip(at, chance, hits.unbind(1), strict=True)
-    ]
+    chances = hit_probability_under_ties(torch.zeros_like(own), gallery - own, own, at).mean(dim=0)
+    for k, chance, values in zip(at, chances.tolist(), hits.unbind(1), strict=True):
+        out.put(name, values, k=k)
+        out.put(f"{name}_chance", chance, k=k)
 
 
-def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[CaptionRoutingLayer]:
-    """Return which experts read which words, in every MoE layer of the text tower."""
+def put_caption_routing(subject: MeasuredModel, labels: Tensor, out: Values) -> None:
+    """Put which experts read which words, in every MoE layer of the text tower: means over them."""
     model = find_two_towers(subject.model)
     assert model is not None
+    out.facts["layers"] = []
     if model.config.text.moe is None:
-        return []
+        return
     captions = labels.flatten(0, 1)
     captions = captions[captions[:, 0] != NONE]
     records, words = [], []
@@ -184,9 +188,14 @@ def caption_routing_by_layer(subject: MeasuredModel, labels: Tensor) -> list[Cap
             words.append(part[model.text.caption_mask(part)].cpu())
     spoken = torch.cat(words).long()
     tokenizer = load_tokenizer(subject.data.folder, model.text.task)
-    return [
-        summarize_caption_routing(record, spoken, tokenizer) for record in concat_records(records)
-    ]
+    by_name: dict[str, list[float]] = {}
+    for record in concat_records(records):
+        numbers, words_shown = summarize_caption_routing(record, spoken, tokenizer)
+        out.facts["layers"].append(words_shown)
+        for name, number in numbers.items():
+            by_name.setdefault(name, []).append(number)
+    for name, numbers in by_name.items():
+        out.put(name, sum(numbers) / len(numbers))
 
 
 def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
@@ -196,8 +205,10 @@ def move_tokens_first(record: RoutingRecord) -> RoutingRecord:
 
 def summarize_caption_routing(
     record: RoutingRecord, words: Tensor, tokenizer: Tokenizer
-) -> CaptionRoutingLayer:
-    """The table of one layer; record: fields (n, 1, E), words: (n,) int64."""
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Return the numbers of one layer, and its most frequent words with their experts, as shares of
+    their occurrences; record: fields (n, 1, E), words: (n,) int64.
+    """
     experts = record.probs.shape[-1]
     first = first_choices(record)[:, 0]
     words, first = words[first >= 0], first[first >= 0]
@@ -206,21 +217,22 @@ def summarize_caption_routing(
     counts = table.sum(dim=1)
     overall = table.sum(dim=0)
     shown = counts.argsort(descending=True, stable=True)[:WORDS].tolist()
-    return CaptionRoutingLayer(
-        load_cv2=float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
-        token_entropy=mean_token_entropy(record.probs),
-        same_expert=same_expert_rate(table),
-        same_expert_chance=same_expert_rate(overall[None]),
-        words=[
-            CaptionWord(
-                word=tokenizer.word(word),
-                count=int(counts[word]),
-                experts=[round(value, 4) for value in (table[word] / counts[word]).tolist()],
-            )
-            for word in shown
-            if counts[word]
-        ],
-    )
+    numbers = {
+        "text_load_cv2": float(squared_cv(record.chosen.double().sum(dim=(0, 1)))),
+        "text_entropy": mean_token_entropy(record.probs),
+        "word_same_expert": same_expert_rate(table),
+        "word_same_expert_chance": same_expert_rate(overall[None]),
+    }
+    rows = [
+        {
+            "word": tokenizer.word(word),
+            "count": int(counts[word]),
+            "experts": [round(value, 4) for value in (table[word] / counts[word]).tolist()],
+        }
+        for word in shown
+        if counts[word]
+    ]
+    return numbers, rows
 
 
 def same_expert_rate(table: Tensor) -> float:

@@ -18,12 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.exploring.watched import explorer_image_indices
-from moecore.measure.item_mean_result import ItemMeans
 from moecore.measure.routing_metrics.barred_experts import (
     bar_experts,
     no_barring_reason,
@@ -35,6 +33,7 @@ from moecore.measure.routing_metrics.subset_regret import (
     list_subsets,
     subset_regret,
 )
+from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import VOXELS, coupled_image_count, image_batches, model_device, read_block
@@ -48,10 +47,56 @@ from moecore.tasks.regression import Regression
 
 # of losses that are not in nats
 UNITS: dict[type[Task], str] = {NextToken: "nats per word", Regression: "deviations"}
+METRICS = {  # of one token of one layer that changes its experts
+    "router_regret": Metric(
+        "Router regret",
+        "lower",
+        note="loss − smallest loss under any set of as many experts, which peeks at the label; one "
+        "token of one layer changes its experts; mean over tokens and layers",
+        signed=True,
+    ),
+    "router_regret_normalised": Metric(
+        "Router regret, normalised",
+        "lower",
+        note="regret / that of a random set: 0 the best set, 1 as by chance; one token of one "
+        "layer changes its experts; mean over tokens and layers",
+        signed=True,
+    ),
+    "better_sets": Metric(
+        "Better sets",
+        "lower",
+        "share",
+        note="sets of experts with a smaller loss; one token of one layer changes its experts; "
+        "mean over tokens and layers",
+        signed=True,
+    ),
+    "fixed_set_gain": Metric(
+        "Gain of one set for all",
+        note="loss − loss under the set that is best on the other half of the images; below 0 "
+        "where routing is better; one token of one layer changes its experts; mean over tokens "
+        "and layers",
+        signed=True,
+    ),
+}
 
 
 class RouterRegret(Measurement):
     """Which tokens of which images try other experts: a forward pass for each token and set."""
+
+    metrics = METRICS
+    page = OnPage(
+        "router regret",
+        place=8,
+        heading="What routers leave on the table",
+        charts=(
+            Chart(
+                *("router_regret_normalised", "layer", "Router regret", "MoE layer"),
+                y="Regret / that of a random set",
+                words="0: the best set of experts for a token, which knows the label. 1: as a "
+                "random set.",
+            ),
+        ),
+    )
 
     images: int | None = Field(
         32, ge=4, description="Test images, evenly spread, the same for every method; null: all."
@@ -77,41 +122,39 @@ class RouterRegret(Measurement):
             return "the loss of an image and its caption depends on the images beside it"
         return None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Return each layer's regret, and means over the layers with intervals over images."""
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put each layer's regret, and means over the layers with intervals over images.
+
+        facts: unit, of the loss; is_exact, whether these are all sets, else regret is a lower
+        bound; best, of each layer the ``BestChoice``s on images of the explorer.
+        """
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
         shown = np.array(explorer_image_indices(subject.data, self.explored), int)
         experts = subject.model.experts_and_router.experts.choices
         k = experts - removable_expert_count(subject.model)
         subsets = list_subsets(experts, k, SEED)
-        people = test.people_at(where)
-        layers, by_image, best = [], [], []
+        out.people = test.people_at(where)
+        by_image, best = [], []
         for layer in range(len(subject.model.layouts)):
 
             def compute(drawn: DrawnTokens, layer: int = layer) -> list:
                 return layer_losses(subject, layer, drawn, subsets, self.batch)
 
             drawn = self.draw_tokens(subject.model, layer, where)
-            losses = np.array(parts(f"layer {layer}", partial(compute, drawn)))  # (N, n, S + 1)
-            values = regret_metrics_by_image(losses, people)
-            by_image.append(values)
-            layers.append({name: float(one.mean()) for name, one in values.items()})
+            losses = np.array(out.parts(f"layer {layer}", partial(compute, drawn)))  # (N, n, S + 1)
+            by_image.append(regret_metrics_by_image(losses, out.people))
+            for name, values in by_image[-1].items():
+                out.put(name, float(values.mean()), layer=layer + 1)
             drawn = self.draw_tokens(subject.model, layer, shown, 1)
-            losses = parts(f"explored {layer}", partial(compute, drawn))
+            losses = out.parts(f"explored {layer}", partial(compute, drawn))
             best.append(best_choices(subject.model, layer, drawn, losses, subsets))
-        means = {name: np.mean([one[name] for one in by_image], axis=0) for name in by_image[0]}
-        return Result.of(
-            means,
-            people,
-            images=len(where),
-            tokens=self.tokens,
-            subsets=len(subsets),
-            is_exact=len(subsets) == comb(experts, k),
-            unit=UNITS.get(type(subject.model.image.task), "nats"),
-            layers=layers,
-            best=best,
-        )
+        for name in by_image[0]:
+            out.put(name, np.mean([values[name] for values in by_image], axis=0))
+        out.facts["subsets"] = len(subsets)
+        out.facts["is_exact"] = len(subsets) == comb(experts, k)
+        out.facts["unit"] = UNITS.get(type(subject.model.image.task), "nats")
+        out.facts["best"] = best
 
     def draw_tokens(
         self, model: Model, layer: int, images: np.ndarray, *stream: int
@@ -131,31 +174,13 @@ class DrawnTokens(NamedTuple):
     tokens: np.ndarray  # (N, n) int
 
 
-class BestChoice(Config):
+class BestChoice(NamedTuple):
     """The best experts of one token."""
 
     image: int  # its place in the test split
-    tokens: tuple[int, ...]  # on the finest layer's grid
-    experts: tuple[int, ...]  # () where the router chose the best
+    tokens: list[int]  # on the finest layer's grid
+    experts: list[int]  # [] where the router chose the best
     saved: float  # loss − loss under these experts
-
-
-class Result(ItemMeans):
-    """Means over the MoE layers with intervals over images, and each layer's means.
-
-    regret: of the loss what the best set would save, mean over tokens; a lower bound where sets are
-    drawn. normalised: regret / that of a random set. better: share of the sets with a smaller loss.
-    fixed_gain: what one set for all tokens of a layer would save, chosen on the other half of the
-    images; below 0 where routing saves more.
-    """
-
-    images: int
-    tokens: int  # of each image, at most
-    subsets: int
-    is_exact: bool  # whether these are all sets
-    unit: str = "nats"  # of the loss
-    layers: tuple[dict[str, float], ...]
-    best: tuple[tuple[BestChoice, ...], ...] = ()  # of each layer, on images of the explorer
 
 
 def layer_losses(
@@ -243,7 +268,7 @@ def barred_masks_by_pass(
 def regret_metrics_by_image(
     losses: np.ndarray, people: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Return each number of ``Result`` as one value an image, (N,), from losses (N, n, S + 1).
+    """Return each metric as one value an image, (N,), from losses (N, n, S + 1).
 
     people: (N,), whose image each is; halves are then of people.
     """
@@ -255,13 +280,14 @@ def regret_metrics_by_image(
     by_image = {
         name: values.reshape(images, tokens).mean(axis=1)
         for name, values in (
-            ("regret", left.regret),
+            ("router_regret", left.regret),
             ("room", left.room),
-            ("better", left.better),
-            ("fixed_gain", gain),
+            ("better_sets", left.better),
+            ("fixed_set_gain", gain),
         )
     }
     room = by_image.pop("room")
     if room.any():
-        by_image["normalised"] = linearize_ratio(by_image["regret"], room)
+        regret = by_image["router_regret"]
+        by_image["router_regret_normalised"] = linearize_ratio(regret, room)
     return by_image

@@ -4,6 +4,9 @@ N images, T tokens per image, E experts, D kinds of tokens. Adjusted mutual info
 Epps & Bailey (2010); the null permutes whole images' truths, which keeps their form.
 """
 
+from collections.abc import Iterable
+from functools import partial
+
 import numpy as np
 import torch
 from pydantic import Field
@@ -13,10 +16,10 @@ from torch import Tensor
 from moecore.attacks.attack_setup import Target
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
-from moecore.core.routing_records import first_choices
+from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.image_noise import SIGMAS
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.expert_information import (
     FEWEST,
     mutual_information,
@@ -30,13 +33,13 @@ from moecore.measure.routing_metrics.purity import (
 )
 from moecore.measure.routing_metrics.sweeps import (
     ChangedImages,
-    Kind,
     attack_variants,
     noise_variants,
 )
+from moecore.measure.values import Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import bootstrap_interval
+from moecore.statistics.intervals import Interval, bootstrap_interval
 
 PERMUTATIONS = 200
 RESAMPLES = 1000
@@ -44,10 +47,62 @@ CHANGED = 500  # images that get noise and are attacked
 EPSILONS = (2 / 255, 4 / 255, 8 / 255)  # of the attack
 ATTACK = Pgd(steps=10)
 BATCH = 128
+PIXEL = 255  # ε of the attack is told in 1/255
+METRICS = {
+    "purity": Metric(
+        "Purity",
+        "higher",
+        "share",
+        note="tokens that are of their expert's most frequent kind, over test images; mean over "
+        "MoE layers",
+    ),
+    "purity_chance": Metric(
+        "Purity by chance",
+        form="share",
+        note="the same with the images' truths permuted",
+        detail=True,
+    ),
+    "adjusted_mutual_information": Metric(
+        "AMI of expert and truth",
+        "higher",
+        note="adjusted mutual information, 0 by chance and 1 if equal, over test images; mean over "
+        "MoE layers",
+    ),
+    "normalised_mutual_information": Metric(
+        "NMI of expert and truth",
+        "higher",
+        note="mutual information / mean entropy, over test images; mean over MoE layers",
+        detail=True,
+    ),
+    "matched_to_truth": Metric(
+        "Matched to the truth",
+        "higher",
+        "share",
+        note="tokens that are right under the best one-to-one matching of experts and kinds, over "
+        "test images; mean over MoE layers",
+    ),
+    "changed_purity": Metric(
+        "Purity, {}",
+        "higher",
+        "share",
+        note="of some of the images with this change, over test images; mean over MoE layers",
+        over="change",
+        name="purity_{}",
+        detail=True,
+    ),
+    # of each layer: in nats, from the counts; its mean over permutations; the share of these,
+    # itself among them, with as much
+    "mutual_information": Metric(""),
+    "mutual_information_chance": Metric(""),
+    "mutual_information_p": Metric(""),
+}
 
 
 class Truth(Measurement):
     """Which test images; their experts are those of each token's first choice."""
+
+    metrics = METRICS
+    page = OnPage("experts and truth", place=7)
 
     images: int | None = Field(
         None, ge=FEWEST, description="Test images, evenly spread; null: all of them."
@@ -62,34 +117,44 @@ class Truth(Measurement):
             return "the model has no routers"
         return None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Return each layer's agreement of experts and truth."""
+    @classmethod
+    def place_words(cls, place: Place) -> str:
+        """Return the words of a ``change_key``."""
+        kind, _, strength = str(place).partition("_")
+        unit = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}[kind]
+        return f"{kind}, {unit} = {strength.replace('_', '.')}"
+
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the changes of images."""
+        noise = [change_key("noise", sigma) for sigma in SIGMAS]
+        return {"change": [*noise, *(change_key("attack", PIXEL * one) for one in EPSILONS)]}
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put each layer's agreement of experts and truth, and means over the layers.
+
+        facts: counts, of each layer (E, D), in the matching's order of experts.
+        """
         where = evenly_spaced_indices(len(subject.data.test.labels), self.images)
         pixels = torch.from_numpy(np.array(subject.data.test.images[where]))
         _, records = predict_in_batches(subject.model, pixels, prediction=False)
-        layers = zip(records, subject.model.layouts, strict=True)
-        return Result(
-            images=len(where),
-            layers=[
-                load_or_compute(
-                    parts,
-                    f"layer {index}",
-                    TruthLayer,
-                    lambda record=record, layout=layout: truth_layer(
-                        first_choices(record),
-                        token_kinds(pixels, layout),
-                        record.probs.shape[-1],
-                        subject.model.image.truth,
-                    ),
-                )
-                for index, (record, layout) in enumerate(layers)
-            ],
-            changed=()
-            if subject.model.image.task.long  # words have no pixels to change
-            else load_or_compute(
-                parts, "changed", ChangedPurityRows, lambda: measure_perturbed_purity(subject)
-            ).rows,
-        )
+        layers = []
+        for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
+
+            def compute(record: RoutingRecord = record, layout: TokenLayout = layout) -> TruthLayer:
+                kinds, truth = token_kinds(pixels, layout), subject.model.image.truth
+                return truth_layer(first_choices(record), kinds, record.probs.shape[-1], truth)
+
+            layers.append(load_or_compute(out.parts, f"layer {index}", TruthLayer, compute))
+        for number, layer in enumerate(layers, 1):
+            for name, value in layer.values().items():
+                out.put(name, value, layer=number)
+        for name in layers[0].values():
+            numbers = [layer.values()[name] for layer in layers]
+            mean = Interval(sum(number.value for number in numbers) / len(numbers))
+            out.put(name, mean if len(numbers) > 1 else numbers[0])
+        out.facts["counts"] = [layer.counts for layer in layers]
+        if not subject.model.image.task.long:  # words have no pixels to change
+            out.piece("changed", partial(put_perturbed_purity, subject))
 
 
 class TruthLayer(Config):
@@ -107,29 +172,23 @@ class TruthLayer(Config):
     matched: float  # share of tokens that the best one-to-one matching puts right
     counts: tuple[tuple[int, ...], ...]  # (E, D), in the matching's order of experts
 
-
-class ChangedPurity(Config):
-    """The purity of images that were changed, but not their truth: the mean over MoE layers."""
-
-    kind: Kind  # clean, noise or attack
-    strength: float  # σ of the noise, or ε of the attack; pixels lie in [0, 1]
-    purity: float
-    purity_low: float | None  # limits of 95 %, over images
-    purity_high: float | None
-
-
-class ChangedPurityRows(Config):
-    """A part that is kept over a kill."""
-
-    rows: tuple[ChangedPurity, ...]
+    def values(self) -> dict[str, Interval]:
+        """Return the numbers by their metrics."""
+        return {
+            "purity": Interval(self.purity, self.purity_low, self.purity_high),
+            "purity_chance": Interval(self.purity_chance),
+            "adjusted_mutual_information": Interval(self.adjusted),
+            "normalised_mutual_information": Interval(self.normalised),
+            "matched_to_truth": Interval(self.matched),
+            "mutual_information": Interval(self.mutual_information),
+            "mutual_information_chance": Interval(self.mutual_information_chance),
+            "mutual_information_p": Interval(self.p),
+        }
 
 
-class Result(Config):
-    """A row per MoE layer, and one for each change of some of the images, clean first."""
-
-    images: int
-    layers: tuple[TruthLayer, ...]
-    changed: tuple[ChangedPurity, ...]
+def change_key(kind: str, strength: float) -> str:
+    """Return noise_0_2, or attack_8 of ε = 8/255."""
+    return f"{kind}_{strength:.3g}".replace(".", "_")
 
 
 def truth_layer(experts: Tensor, kinds: Tensor, number: int, dialects: int) -> TruthLayer:
@@ -181,8 +240,10 @@ def permuted_truth_tables(
     ]
 
 
-def measure_perturbed_purity(subject: MeasuredModel) -> ChangedPurityRows:
-    """Return the purity under noise and under attack, of the same images evenly spread."""
+def put_perturbed_purity(subject: MeasuredModel, out: Values) -> None:
+    """Put the purity under noise and under attack, of the same images evenly spread: the mean over
+    MoE layers; and of the clean images, as the strength 0 of both.
+    """
     model, test = subject.model, subject.data.test
     few = evenly_spaced_indices(len(test.labels), CHANGED)
     images = np.array(test.images[few])
@@ -193,7 +254,7 @@ def measure_perturbed_purity(subject: MeasuredModel) -> ChangedPurityRows:
     attacked = attack_variants(target, ATTACK, EPSILONS)
     kinds = [token_kinds(torch.from_numpy(images), layout).numpy() for layout in model.layouts]
 
-    def row(variant: ChangedImages, strength: float) -> ChangedPurity:
+    def purity_of(variant: ChangedImages) -> Interval:
         _, records = target.predict_images(variant.pixels)
         tables = [
             expert_truth_tables(
@@ -201,22 +262,20 @@ def measure_perturbed_purity(subject: MeasuredModel) -> ChangedPurityRows:
             )
             for record, of_layer in zip(records, kinds, strict=True)
         ]
-        purity = bootstrap_interval(
+        return bootstrap_interval(
             lambda drawn: purity_over_layers([one[drawn].sum(axis=0) for one in tables]),
             len(few),
             RESAMPLES,
             lowest=0.0,
             highest=1.0,
         )
-        return ChangedPurity(
-            kind=variant.kind,
-            strength=strength,
-            purity=purity.value,
-            purity_low=purity.low,
-            purity_high=purity.high,
-        )
 
     truth = model.image.truth
-    variants = [ChangedImages("clean", "clean", clean), *noisy, *attacked]
-    strengths = (0.0, *SIGMAS, *EPSILONS)
-    return ChangedPurityRows(rows=[row(*pair) for pair in zip(variants, strengths, strict=True)])
+    unchanged = purity_of(ChangedImages("clean", "clean", clean))
+    out.put("changed_purity", unchanged, noise=0.0)
+    out.put("changed_purity", unchanged, attack=0.0)
+    strengths = (*SIGMAS, *(PIXEL * epsilon for epsilon in EPSILONS))
+    for variant, strength in zip([*noisy, *attacked], strengths, strict=True):
+        purity = purity_of(variant)
+        out.put("changed_purity", purity, change=change_key(variant.kind, strength))
+        out.put("changed_purity", purity, **{variant.kind: strength})

@@ -7,6 +7,8 @@ what is to be foretold is swapped too; here it stays, so that both texts have th
 N blocks of M tokens each.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -14,7 +16,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import (
@@ -24,23 +25,63 @@ from moecore.data.text.words import (
     read_vocabulary,
     stop_word_labels,
 )
-from moecore.measure.base import (
-    SEED,
-    Estimate,
-    MeasuredModel,
-    Measurement,
-    PartStore,
-    load_or_compute,
-)
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
+from moecore.measure.values import Chart, Metric, OnPage, Place, Values
 from moecore.nn.predict import block_scores_with_routing
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.intervals import Interval
 
 Share = Annotated[float, Field(gt=0, le=1)]
+
+METRICS = {
+    "swapped_nats": Metric(
+        "Nats, {} % of words swapped",
+        "lower",
+        note="a token; the words to be foretold are those of the clean text",
+        over="percent",
+    ),
+    "swapped_ppl": Metric(
+        "Perplexity, {} % of words swapped", "lower", note="exp of the nats", over="percent"
+    ),
+    "swapped_lost": Metric(
+        "Nats lost, {} % of words swapped",
+        "lower",
+        note="above those of the clean text",
+        over="percent",
+    ),
+    "swapped_change": Metric(
+        "Routing change, {} % of words swapped",
+        "lower",
+        note="1 − IoU of the chosen experts with those of the clean text, mean over layers",
+        over="percent",
+    ),
+    # share of tokens whose first expert stays, mean over layers
+    "swapped_agreement": Metric(""),
+    "swapped_words": Metric(""),  # of the whole text
+}
 
 
 class WordSwaps(Measurement):
     """How many words are swapped, and of which blocks it is measured."""
+
+    metrics = METRICS
+    page = OnPage(
+        "swapped words",
+        place=9,
+        heading="Swapped words",
+        charts=(
+            Chart(
+                *("swapped_ppl", "swapped", "Perplexity with swapped words", "Words swapped, %"),
+                y="Perplexity",
+                words="Stop words are spared; the words to be foretold stay.",
+            ),
+            Chart(
+                *("swapped_change", "swapped", "Routing change with swapped words"),
+                *("Words swapped, %", "1 − IoU of experts"),
+                words="Stop words are spared; the words to be foretold stay.",
+            ),
+        ),
+    )
 
     images: int | None = Field(
         None, ge=1, description="Blocks of the test text, the same for every method; null: all."
@@ -56,8 +97,12 @@ class WordSwaps(Measurement):
             return "in ciphers nobody sees which words are stop words, and these are spared"
         return None if subject.data.task.long else "the data is no text, and words are swapped"
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Nats and routing of the test text, clean and with words swapped."""
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the shares in percent."""
+        return {"percent": [100 * share for share in self.shares]}
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put nats and routing of the test text with words swapped; the charts begin without."""
         test = subject.data.test
         where = evenly_spaced_indices(len(test.labels), self.images)
         labels = torch.from_numpy(np.array(test.labels[where]))
@@ -70,48 +115,21 @@ class WordSwaps(Measurement):
             subject.model, np.array(test.images[where]), labels
         )
 
-        def row(share: float) -> SwapShareRow:
+        def put_share(share: float, out: Values) -> None:
             chosen = order[: round(share * int((tokens != vocabulary.index(END)).sum()))]
             other = tokens.copy()
             other[chosen] = unknown
             context, block = test.images.shape[1] - 1, test.images.shape[2]
             images = np.array(block_windows(other, block, context)[0][where])
             nats, records = block_scores_with_routing(subject.model, images, labels)
-            return word_swap_row(share, len(chosen), nats, nats - clean, routed, records)
+            put_swapped(100 * share, nats, clean, routed, records, out)
+            out.put("swapped_words", len(chosen), percent=100 * share)
 
-        clean_nats = Estimate.of_mean(clean, is_share=False)
-        return Result(
-            blocks=len(where),
-            nats=clean_nats,
-            perplexity=float(np.exp(clean_nats.value)),
-            rows=[
-                load_or_compute(
-                    parts, f"share {share}", SwapShareRow, lambda share=share: row(share)
-                )
-                for share in sorted(self.shares)
-            ],
-        )
-
-
-class SwapShareRow(Config):
-    """The text with so many words swapped; lists have a value per MoE layer."""
-
-    share: float
-    words: int  # swapped, of the whole text
-    nats: Estimate  # a token, mean over blocks
-    perplexity: float  # exp of it
-    selection_change: tuple[Estimate, ...]  # 1 − IoU of the experts chosen
-    agreement: float | None  # share of tokens with the same best expert; mean over layers
-    items: dict[str, str]  # of nats, lost (nats above the clean text's) and selection_change
-
-
-class Result(Config):
-    """The clean text, and a row a share of words."""
-
-    blocks: int
-    nats: Estimate
-    perplexity: float
-    rows: tuple[SwapShareRow, ...]
+        out.put("swapped_ppl", float(np.exp(clean.double().numpy().mean())), swapped=0.0)
+        if routed:
+            out.put("swapped_change", 0.0, swapped=0.0)
+        for share in sorted(self.shares):
+            out.piece(f"share {share}", partial(put_share, share))
 
 
 def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarray:
@@ -119,29 +137,25 @@ def swappable_word_places(tokens: np.ndarray, vocabulary: list[str]) -> np.ndarr
     return np.flatnonzero((stop_word_labels(vocabulary) == 0)[tokens])
 
 
-def word_swap_row(
-    share: float,
-    words: int,
+def put_swapped(
+    percent: float,
     nats: Tensor,
-    lost: Tensor,
+    clean_nats: Tensor,
     clean: tuple[RoutingRecord, ...],
     other: tuple[RoutingRecord, ...],
-) -> SwapShareRow:
-    """The row of a share. nats, lost: (N,) fp64; clean, other: a record a layer."""
-    items = {"nats": nats, "lost": lost}
-    moved = changes_by_image(clean, other)
-    same = None
-    if moved:
-        alike = torch.stack(expert_agreement(clean, other))
-        same = float(alike.mean())
-        items["selection_change"] = torch.stack(moved).mean(dim=0)
-    mean_nats = Estimate.of_mean(nats, is_share=False)
-    return SwapShareRow(
-        share=share,
-        words=words,
-        nats=mean_nats,
-        perplexity=float(np.exp(mean_nats.value)),
-        selection_change=[Estimate.of_mean(layer) for layer in moved],
-        agreement=same,
-        items={name: encode_item_values(values.numpy()) for name, values in items.items()},
-    )
+    out: Values,
+) -> None:
+    """Put a share of words. nats, clean_nats: (N,) fp64; clean, other: a record a layer."""
+    out.put("swapped_nats", nats, percent=percent)
+    mean, clean_mean = (float(values.numpy().mean()) for values in (nats, clean_nats))
+    lost = Interval(mean - clean_mean)
+    out.put("swapped_lost", nats - clean_nats, lost, percent=percent)
+    out.put("swapped_ppl", float(np.exp(mean)), percent=percent)
+    out.put("swapped_ppl", float(np.exp(mean)), swapped=percent)
+    if moved := changes_by_image(clean, other):
+        mean = sum(float(layer.double().numpy().mean()) for layer in moved) / len(moved)
+        by_image = torch.stack(moved).mean(dim=0)
+        out.put("swapped_change", by_image, Interval(mean), percent=percent)
+        out.put("swapped_change", mean, swapped=percent)
+        same = torch.stack(expert_agreement(clean, other))
+        out.put("swapped_agreement", float(same.mean()), percent=percent)

@@ -13,7 +13,6 @@ from pydantic import Field, field_validator
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources.cifar import Cifar
@@ -22,9 +21,9 @@ from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
 from moecore.data.text.tokenizers import load_tokenizer
-from moecore.measure.base import Estimate, MeasuredModel, Measurement, PartStore
+from moecore.measure.base import MeasuredModel, Measurement
+from moecore.measure.values import Metric, OnPage, Values
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import mean_share
 from moecore.tasks.classification import BEST
 from moecore.tasks.image_text import ImageText, cosine_matrix
@@ -32,10 +31,30 @@ from moecore.tasks.image_text import ImageText, cosine_matrix
 Labelled = Annotated[
     FashionMnist | Digits | ImageFolder | Cifar | Imagenet, Field(discriminator="kind")
 ]
+METRICS = {
+    "zero_shot_accuracy": Metric(
+        "Zero-shot accuracy",
+        "higher",
+        "share",
+        note="the class whose prompts lie nearest, of images that no caption was learned for",
+        limits="wilson",
+    ),
+    "zero_shot_top5": Metric(
+        "Zero-shot Acc@5",
+        "higher",
+        "share",
+        note="the class is among the five nearest",
+        limits="wilson",
+        detail=True,
+    ),
+}
 
 
 class ZeroShot(Measurement):
     """Images with classes, and what is asked of them."""
+
+    metrics = METRICS
+    page = OnPage("classes by prompts", place=11, heading="Zero-shot")
 
     source: Labelled = Field(
         description="where they come from: its test split, at the size of the model's images"
@@ -67,8 +86,12 @@ class ZeroShot(Measurement):
             return None
         return "the images have no captions, so there is no text tower to ask"
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Accuracy of the class whose prompts lie nearest; UserError for names that do not fit."""
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put accuracy of the class whose prompts lie nearest; UserError for names that do not fit.
+
+        facts: data, images, templates, chance; classes, of each its name, images, how many of them
+        are right, and how many words of its prompts the model does not know.
+        """
         image = subject.model.image
         with tempfile.TemporaryDirectory() as folder:
             sized = self.source.model_copy(update={"size": image.shape[0]})
@@ -92,46 +115,20 @@ class ZeroShot(Measurement):
         order = cosine_matrix(sides, classes).argsort(dim=1, descending=True, stable=True)
         right = order[:, 0] == labels
         among = (order[:, :BEST] == labels[:, None]).any(dim=1)
-        return Result(
-            data=about,
-            images=len(labels),
-            templates=len(self.templates),
-            accuracy=Estimate.of(mean_share(right.numpy())),
-            top5=Estimate.of(mean_share(among.numpy())) if len(names) > BEST else None,
-            chance=1 / len(names),
-            rows=[
-                ClassRow(
-                    name=name,
-                    images=int((labels == number).sum()),
-                    correct=int(right[labels == number].sum()),
-                    unknown=unknown[number],
-                )
-                for number, name in enumerate(names)
-            ],
-            items=encode_item_values(right.double().numpy()),
-        )
-
-
-class ClassRow(Config):
-    """One class: how many of its images are right, and its words that the model does not know."""
-
-    name: str
-    images: int
-    correct: int
-    unknown: int  # words of its prompts
-
-
-class Result(Config):
-    """Of all images."""
-
-    data: str
-    images: int
-    templates: int
-    accuracy: Estimate  # Wilson's interval
-    top5: Estimate | None  # None for five classes at most
-    chance: float
-    rows: tuple[ClassRow, ...]
-    items: str | None = None  # 1 or 0 an image, as ``encode_item_values`` packs them
+        out.put("zero_shot_accuracy", right.double().numpy())
+        if len(names) > BEST:
+            out.put("zero_shot_top5", mean_share(among.numpy()))
+        out.facts |= {"data": about, "images": len(labels), "templates": len(self.templates)}
+        out.facts["chance"] = 1 / len(names)
+        out.facts["classes"] = [
+            {
+                "name": name,
+                "images": int((labels == number).sum()),
+                "correct": int(right[labels == number].sum()),
+                "unknown": unknown[number],
+            }
+            for number, name in enumerate(names)
+        ]
 
 
 def class_vectors_and_unknown_words(

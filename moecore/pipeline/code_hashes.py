@@ -80,7 +80,10 @@ def hash_code_files(document: Document, root: Path = ROOT) -> dict[str, dict[str
     Raises UserError where a file is no Python, or run.methods names what is not under methods.
     """
     allow_packages(document.packages, document.folders)
-    return {name: hash_files(files, root) for name, files in _files_by_name(document, root)}
+    return {
+        name: hash_files(files, root, shown=name == f"stages/{COMPARE}.json")
+        for name, files in _files_by_name(document, root)
+    }
 
 
 def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> None:
@@ -163,12 +166,19 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
 
 def _report_files(root: Path) -> list[Path]:
     """The files that say what the page shows: they are found by their folder, not imported."""
-    own = sorted((root / "moecore/report/measures").glob("[a-z]*.py"))
-    others = list_allowed_modules(lambda file: "\nSHOWN = " in file.read_text(encoding="utf-8"))
+    folders = ("report/measures", "report/pictures", "measure")
+    own = [file for name in folders for file in (root / "moecore" / name).glob("[a-z]*.py")]
+    others = list_allowed_modules(_shows_results)
     return [
-        *(file.relative_to(root) for file in own),
+        *(file.relative_to(root) for file in sorted(own)),
         *(file for name in others for file in outside_module_files(name, root)),
     ]
+
+
+def _shows_results(file: Path) -> bool:
+    """Return whether the page may show what a module from outside declares."""
+    text = file.read_text(encoding="utf-8")
+    return "(Measurement):" in text or "\nSHOWN = " in text
 
 
 def _task_files(data: Any, root: Path) -> set[Path]:
@@ -232,18 +242,19 @@ def outside_module_files(name: str, root: Path = ROOT) -> list[Path]:
     return [file] if file else []
 
 
-def hash_files(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
-    """Return path → sha256 of each file, sorted by path.
+def hash_files(files: Iterable[Path], root: Path = ROOT, shown: bool = False) -> dict[str, str]:
+    """Return path → sha256 of each file, sorted by path; shown: with the words of metrics.
 
     Raises UserError for a file that is gone, or is no Python though it is named so.
     """
-    return {file.as_posix(): _sha256(file, root) for file in sorted(files)}
+    return {file.as_posix(): _sha256(file, root, shown) for file in sorted(files)}
 
 
 @cache
-def _sha256(file: Path, root: Path) -> str:
-    is_python = file.suffix == ".py"
-    return _read_source(file, root).syntax if is_python else hash_source_file(file, root)
+def _sha256(file: Path, root: Path, shown: bool) -> str:
+    if file.suffix != ".py" or (shown and _read_source(file, root).has_metrics):
+        return hash_source_file(file, root, shown)
+    return _read_source(file, root).syntax
 
 
 def _room(file: Path) -> str:
@@ -325,6 +336,7 @@ class _Source(NamedTuple):
     imports: tuple[tuple[str, str], ...]  # path of a module, name taken from it or nothing
     syntax: str  # hash of the syntax tree
     has_code: bool  # more than docstrings
+    has_metrics: bool  # whose words are shown
 
 
 @cache
@@ -337,7 +349,8 @@ def _analyse_source(text: str, file: Path) -> _Source:
     """Return what is needed of a file; its tree itself would slow the garbage collector."""
     tree = parse_source(text, file)
     has_code = any(not isinstance(node, ast.Expr) for node in tree.body)
-    return _Source(tuple(_list_imports(tree, file)), hash_syntax(tree), has_code)
+    imports = tuple(_list_imports(tree, file))
+    return _Source(imports, hash_syntax(tree), has_code, "Metric(" in text or "OnPage(" in text)
 
 
 def _list_imports(tree: ast.AST, file: Path) -> Iterator[tuple[str, str]]:

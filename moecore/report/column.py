@@ -1,9 +1,8 @@
 """One column of numbers: where it is read from, and how it is shown."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -179,7 +178,16 @@ class ContextDependentColumns(NamedTuple):
         return ahead.plan_metrics(self.ahead(ahead), self.form, self.better)
 
 
-Columns = Column | ColumnPerRow | ContextDependentColumns  # an entry of a measurement's COLUMNS
+class Columns(Protocol):
+    """An entry of a measurement's COLUMNS."""
+
+    def columns(self, seen: ColumnContext) -> list[Column]:
+        """Return the columns of a phase."""
+        ...
+
+    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
+        """Return their names and what is known of them before anything runs."""
+        ...
 
 
 class ResultColumn(NamedTuple):
@@ -301,23 +309,9 @@ def score_interval_kind(score: Score) -> str:
     return {"share": "wilson"}.get(score.form, "bootstrap")
 
 
-def column_slug(name: str) -> str:
-    """A name inside the name of a column: "translation (0, 0.1)" → translation_0_0_1."""
-    return re.sub(r"\W+", "_", name).strip("_")
-
-
 def decode_items(text: str | None) -> np.ndarray | None:
     """The items (N,) that a result keeps; None where it keeps none."""
     return None if text is None else decode_float_array(text)
-
-
-def itemwise_mean(texts: Iterable[str | None]) -> np.ndarray | None:
-    """The mean of several values' items, item by item; None where one has none."""
-    arrays = [decode_items(text) for text in texts]
-    known = [values for values in arrays if values is not None]
-    if not known or len(known) < len(arrays):
-        return None
-    return np.mean(known, axis=0)
 
 
 def mean_or_none(values: Sequence[float]) -> float | None:

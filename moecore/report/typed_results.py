@@ -6,6 +6,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
+from moecore.measure.base import Measurement
+from moecore.measure.values import Found
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection
 from moecore.study.stages import MEASURE
@@ -27,6 +29,10 @@ class Measured(NamedTuple):
 
     def of(self, kind: type[R]) -> R | None:
         """The model's result of this type; None where it was not measured or does not apply."""
+        return self.results.get(kind)
+
+    def found(self, kind: type[Measurement]) -> Found | None:
+        """Return the values of a measurement; None where it was not made or does not apply."""
         return self.results.get(kind)
 
 
@@ -74,6 +80,11 @@ class Phase(NamedTuple):
         models = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}
         results = {method: model.of(kind) for method, model in models.items()}
         return {method: result for method, result in results.items() if result is not None}
+
+    def first_found(self, kind: type[Measurement]) -> dict[str, Found]:
+        """method → the values of its first seed; without the methods that have none."""
+        results: dict[str, Any] = self.first(kind)
+        return results
 
 
 class Results(NamedTuple):

@@ -3,10 +3,11 @@
 DVC hashes settings and files after the command has ended, so a result could be filed under
 settings, code or artifacts that it was not made with.
 
-Python is hashed by its syntax tree, so comments, docstrings and formatting change no hash. DVC
-files a stage's result under the hashes that the stage ``code`` wrote at the start of the pipeline,
-but the stage imports what is on the disk when it begins. So a stage compares the two: when its
-imports are done, at every checkpoint, and at its end.
+Python is hashed by its syntax tree, so comments, docstrings and formatting change no hash. Words of
+metrics (moecore/measure/values.py) only change the hash for `compare`, which shows them. DVC files
+a stage's result under the hashes that the stage ``code`` wrote at the start of the pipeline, but
+the stage imports what is on the disk when it begins. So a stage compares the two: when its imports
+are done, at every checkpoint, and at its end.
 """
 
 import ast
@@ -32,6 +33,7 @@ from moecore.study.stages import list_code_hashes
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # they follow from the rest, or have no effect
+METRIC_WORDS = ("label", "note", "paper", "mean")  # keywords; the first argument is the label
 
 
 def params_path() -> str:
@@ -179,29 +181,34 @@ def refuse_changed_inputs(before: Mapping[str, str], inputs: Iterable[str | Path
             raise UserError(f"{file}: was changed since this stage read it; {GO_ON}")
 
 
-def hash_syntax(tree: ast.AST) -> str:
+def hash_syntax(tree: ast.AST, shown: bool = False) -> str:
     """Return the sha256 of a syntax tree without what does nothing, alike on Python 3.11 to 3.13.
 
-    What does nothing are statements that are mere strings, as docstrings are, and ``pass``.
+    What does nothing are statements that are mere strings, as docstrings are, and ``pass``. Unless
+    ``shown``, neither do the words of a call of ``Metric``, and all of a call of ``OnPage``.
     """
     words: list[str] = []
-    _add_node(tree, words.append)
+    _add_node(tree, words.append, shown)
     return hashlib.sha256("".join(words).encode("ascii")).hexdigest()
 
 
-def _add_node(node: Any, add: Callable[[str], None]) -> None:
+def _add_node(node: Any, add: Callable[[str], None], shown: bool) -> None:
     """Add the types of nodes, their fields where they hold something, and the constants."""
+    if node.__class__ is ast.Call and not shown:
+        node = _without_shown_words(node)
     if node.__class__ is list:
         add("[")
         for item in node:
             if not _does_nothing(item):
-                _add_node(item, add)
+                _add_node(item, add, shown)
         add("]")
     elif isinstance(node, ast.AST):
         add(node.__class__.__name__)
         add("(")
         if node.__class__ is ast.JoinedStr:  # Python 3.12 adds empty strings to some
-            _add_node([part for part in node.values if getattr(part, "value", None) != ""], add)
+            _add_node(
+                [part for part in node.values if getattr(part, "value", None) != ""], add, shown
+            )
             fields = ()
         else:
             fields = node._fields
@@ -211,11 +218,22 @@ def _add_node(node: Any, add: Callable[[str], None]) -> None:
             if value is not None and value != [] and name not in IGNORED_FIELDS:
                 add(name)
                 add("=")
-                _add_node(value, add)
+                _add_node(value, add, shown)
         add(")")
     else:
         add(ascii(node))
         add(",")
+
+
+def _without_shown_words(call: ast.Call) -> ast.Call:
+    """Return a call without the words that a metric, or a page, only shows."""
+    name = getattr(call.func, "id", "")
+    if name == "OnPage":
+        return ast.Call(call.func, [], [])
+    if name != "Metric":
+        return call
+    kept = [keyword for keyword in call.keywords if keyword.arg not in METRIC_WORDS]
+    return ast.Call(call.func, call.args[1:], kept)
 
 
 def _does_nothing(item: Any) -> bool:
@@ -226,13 +244,14 @@ def _does_nothing(item: Any) -> bool:
     )
 
 
-def hash_source_file(file: Path, root: Path = ROOT) -> str:
+def hash_source_file(file: Path, root: Path = ROOT, shown: bool = False) -> str:
     """Return the hash of a file that is named by its package, such as ``my_lab/cosine.py``.
 
-    Raises UserError where it is gone, or is no Python though it is named so.
+    shown: with the words of metrics. Raises UserError where it is gone, or is no Python though it
+    is named so.
     """
     if file.suffix == ".py":
-        return hash_syntax(parse_source(read_source_text(file, root), file))
+        return hash_syntax(parse_source(read_source_text(file, root), file), shown)
     if recorded := wheel_record(file.parts[0]).get(file):
         return recorded
     try:
@@ -282,7 +301,7 @@ def wheel_record(package: str) -> dict[Path, str]:
 
 class _Imported(NamedTuple):
     content: str  # checksum of the file's bytes
-    source: str  # hash of the source, as in artifacts/code
+    sources: tuple[str, ...]  # hashes of the source, as in artifacts/code
 
 
 _imported_by_server: dict[Path, _Imported] = {}
@@ -298,7 +317,7 @@ def remember_imported_sources() -> None:
         if name.partition(".")[0] == OUR_PACKAGE and path.is_relative_to(ROOT):
             package = Path(*name.split("."))
             file = package / path.name if path.name == "__init__.py" else package.with_suffix(".py")
-            _imported_by_server[file] = _Imported(file_checksum(path), hash_source_file(file))
+            _imported_by_server[file] = _Imported(file_checksum(path), _hashes_of(file))
 
 
 class StageCode:
@@ -311,7 +330,7 @@ class StageCode:
         }
         self._verified: dict[Path, str] = {}  # checksum of the content that had the recorded hash
         for file, imported in _imported_by_server.items():
-            if self._recorded.get(file, imported.source) != imported.source:
+            if file in self._recorded and self._recorded[file] not in imported.sources:
                 raise _edited_source(file)
             self._verified[file] = imported.content
 
@@ -326,9 +345,14 @@ class StageCode:
             except OSError:
                 raise _edited_source(file) from None
             if self._verified.get(file) != content:
-                if hash_source_file(file) != digest:
+                if digest not in _hashes_of(file):
                     raise _edited_source(file)
                 self._verified[file] = content
+
+
+def _hashes_of(file: Path) -> tuple[str, str]:
+    """Return the hashes of a source file without and with the words of metrics."""
+    return hash_source_file(file), hash_source_file(file, shown=True)
 
 
 def _edited_source(file: Path) -> UserError:

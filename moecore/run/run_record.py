@@ -16,6 +16,7 @@ from typing import Any
 from moecore.core.config import Config
 from moecore.core.files import UnusableFile, whole_folder, write_json, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
+from moecore.measure.values import Found
 from moecore.run.history_file import (
     HISTORY_FILE,
     append_line,
@@ -90,11 +91,12 @@ class Run:
     def result(self, result: Config) -> None:
         """Write the result to artifacts/measured/<stage>/…json (not-finite numbers as null).
 
-        The history keeps the numbers outside of lists, which MLflow shows.
+        The history keeps the values, or the numbers outside of lists, which MLflow shows.
         """
         values = to_jsonable(result)
         write_sealed(self.measured, values)
-        self._write(summary=flatten_keys(keep_numbers(values)))
+        numbers = result.numbers() if isinstance(result, Found) else keep_numbers(values)
+        self._write(summary=flatten_keys(numbers))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows as tables/<name>.json, beside the history."""

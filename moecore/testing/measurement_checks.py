@@ -65,7 +65,7 @@ def check_measurement(
     assert_that(settings, reason is None, f"it applies to what it is checked with ({reason})")
     before = torch.get_rng_state()
     weights = copy.deepcopy(subject.model.state_dict())
-    result = settings.measure(subject, Pieces())
+    result = settings.collect_result(subject, Pieces())
     again = type(result).model_validate_json(result.model_dump_json())
     assert_that(settings, again == result, "its result is the same behind JSON")
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no global number")
@@ -83,7 +83,7 @@ def _measure_over_kills(settings: Measurement, subject: MeasuredModel) -> Config
     while True:
         pieces.left = 1
         try:
-            return settings.measure(subject, pieces)
+            return settings.collect_result(subject, pieces)
         except Killed:
             continue
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from moecore.core.files import read_json
 from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from tests import my_lab
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
@@ -46,8 +45,30 @@ for what in "brightness", "invariance":
     run_stage(stages["measure"], [what, "pretrain", "mine", "0"])
 run_stage(stages["compare"], [])
 """
-MEASUREMENT = my_lab.BRIGHTNESS
-SHOWN = my_lab.BRIGHTNESS_PAGE.replace("from my_lab", "from moecore.measure").replace("my_lab.", "")
+MEASUREMENT = '''\
+"""How bright the test images are when they get darker."""
+
+from pydantic import Field
+
+from moecore.measure.base import MeasuredModel, Measurement
+from moecore.measure.values import Chart, Metric, OnPage, Values
+
+
+class Brightness(Measurement):
+    """Which images."""
+
+    metrics = {"brightness": Metric("Brightness, {} %", over="percent", mean="Brightness")}
+    page = OnPage("brightness", charts=(Chart("brightness", "percent", "Dark", "%", "Mean"),))
+    images: int = Field(10, ge=1, description="Test images, the first ones.")
+
+    def places(self):
+        return {"percent": (50, 100)}
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        pixels = subject.data.test.images[: self.images].reshape(self.images, -1)
+        for percent in (50, 100):
+            out.put("brightness", percent / 100 * pixels.mean(axis=1), percent=percent)
+'''
 
 
 def add_part(folder: Path, family: str, like: str, new: str) -> None:
@@ -77,8 +98,8 @@ def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
     source = tmp_path / "moecore/data/sources/numerals.py"
     text = source.read_text(encoding="utf-8").replace("tasks.classification", "tasks.graded")
     source.write_text(re.sub(r"\bClassification\b", "Graded", text), encoding="utf-8")
-    for room, text in {"measure": MEASUREMENT, "report/measures": SHOWN}.items():
-        (tmp_path / f"moecore/{room}/brightness.py").write_text(text, encoding="utf-8")
+    # a measurement with a chart, too, is one file
+    (tmp_path / "moecore/measure/brightness.py").write_text(MEASUREMENT, encoding="utf-8")
     assert list_changed_files(tmp_path) == []
     texts = study_dvc_yaml_texts(stage_definitions(STAGES), {})
     (tmp_path / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
@@ -90,8 +111,9 @@ def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
     assert '"quiet"' in history.read_text(encoding="utf-8")
     attacks = read_json(tmp_path / "artifacts/measured/robustness/pretrain/mine/0.json")
     assert "nudge" in str(attacks) and attacks["worst_case"]
-    assert '"brightness' in (tmp_path / "artifacts/compare.json").read_text(encoding="utf-8")
-    assert "Brightness" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
+    compared = read_json(tmp_path / "artifacts/compare.json")["mine"]["pretrain"]
+    assert compared["brightness_50"]["mean"] == compared["brightness_100"]["mean"] / 2 > 0
+    assert "pretrain: Dark" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
 
 
 PHASE_PARAMS = """\

@@ -10,7 +10,7 @@ from torch import nn
 
 from moecore.measure import cost
 from moecore.measure.base import MeasuredModel
-from moecore.measure.clock import Quartiles, time_calls, timing_quartiles
+from moecore.measure.clock import time_calls, timing_quartiles
 from moecore.measure.cost import Cost
 from moecore.measure.forward_cost import (
     padding_share,
@@ -42,9 +42,9 @@ def layer(router: dict = TOP2, experts: dict = MLP) -> MoEFeedForward:
 
 
 def test_median_and_quartiles():
-    assert timing_quartiles([5, 1, 4, 2, 3]) == Quartiles(median=3, low=2, high=4)
-    assert timing_quartiles([1, 3]) == Quartiles(median=2, low=1.5, high=2.5)
-    assert timing_quartiles([7]) == Quartiles(median=7, low=7, high=7)
+    assert timing_quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
+    assert timing_quartiles([1, 3]) == (2, 1.5, 2.5)
+    assert timing_quartiles([7]) == (7, 7, 7)
     with pytest.raises(ValueError, match="no values"):
         timing_quartiles([])
 
@@ -188,27 +188,26 @@ def results(tmp_path_factory):
     found = {}
     for name, moe in {"vmoe": top_k_mlps(k=2), "dense": None}.items():
         model = built(Vit(patch=6, width=16, depth=2, heads=2), moe, data, 1)
-        found[name] = settings.measure(MeasuredModel(model, data), compute_without_cache)
+        found[name] = settings.collect_result(MeasuredModel(model, data), compute_without_cache)
     return found
 
 
 def test_timings_and_memory(results):
     for found in results.values():
-        assert found.batch == 8 and found.rounds == 3
-        for timing in (found.latency_ms, found.batch_ms):
-            assert 0 < timing.low <= timing.median <= timing.high
-        assert found.images_per_second == pytest.approx(8000 / found.batch_ms.median)
-        assert (
-            found.memory_counted_as in ("live tensors", "CUDA allocator")
-            and found.peak_memory_bytes > 4 * found.parameters
-        )
+        latency, batch = found.find("latency_ms"), found.find("batch_ms")
+        for timing in (latency, batch):
+            assert 0 < timing.low <= timing.value <= timing.high
+        speed = found.find("inference_images_per_second")
+        assert speed.value == pytest.approx(8000 / batch.value)
+        assert found.facts["memory_counted_as"] in ("live tensors", "CUDA allocator")
+        assert found.find("peak_memory").value > 4 * found.facts["parameters"]
 
 
 def test_a_batch_is_timed_with_each_k_that_the_model_can_have(results):
-    rows = results["vmoe"].by_k
-    assert [row.k for row in rows] == [1, 2, 3, 4], "6 of 4 experts cannot be"
-    assert all(0 < row.batch_ms.low <= row.batch_ms.median for row in rows)
-    assert results["dense"].by_k == ()
+    values = [value for value in results["vmoe"].all("batch_ms") if value.at]
+    assert [value.at["k"] for value in values] == [1, 2, 3, 4], "6 of 4 experts cannot be"
+    assert all(0 < value.low <= value.value for value in values)
+    assert not results["dense"].curve("batch_ms", "k")
 
 
 def test_counts_of_the_routed_model(results):
@@ -216,11 +215,15 @@ def test_counts_of_the_routed_model(results):
     # 5 tokens of width 16: a dense feed-forward is 16 → 64 → 16, two experts are 16 → 16 → 16 each;
     # the router has 4 logits; two blocks.
     router, experts, replaced = 2 * 5 * 16 * 4, 5 * 2 * 2 * (2 * 16 * 16), 5 * 2 * (2 * 16 * 64)
-    assert vmoe.routing_flops_per_image == 2 * router
-    assert vmoe.flops_per_image == dense.flops_per_image + 2 * (router + experts - replaced)
-    assert 0 < vmoe.routing_share < 1 and 0 < vmoe.routing_batch_share < 1 and 0 < vmoe.routing_ms
+    assert vmoe.find("routing_gflops").value == pytest.approx(2e-9 * router)
+    more = vmoe.find("gflops").value - dense.find("gflops").value
+    assert more == pytest.approx(2e-9 * (router + experts - replaced))
+    for name in ("routing_share", "routing_batch_share"):
+        assert 0 < vmoe.find(name).value < 1
+    assert vmoe.find("routing_ms").value > 0
     # of 4 experts with 2 · (16 · 16 + 16) parameters each, in 2 blocks, half are idle
-    assert vmoe.parameters - vmoe.active_parameters == 2 * 2 * 2 * (16 * 16 + 16)
+    idle = vmoe.facts["parameters"] - vmoe.facts["active_parameters"]
+    assert idle == 2 * 2 * 2 * (16 * 16 + 16)
 
 
 def test_the_passes_go_through_the_images_in_turn():

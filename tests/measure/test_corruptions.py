@@ -29,6 +29,7 @@ from moecore.measure.transfer import (
     measure,
     transfer_cells,
 )
+from moecore.measure.values import Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
@@ -75,12 +76,11 @@ def results(data, models):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_means_are_over_severities_then_over_corruptions(results, name):
     found = results[name]
-    means = [
-        np.mean([row.error for row in found.corruptions if row.name == corruption])
-        for corruption in dict.fromkeys(row.name for row in found.corruptions)
-    ]
-    assert len(means) == 3 and found.mean_error == np.mean(means)
-    assert found.mean_low < found.mean_error < found.mean_high
+    means = found.curve("error", "corruption")
+    errors = {name: np.mean([*row.values()]) for name, row in corruptions.errors_of(found).items()}
+    assert len(means) == 3 and means == pytest.approx(errors)
+    mean = found.find("corruption_error")
+    assert mean.value == np.mean([*errors.values()]) and mean.low < mean.value < mean.high
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -88,28 +88,24 @@ def test_errors_are_those_of_the_images_at_their_places_in_the_split(data, model
     test, where = data.test, evenly_spaced_indices(60, 40)
     found = results[name]
     expected = [(corruption, severity) for corruption in SETTINGS.names for severity in (1, 5)]
-    assert [(row.name, row.severity) for row in found.corruptions] == expected
-    assert found.images == 40
-    for row in found.corruptions:
-        whole = corrupt_images(test.images, row.name, row.severity, 0, range(60))
+    for corruption, severity in expected:
+        whole = corrupt_images(test.images, corruption, severity, 0, range(60))
         predicted = predict_in_batches(models[name], whole[where], 40)[0].argmax(1).numpy()
-        assert row.error == (predicted != test.labels[where]).sum() / 40
+        error = found.find("error", corruption=corruption, severity=severity).value
+        assert error == (predicted != test.labels[where]).sum() / 40
 
 
 def test_images_of_one_picture_belong_together():
     """Of 20 pictures one is always wrong, in 30 rows: limits of 20 images, not of 600."""
     images = np.arange(20, dtype=np.uint8)[:, None, None, None] * np.ones((1, 1, 8, 8), np.uint8)
-    rows, wrong = corruptions.corruption_rows(
-        lambda pixels: torch.arange(len(pixels)) != 3,
-        images,
-        np.arange(20),
-        Classification(classes=("a", "b")),
-        Corruptions(severities=(1, 2)),
-        compute_without_cache,
+    out = Values(corruptions.METRICS, Classification(classes=("a", "b")), compute_without_cache)
+    settings = Corruptions(severities=(1, 2))
+    wrong = corruptions.put_errors(
+        lambda pixels: torch.arange(len(pixels)) != 3, images, np.arange(20), settings, out
     )
-    assert len(rows) == 30
+    assert len(out.values) == 30
     assert wrong.tolist() == [float(i == 3) for i in range(20)]
-    assert list(dict.fromkeys(row.name for row in rows)) == list(CORRUPTIONS)
+    assert list(corruptions.errors_of(out.found())) == list(CORRUPTIONS)
     mean = bootstrap_mean(wrong)
     assert mean.value == pytest.approx(0.05)
     assert mean.high - mean.low >= 0.1

@@ -1,5 +1,7 @@
 """What experts are worth: they are barred by the router's own rule, and losses are paired."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from moecore.measure.routing_metrics.dropped_choices import (
     drop_weights,
     find_ranked_choice,
 )
+from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.experts.base import ZeroComputation
@@ -29,6 +32,7 @@ from moecore.training.surgery.expert_reduction import compute_all_outputs
 from tests.measure.subjects import compute_without_cache
 from tests.measure.test_truth import IMAGE, subject, text_subject
 
+WAYS = ("as_is", "renormalised", "reroute")
 ROUTERS = [
     NoisyTopK(k=2),
     NoisyTopK(k=2, score="sigmoid", balance=LossFree()),
@@ -87,7 +91,7 @@ def test_a_dropped_choice_by_hand():
     assert not drop_weights(alone, first, True).any()
 
 
-@pytest.mark.parametrize("way", ["as_is", "renormalised", "reroute"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "moe",
     [
@@ -125,19 +129,25 @@ def test_a_dropped_choice_of_a_model(moe, way):
         assert torch.equal(record.combine[others], before.combine[others])
 
 
+def worth_by_expert(result: Found) -> dict[tuple, float]:
+    """Return (layer, expert) → its worth."""
+    values = [value for value in result.all("expert_worth") if value.at]
+    return {(value.at["layer"], value.at["expert"]): value.value for value in values}
+
+
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_worth(made):
     result = check_measurement(ExpertWorth(draws=2), made(NoisyTopK(k=1)))
-    assert [len(layer) for layer in result.layers] == [3, 3]
-    worths = [one.value for layer in result.layers for one in layer]
-    assert result.values["worth"].value == pytest.approx(np.mean(worths))
-    assert [row.removed for row in result.removal] == [1, 2]
-    (first,) = result.ranks  # without the only choice nothing is left to scale
-    assert first.values["as_is"] == first.values["renormalised"]
-    assert np.sum(result.load, axis=1) == pytest.approx([1, 1])
-    for row in result.removal:
-        for lost in row.values.values():
-            assert lost.low <= lost.value + 1e-9 and lost.value <= lost.high + 1e-9
+    worths = worth_by_expert(result)
+    assert list(worths) == list(product((1, 2), range(3)))
+    assert result.find("expert_worth").value == pytest.approx(np.mean([*worths.values()]))
+    assert list(result.curve("lost_without_random", "removed")) == [1, 2]
+    # without the only choice nothing is left to scale
+    first, scaled = (result.find(f"lost_without_choice_1_{way}") for way in WAYS[:2])
+    assert first.interval == scaled.interval
+    assert np.sum(result.facts["load"], axis=1) == pytest.approx([1, 1])
+    for lost in result.all("lost_without_most_used"):
+        assert lost.low <= lost.value + 1e-9 and lost.value <= lost.high + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -150,21 +160,22 @@ def test_worth(made):
 )
 def test_all_that_a_router_chooses_among_have_a_worth(experts, removed):
     """Pieces, of which a token uses two, and experts without a network."""
-    result = ExpertWorth(draws=1, images=10).measure(
+    result = ExpertWorth(draws=1, images=10).collect_result(
         subject(NoisyTopK(k=1), experts=experts), compute_without_cache
     )
-    assert [len(layer) for layer in result.layers] == [6, 6]
-    assert [row.removed for row in result.removal] == removed
+    assert len(worth_by_expert(result)) == 2 * 6
+    assert list(result.curve("lost_without_random", "removed")) == removed
 
 
 def test_an_expert_that_nobody_uses_is_worth_nothing():
     measured = subject(NoisyTopK(k=1, balance=LossFree()))
     for router in list_routers(measured.model):
         router.balance.bias[2] = -1e3
-    result = ExpertWorth(draws=1).measure(measured, lambda name, compute: compute())
-    assert all(layer[2].value == 0 for layer in result.layers)
-    assert result.removal[0].values["least_used"].value == 0
-    assert all(load[2] == 0 for load in result.load)
+    result = ExpertWorth(draws=1).collect_result(measured, compute_without_cache)
+    worths = worth_by_expert(result)
+    assert worths[1, 2] == worths[2, 2] == 0
+    assert result.find("lost_without_least_used", removed=1).value == 0
+    assert all(load[2] == 0 for load in result.facts["load"])
 
 
 def test_what_is_removed():

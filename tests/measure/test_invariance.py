@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecore.core.encoded_arrays import decode_float_array
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.invariance_transforms import TRANSFORMS, draw_affines
 from moecore.measure import invariance
@@ -21,12 +20,14 @@ from moecore.measure.routing_metrics.imed import (
     partner_images,
     squared_imed,
 )
+from moecore.measure.values import Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.experts.base import map_shape
 from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
+from moecore.testing.check_helpers import CLASSES
 from tests.measure.subjects import built, compute_without_cache
 
 SETTINGS = Invariance(images=40, batch=30)
@@ -62,28 +63,26 @@ def images(data):
 @pytest.mark.parametrize(("name", "layers"), [("single", 1), ("vit", 2)])
 def test_every_transform_has_its_distances_and_every_class_its_map(results, name, layers):
     found = results[name]
-    assert found.images == 40
-    assert [row.name for row in found.transforms] == list(TRANSFORMS)
-    for row in found.transforms:
-        assert 0 <= row.d_low < row.d < row.d_high
-        assert 0 < row.d**2 <= 1 / np.pi
-    maps = np.array(found.class_maps)
+    assert list(found.curve("imed", "transform")) == list(TRANSFORMS)
+    for value in found.all("imed"):
+        assert len(value.array) == 40
+        assert 0 <= value.low < value.value < value.high
+        assert 0 < value.value**2 <= 1 / np.pi
+    maps = np.array(found.facts["class_maps"])
     assert maps.shape == (10, layers, 6)
     np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-6)
 
 
 def test_the_identity_moves_nothing(vit, images):
     _, clean = predict_in_batches(vit, images, 16)
-    still = {"still": torch.eye(3, dtype=torch.float64).expand(40, 3, 3)}
-    probs = invariance.probs_by_layer(clean)
-    between = imed_between(probs, 0)
-    (row,) = invariance.imed_rows_by_transform(
-        vit, images, clean, still, 16, compute_without_cache, between
-    )
-    assert row.name == "still"
-    assert row.agreement == 1
-    assert set(row.model_dump(exclude={"name", "agreement", "items"}).values()) == {0.0}
-    assert set(decode_float_array(row.items).tolist()) == {0.0}
+    still = torch.eye(3, dtype=torch.float64).expand(40, 3, 3)
+    between = imed_between(invariance.probs_by_layer(clean), 0)
+    out = Values(invariance.METRICS, CLASSES, compute_without_cache)
+    invariance.put_moved(vit, images, clean, still, 16, between, "still", out)
+    imed, normalised, agreement = out.values
+    assert agreement.value == 1
+    assert imed.interval == normalised.interval == (0, 0, 0)
+    assert set(imed.array.tolist()) == {0.0}
 
 
 def test_a_distance_is_held_against_that_between_different_images(results, vit, images):
@@ -95,9 +94,10 @@ def test_a_distance_is_held_against_that_between_different_images(results, vit, 
         )
         for pair in enumerate(pairs)
     ]
-    for row in results["vit"].transforms:
-        assert row.normalised == pytest.approx(row.d / (sum(one_by_one) / 40))
-        assert 0 <= row.normalised_low < row.normalised < row.normalised_high
+    for name, distance in results["vit"].curve("imed", "transform").items():
+        value = results["vit"].find("imed_normalised", transform=name)
+        assert value.value == pytest.approx(distance / (sum(one_by_one) / 40))
+        assert 0 <= value.low < value.value < value.high
 
 
 def test_agreement_is_that_of_the_first_experts_at_the_same_place(results, vit, images):
@@ -108,8 +108,8 @@ def test_agreement_is_that_of_the_first_experts_at_the_same_place(results, vit, 
         (a.probs.argmax(-1) == b.probs.argmax(-1)).double().mean()
         for a, b in zip(before, after, strict=True)
     ]
-    row = next(row for row in results["vit"].transforms if row.name == "shear 15")
-    assert row.agreement == pytest.approx(float(sum(same) / 2)) and row.agreement < 1
+    agreement = results["vit"].find("agreement_transformed", transform="shear 15").value
+    assert agreement == pytest.approx(float(sum(same) / 2)) and agreement < 1
 
 
 def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images):
@@ -125,8 +125,8 @@ def test_flat_routing_has_a_small_distance_but_not_a_small_normalised_one(images
 
 
 def test_one_image_has_no_other(data, vit):
-    found = Invariance(images=1).measure(MeasuredModel(vit, data), compute_without_cache)
-    assert {row.normalised for row in found.transforms} == {None}
+    found = Invariance(images=1).collect_result(MeasuredModel(vit, data), compute_without_cache)
+    assert found.all("imed") and not found.all("imed_normalised")
 
 
 def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(results, vit, images):
@@ -134,15 +134,16 @@ def test_the_result_is_the_mean_over_images_and_does_not_depend_on_the_batch(res
     drawn = draw_affines("translation (0.1, 0.1)", 40, (12, 12), 0)
     _, after = predict_in_batches(vit, invariance.move_images(images, drawn, 7), 40)
     d = imed_by_image(invariance.probs_by_layer(before), invariance.probs_by_layer(after))
-    (row,) = (one for one in results["vit"].transforms if one.name == "translation (0.1, 0.1)")
-    assert row.d == pytest.approx(float(d.mean()), rel=1e-4)
+    value = results["vit"].find("imed", transform="translation (0.1, 0.1)").value
+    assert value == pytest.approx(float(d.mean()), rel=1e-4)
 
 
 def test_a_class_without_images_has_no_map(data, vit):
     few = Invariance(images=2)
-    maps = few.measure(MeasuredModel(vit, data), compute_without_cache).class_maps
+    found = few.collect_result(MeasuredModel(vit, data), compute_without_cache)
+    maps = found.facts["class_maps"]
     assert {len(set(layer)) > 1 for of_class in maps for layer in of_class} == {True, False}
-    assert (None,) * 6 in [of_class[0] for of_class in maps]
+    assert [None] * 6 in [of_class[0] for of_class in maps]
 
 
 def one_hot(experts: int, where: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from moecore.core.routing_records import ModelOutput, RoutingRecord
 from moecore.core.streams import derived_seed
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
-from moecore.measure.lipschitz import Lipschitz, summarize_slopes
+from moecore.measure.lipschitz import Lipschitz, put_slopes
 from moecore.measure.theory.lipschitz_lemma import layer_tokens, lemma_terms_by_layer
 from moecore.measure.theory.output_lipschitz_slopes import (
     ImagePairSlope,
@@ -27,6 +27,7 @@ from moecore.measure.theory.output_lipschitz_slopes import (
     slopes_at,
     top_singular_pair,
 )
+from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
@@ -39,8 +40,9 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import image_batches
 from moecore.tasks.classification import Classification
 from moecore.testing import check_measurement
-from tests.measure.subjects import built
+from tests.measure.subjects import built, compute_without_cache
 
+TERMS = ("bound", "jacobian", "router")
 SETTINGS = Lipschitz(images=6, lemma_tokens=5)
 MLP = {"kind": "mlp", "number": 4, "hidden_ratio": 0.5}
 EIGEN = {"kind": "eigen", "number": 4, "hidden_ratio": 0.5}
@@ -90,32 +92,32 @@ def results(data, models):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_its_slopes(results, name):
     found = results[name]
-    assert found.images == 6
     for part in ("local", "margin", "lower_bound"):
-        mean = getattr(found, f"{part}_mean")
+        mean = found.find(f"lipschitz_{part}_mean")
         assert 0 <= mean.low <= mean.value <= mean.high
-    assert found.lower_bound_mean.value < found.lower_bound
-    assert 0 <= found.at_boundary.value <= 1
-    assert (found.jump_max > 0) == (found.at_boundary.value > 0)
+    assert mean.value < found.find("lipschitz_lower_bound").value
+    boundary = found.find("at_boundary").value
+    assert 0 <= boundary <= 1
+    assert (found.find("jump_max").value > 0) == (boundary > 0)
 
 
 def test_dense_and_soft_models_never_change_experts(results):
-    assert all(results[name].at_boundary.value == 0 for name in ("dense", "soft"))
+    assert all(results[name].find("at_boundary").value == 0 for name in ("dense", "soft"))
 
 
 @pytest.mark.parametrize(("name", "layers"), DEFINED.items())
 def test_the_lemma_where_it_is_defined(results, name, layers):
     found = results[name]
-    assert found.lemma1.reason is None and found.lemma1.violations == 0
-    assert len(found.lemma_terms) == layers
+    assert found.find("lemma1_violations").value == 0
+    assert len(found.facts["lemma_terms"]) == layers
     shares = []
-    for points in found.lemma_terms:
-        bound = np.array(points.bound)
-        assert len(bound) == len(points.jacobian) == len(points.router) == 5
-        assert (np.array(points.jacobian) <= bound).all() and (bound > 0).all()
-        shares.append(np.mean(np.array(points.router) / bound))
-    assert 0 < found.lemma1.router_share < 1
-    assert found.lemma1.router_share == pytest.approx(np.mean(shares))
+    for points in found.facts["lemma_terms"]:
+        bound, jacobian, router = (np.array(points[name]) for name in TERMS)
+        assert len(bound) == len(jacobian) == len(router) == 5
+        assert (jacobian <= bound).all() and (bound > 0).all()
+        shares.append(np.mean(router / bound))
+    share = found.find("lemma1_router_share").value
+    assert 0 < share < 1 and share == pytest.approx(np.mean(shares))
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - DEFINED.keys()))
@@ -128,9 +130,9 @@ def test_the_lemma_is_null_with_a_reason_elsewhere(results, name):
         "soft": "soft_slots",
         "choice": "expert_choice",
     }
-    assert found.lemma_terms == ()
-    assert kinds[name] in found.lemma1.reason
-    assert set(found.lemma1.model_dump(exclude={"reason"}).values()) == {None}
+    assert "lemma_terms" not in found.facts
+    assert kinds[name] in found.facts["lemma_reason"]
+    assert not found.all("lemma1_violations") and not found.all("lemma1_router_share")
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +145,13 @@ def test_the_result_does_not_depend_on_the_batch(data, models, images, results):
     labels = torch.from_numpy(data.test.labels[evenly_spaced_indices(60, 6)])
     found = results["vmoe"]
     for batch in (1, 6):
-        again = summarize_slopes(slopes_at(model, images, labels, batch, 0.5, 10, 10))
-        assert again.local_mean.value == pytest.approx(found.local_mean.value, rel=1e-9)
-        assert again.margin_mean.value == pytest.approx(found.margin_mean.value, rel=1e-9)
-        assert again.lower_bound == pytest.approx(found.lower_bound, rel=1e-6)
+        again = Values(Lipschitz.metrics, data.task, compute_without_cache)
+        put_slopes(slopes_at(model, images, labels, batch, 0.5, 10, 10), again)
+        for value in again.values[:3]:
+            assert value.value == pytest.approx(found.find(value.metric).value, rel=1e-6)
         terms = lemma_terms_by_layer(model, images, 5, batch, 0, "cpu")
-        for each, points in zip(terms, found.lemma_terms, strict=True):
-            assert each.router.tolist() == pytest.approx(points.router, rel=1e-4)
+        for each, points in zip(terms, found.facts["lemma_terms"], strict=True):
+            assert each.router.tolist() == pytest.approx(points["router"], rel=1e-4)
 
 
 def test_the_tokens_are_what_the_layers_get(models, images):

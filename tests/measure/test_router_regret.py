@@ -110,17 +110,18 @@ def _limit(logits, router, mask, tokens):
 @pytest.mark.parametrize("router", [NoisyTopK(k=1), Eigenbasis(k=2)], ids=repr)
 def test_regret(router):
     result = check_measurement(RouterRegret(images=6, tokens=3), subject(router))
-    assert result.is_exact and result.subsets == 3 and len(result.layers) == 2
-    regret, better = (result.values[name].value for name in ("regret", "better"))
+    assert result.facts["is_exact"] and result.facts["subsets"] == 3
+    regret, better = (result.find(name).value for name in ("router_regret", "better_sets"))
     assert regret >= 0 and 0 <= better < 1
-    assert regret == pytest.approx(np.mean([layer["regret"] for layer in result.layers]))
+    layers = result.curve("router_regret", "layer")
+    assert list(layers) == [1, 2] and regret == pytest.approx(np.mean([*layers.values()]))
 
 
 def test_sets_are_of_pieces_where_experts_are_split():
     """Of three experts in two pieces each a token of k = 1 has two of six: 15 sets."""
     measured = subject(NoisyTopK(k=1), experts=Mlp(number=3, fine=2))
-    result = RouterRegret(images=4, tokens=1).measure(measured, compute_without_cache)
-    assert result.is_exact and result.subsets == 15
+    result = RouterRegret(images=4, tokens=1).collect_result(measured, compute_without_cache)
+    assert result.facts["is_exact"] and result.facts["subsets"] == 15
 
 
 def test_losses_of_a_text_are_those_of_a_slow_reference():
@@ -170,11 +171,11 @@ def test_regret_of_ages_and_texts():
     """The loss is the task's own: of ages |error| / deviation, of a text nats per word."""
     ages = IMAGE.model_copy(update={"task": Regression(target="age", mean=40, deviation=10)})
     measured = subject(NoisyTopK(k=1), image=ages)
-    result = RouterRegret(images=4, tokens=2).measure(measured, compute_without_cache)
-    assert result.unit == "deviations" and result.values["regret"].value > 0
+    result = RouterRegret(images=4, tokens=2).collect_result(measured, compute_without_cache)
+    assert result.facts["unit"] == "deviations" and result.find("router_regret").value > 0
     text = RouterRegret(images=4, tokens=2)
     result = check_measurement(text, text_subject(NoisyTopK(k=1)))
-    assert result.unit == "nats per word" and result.values["regret"].value > 0
+    assert result.facts["unit"] == "nats per word" and result.find("router_regret").value > 0
 
 
 def test_best_choices_of_the_explorers_images():
@@ -185,16 +186,17 @@ def test_best_choices_of_the_explorers_images():
     drawn = DrawnTokens(np.array([5]), np.array([[1, 0]]))
     losses = [[[0.9, 0.25, 0.5], [0.9, 0.8, 0.8]]]
     first, second = best_choices(model, 0, drawn, losses, list_subsets(2, 1))
-    assert (first.image, first.tokens, first.experts, first.saved) == (5, (1, 2, 3, 4), (1,), 0.25)
-    assert (second.tokens, second.experts, second.saved) == ((0,), (), 0)
+    assert (first.image, first.tokens, first.experts, first.saved) == (5, [1, 2, 3, 4], [1], 0.25)
+    assert (second.tokens, second.experts, second.saved) == ([0], [], 0)
 
 
 def test_regret_by_image():
     """Image 0: its two tokens lose 1 and 0 beside a best of 1; image 1 nothing, and has no room."""
     losses = np.array([[[1, 3, 2], [1, 3, 1]], [[2, 2, 2], [2, 2, 2]]])
     values = regret_metrics_by_image(losses)
-    assert values["regret"].tolist() == [0.5, 0] and values["better"].tolist() == [0.25, 0]
-    assert values["normalised"].mean() == pytest.approx(0.25 / 0.5)
+    assert values["router_regret"].tolist() == [0.5, 0]
+    assert values["better_sets"].tolist() == [0.25, 0]
+    assert values["router_regret_normalised"].mean() == pytest.approx(0.25 / 0.5)
 
 
 def test_where_it_does_not_apply():

@@ -118,8 +118,8 @@ def test_where_no_token_takes_part_there_is_no_load(data):
         assert getattr(result, name) is None and name not in result.items, name
     assert result.layers[0].load == (0, 0, 0, 0) and result.border_mass == 1
     assert result.sweeps.k[0].load_cv2 is None and "no token chose" in result.roles.skipped
-    paid = Cost(batch=2, rounds=2, images=2).measure(subject, compute_without_cache)
-    assert paid.routing_flops_per_image < paid.flops_per_image
+    paid = Cost(batch=2, rounds=2, images=2).collect_result(subject, compute_without_cache)
+    assert paid.find("routing_gflops").value < paid.find("gflops").value
 
 
 def test_a_sum_of_probabilities_is_no_threshold_of_scores():

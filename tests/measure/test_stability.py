@@ -14,19 +14,21 @@ from moecore.core.routing_records import ModelOutput
 from moecore.data.image_noise import add_noise, standard_normal_noise
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel
-from moecore.measure.exploring.expert_overlay_data import parse_expert_grid
+from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
 from moecore.measure.exploring.watched import explorer_image_indices
-from moecore.measure.noise_ramp import RampSummary, class_probs_by_sigma, summarize_ramps
+from moecore.measure.noise_ramp import class_probs_by_sigma, put_ramps
 from moecore.measure.routing_metrics.layer_metrics import expert_agreement, routing_change_by_layer
 from moecore.measure.routing_metrics.two_view_augmentations import (
     TwoViewAugmentation,
     draw_two_views,
 )
 from moecore.measure.stability import Stability
+from moecore.measure.values import Found, Values
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.testing import check_measurement
+from moecore.testing.check_helpers import CLASSES
 from tests.measure.subjects import (
     FEW,
     MOVED,
@@ -70,20 +72,22 @@ class Slope(nn.Module):
         return ModelOutput(torch.stack([p, 1 - p], 1).log())
 
 
-def ramp_of(model: nn.Module, number: int = 1) -> RampSummary:
+def ramp_of(model: nn.Module, number: int = 1) -> Found:
     """Of ``number`` images whose first pixel starts at 0.4 and grows by 0.01 a step, 30 steps."""
     images = np.full((number, 1, 8, 8), 102, np.uint8)
     sigmas = [0.01 * i for i in range(31)]
     probs = class_probs_by_sigma(model, images, torch.ones(number, 1, 8, 8), sigmas, 7)
     labels = torch.zeros(number, dtype=torch.int64)
-    return summarize_ramps(probs, labels, np.arange(number), sigmas, 0.1, range(number))
+    out = Values(Stability.metrics, CLASSES, compute_without_cache)
+    put_ramps(probs, labels, np.arange(number), sigmas, 0.1, range(number), out)
+    return out.found()
 
 
 @pytest.mark.parametrize("thresholds", [(0.455,), (0.455, 0.535), (0.455, 0.535, 0.615)])
 def test_every_step_of_a_staircase_is_one_jump(thresholds):
     found, number = ramp_of(Staircase(*thresholds)), len(thresholds)
-    assert found.jumps_mean.value == number
-    curve = found.shown[0].probability
+    assert found.find("jumps").value == number
+    curve = found.facts["ramp"]["shown"][0]["probability"]
     assert curve[:6] == pytest.approx([0.9] * 6, abs=1e-5) and curve[6] == pytest.approx(
         0.1, abs=1e-5
     ), "0.45 is below, 0.46 above"
@@ -91,8 +95,9 @@ def test_every_step_of_a_staircase_is_one_jump(thresholds):
 
 def test_a_slope_has_no_jump():
     found = ramp_of(Slope())
-    assert found.jumps_mean.value == 0
-    assert np.abs(np.diff(found.shown[0].predicted)).sum() == 1, "0.4 … 0.7 passes 0.5 once"
+    assert found.find("jumps").value == 0
+    predicted = found.facts["ramp"]["shown"][0]["predicted"]
+    assert np.abs(np.diff(predicted)).sum() == 1, "0.4 … 0.7 passes 0.5 once"
 
 
 def test_more_images_than_a_chunk_keep_their_order():
@@ -120,24 +125,23 @@ def results(data, models):
     }
 
 
-@pytest.mark.parametrize(("name", "layers"), [("vit", 2), ("other", 1), ("dense", 0)])
-def test_each_sigma_has_a_score_and_each_moe_layer_its_change(results, name, layers):
+@pytest.mark.parametrize("name", ["vit", "other", "dense"])
+def test_each_sigma_has_a_score_and_a_change(results, name):
     found = results[name]
-    assert found.images == 30 and [row.sigma for row in found.noise] == [0.05, 0.2]
-    for row in found.noise:
-        assert row.low <= row.score <= row.high
-        assert len(row.selection_change) == layers
-        assert all(0 < value < 1 for value in row.selection_change)
-    weak, strong = found.noise
-    assert all(a < b for a, b in zip(weak.selection_change, strong.selection_change, strict=True))
+    assert list(found.curve("noise_score", "sigma")) == [0.05, 0.2]
+    for value in found.all("noise_score"):
+        assert value.low <= value.value <= value.high
+    assert len(found.find("noise_score").array) == 30
+    changes = list(found.curve("noise_selection_change", "sigma").values())
+    assert changes == sorted(changes) and all(0 < value < 1 for value in changes)
+    assert bool(changes) == (name != "dense")
 
 
 def test_a_dense_model_has_a_ramp_and_no_routing(results):
     found = results["dense"]
-    assert found.overlays == ()
-    assert all(row.agreement is None and row.selection_change == () for row in found.noise)
-    assert len(found.ramp.sigmas) == 5
-    assert len(found.ramp.shown) == 3
+    assert found.facts["overlays"] == [] and not found.all("noise_agreement")
+    assert len(found.facts["ramp"]["sigmas"]) == 5
+    assert len(found.facts["ramp"]["shown"]) == 3
 
 
 def test_routing_values_are_those_of_the_records(data, models, results):
@@ -146,25 +150,30 @@ def test_routing_values_are_those_of_the_records(data, models, results):
     _, clean = predict_in_batches(models["vit"], images, 30)
     pixels = add_noise(images, standard_normal_noise(where, (1, 12, 12), 0), 0.05)
     _, noisy = predict_in_batches(models["vit"], pixels, 30)
-    row = results["vit"].noise[0]
-    assert row.selection_change == pytest.approx(routing_change_by_layer(clean, noisy))
+    change, agreement = (
+        results["vit"].find(f"noise_{name}", sigma=0.05).value
+        for name in ("selection_change", "agreement")
+    )
+    assert change == pytest.approx(np.mean(routing_change_by_layer(clean, noisy)))
     same = [float(layer.mean()) for layer in expert_agreement(clean, noisy)]
-    assert row.agreement == pytest.approx(sum(same) / 2)
+    assert agreement == pytest.approx(sum(same) / 2)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_ramps_are_sums_over_their_steps(results, name):
-    ramp = results[name].ramp
-    assert ramp.sigmas == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    assert [row.index for row in ramp.shown] == [0, 28, 59]
-    assert ramp.jumps_mean.low <= ramp.jumps_mean.value <= ramp.jumps_mean.high <= 4
+    ramp, jumps = results[name].facts["ramp"], results[name].find("jumps")
+    assert ramp["sigmas"] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    assert [row["index"] for row in ramp["shown"]] == [0, 28, 59]
+    assert jumps.low <= jumps.value <= jumps.high <= 4
 
 
 def test_every_method_saw_the_same_noisy_images(data, results):
-    vit, other = results["vit"].overlays, results["other"].overlays
-    assert [row.sigma for row in vit] == [0, 0.05, 0.2] and [row.pixels for row in vit] == [
-        row.pixels for row in other
-    ]
+    vit, other = (
+        [Overlays.model_validate(row["overlays"]) for row in results[name].facts["overlays"]]
+        for name in ("vit", "other")
+    )
+    assert [row["sigma"] for row in results["vit"].facts["overlays"]] == [0, 0.05, 0.2]
+    assert [row.pixels for row in vit] == [row.pixels for row in other]
     clean, noisy = vit[0].images(), vit[2].images()
     assert (
         clean.shape == noisy.shape == (3, 1, 12, 12)

@@ -3,8 +3,6 @@ a model of age on volumes, and those that do not apply to it. Models of the pape
 meta device: what they come to, and how that is shown.
 """
 
-from typing import get_type_hints
-
 import numpy as np
 import pytest
 import torch
@@ -35,7 +33,6 @@ from moecore.measure.sizes import PaperModel, Result, SizeRow, count_sized_model
 from moecore.measure.sizes import build_on_meta as built_sizes
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
-from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import predict_in_batches
 from moecore.report.measures import sizes
 from moecore.report.page.report_page import render_report
@@ -49,8 +46,6 @@ from moecore.testing import check_measurement
 from moecore.training.meter import LiveBytes, live_training_tensors
 from tests.measure.subjects import (
     built,
-    captioned,
-    compute_without_cache,
     digits,
     top_k_mlps,
     train_on_ages,
@@ -60,33 +55,11 @@ from tests.project import compose_shipped
 from tests.volumes import write_cohort
 
 ELSEWHERE = {"cohort_checks", "word_swaps", "retrieval", "zero_shot", "truth"}  # their subjects
-CAPTIONS = {
-    "retrieval": {"at": [1, 2]},
-    "zero_shot": {"source": {"kind": "digits", "test_limit": 20}},
-}
 
 
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory) -> Prepared:
     return digits(tmp_path_factory.mktemp("digits"))
-
-
-def is_read_back(what: str, asked: dict, subject: MeasuredModel, folder) -> bool:
-    settings = find_measurement(what).model_validate(asked)
-    result = settings.measure(subject, compute_without_cache)
-    assert type(result) is get_type_hints(settings.measure)["return"]
-    write_json(folder / "0.json", to_jsonable(result))
-    return read_result(folder / "0.json", type(result), what) == result
-
-
-def test_results_are_read_back_as_they_were_written(flat, tmp_path):
-    """The other measurements' are: tests/testing/test_own_parts.py."""
-    model = built(Vit(patch=6, width=16, depth=1, heads=2), top_k_mlps(blocks=(0,)), flat, 3)
-    asked = {"batch": 2, "rounds": 2, "images": 2}
-    assert is_read_back("cost", asked, MeasuredModel(model, flat), tmp_path)
-    mosaics = captioned(tmp_path / "mosaics")
-    for what, asked in CAPTIONS.items():
-        assert is_read_back(what, asked, mosaics, tmp_path)
 
 
 def test_a_result_of_other_code_is_refused(tmp_path):

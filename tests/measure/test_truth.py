@@ -19,7 +19,6 @@ from moecore.measure.routing_metrics.purity import (
     purity_by_image,
 )
 from moecore.measure.truth import (
-    EPSILONS,
     Truth,
     truth_layer,
 )
@@ -121,7 +120,7 @@ def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):
     watch = EpochWatch(tmp_path, measured.model, measured.data, (), epochs=2, seed=0)
     watch.look(1)
     watch.look(2)
-    purity = np.mean([layer.purity for layer in Truth().measure(measured, kept).layers])
+    purity = Truth().collect_result(measured, kept).find("purity").value
     settling = watch.collect_settling()
     assert settling.purity == pytest.approx([purity] * 2) and settling.saturation == (1, 1)
 
@@ -147,14 +146,16 @@ def test_mutual_information_is_scikit_learns():
 
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_told_reaches_a_purity_of_one_and_a_shuffled_truth_chance(made):
-    result = Truth().measure(made(Told()), kept)
-    assert result.images == 40 and len(result.layers) == 2
-    for layer in result.layers:
-        assert (layer.purity, layer.adjusted, layer.matched) == pytest.approx((1, 1, 1))
-        assert layer.p == pytest.approx(1 / 201) and layer.purity_chance < 0.6
-    strengths = [0, *SIGMAS, *EPSILONS] if made is subject else []  # words have no pixels
-    assert [row.strength for row in result.changed] == strengths
-    assert all(row.purity == 1 for row in result.changed), "what is seen changes, the truth not"
+    result = Truth().collect_result(made(Told()), kept)
+    for name in ("purity", "adjusted_mutual_information", "matched_to_truth"):
+        assert list(result.curve(name, "layer").values()) == pytest.approx([1, 1])
+    assert result.find("mutual_information_p", layer=1).value == pytest.approx(1 / 201)
+    assert max(result.curve("purity_chance", "layer").values()) < 0.6
+    noise, attack = (result.curve("changed_purity", kind) for kind in ("noise", "attack"))
+    is_image = made is subject  # words have no pixels
+    assert list(noise) == ([0, *SIGMAS] if is_image else [])
+    assert list(attack) == ([0, 2, 4, 8] if is_image else [])
+    assert set(noise.values()) <= {1}, "what is seen changes, the truth not"
     drawn = torch.from_numpy(np.random.default_rng(2).permutation(40))
     kinds = torch.from_numpy(np.random.default_rng(3).integers(1, 4, (40, 4)))
     shuffled = truth_layer(kinds - 1, kinds[drawn], 3, 3)
@@ -177,10 +178,11 @@ def test_the_null_covers(monkeypatch):
 def test_purity_of_changed_images():
     """Clean it is the layers' mean, which noise and attack change; by hand for one noise."""
     measured = subject(NoisyTopK(k=1))
-    result = Truth().measure(measured, kept)
-    clean, *changed = result.changed
-    assert clean.purity == pytest.approx(np.mean([layer.purity for layer in result.layers]))
-    assert clean.purity_low <= clean.purity <= clean.purity_high
+    result = Truth().collect_result(measured, kept)
+    clean = result.find("changed_purity", noise=0.0)
+    assert clean.value == pytest.approx(result.find("purity").value)
+    assert clean.low <= clean.value <= clean.high
+    changed = result.curve("changed_purity", "noise")
     images = measured.data.test.images
     directions = standard_normal_noise(np.arange(40), (2, 8, 8), 0)
     pixels = add_noise(images, directions, 0.2)
@@ -195,8 +197,8 @@ def test_purity_of_changed_images():
         for record in measured.model(pixels).routing
         for chosen in [record.probs.argmax(-1)[:, 1:].numpy()]
     ]
-    assert changed[2].strength == 0.2 and changed[2].purity == pytest.approx(np.mean(purities))
-    assert len({row.purity for row in changed}) > 1
+    assert changed[0.2] == pytest.approx(np.mean(purities))
+    assert len(set(changed.values())) > 1
 
 
 def test_it_is_measured_of_routers_on_data_whose_truth_is_known():

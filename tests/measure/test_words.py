@@ -12,7 +12,6 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.data.sources.digits import Digits
@@ -35,8 +34,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routers.told import Told
 from moecore.nn.routers.top_k_softmax import TopKSoftmax
-from moecore.report.column import decode_items
-from moecore.report.measures.zero_shot import COLUMNS
+from moecore.statistics.intervals import wilson
 from moecore.tasks import next_token
 from moecore.tasks.class_task import brier_scores, class_confidence, top1_hits
 from moecore.tasks.next_token import NextToken
@@ -134,12 +132,13 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
         word_swaps.swappable_word_places(tokens, vocabulary)
     )
     words = int((tokens != vocabulary.index("<eos>")).sum())
-    assert words == 540 and [row.words for row in found.rows] == [54, 216]
+    assert words == 540
+    assert found.curve("swapped_words", "percent") == {10: 54, 40: 216}
     swapped = tokens.copy()
     swapped[places[:54]] = vocabulary.index("<unk>")
     padded = np.concatenate([np.full(6, -1), swapped])
     nats, moved = [], []
-    for block in range(found.blocks):
+    for block in range(len(data.test.labels)):
         both = [padded[None, 6 * block : 6 * block + 12].reshape(1, 2, 6)]
         clean = np.concatenate([np.full(6, -1), tokens])[None, 6 * block : 6 * block + 12]
         both.append(clean.reshape(1, 2, 6))
@@ -154,15 +153,18 @@ def test_rows_are_those_of_a_text_with_unknown_words(subject):
             union = (one.chosen | other.chosen).sum(-1)
             layers.append(1 - (inter / union).double().mean())
         moved.append(torch.stack(layers).mean())
-    row = found.rows[0]
-    assert row.nats.value == pytest.approx(float(torch.stack(nats).mean()), abs=1e-6)
-    assert row.perplexity == pytest.approx(np.exp(row.nats.value))
-    means = [layer.value for layer in row.selection_change]
-    assert np.mean(means) > 0
-    assert np.mean(means) == pytest.approx(float(torch.stack(moved).mean()), abs=1e-6)
-    lost = decode_items(row.items["lost"])
-    assert lost.mean() == pytest.approx(row.nats.value - found.nats.value, abs=1e-6)
-    assert found.rows[1].agreement < row.agreement < 1
+    first, change, lost = (
+        found.find(f"swapped_{name}", percent=10) for name in ("nats", "change", "lost")
+    )
+    assert first.value == pytest.approx(float(torch.stack(nats).mean()), abs=1e-6)
+    perplexities = found.curve("swapped_ppl", "swapped")
+    assert perplexities[10] == pytest.approx(np.exp(first.value))
+    expected = float(torch.stack(moved).mean())
+    assert change.value == pytest.approx(expected, abs=1e-6) and expected > 0
+    assert lost.value == pytest.approx(first.value - np.log(perplexities[0]), abs=1e-6)
+    assert lost.array.mean() == pytest.approx(lost.value, abs=1e-6)
+    few, many = found.curve("swapped_agreement", "percent").values()
+    assert many < few < 1
 
 
 def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
@@ -311,8 +313,7 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
         for split in (data.train, data.test)
     )
     labels = torch.from_numpy(np.array(data.train.labels))
-    row = results["vit"].rows[1]
-    assert row.shots == 3
+    value = results["vit"].find("few_shot", shots=3)
     hits = []
     for draw in range(3):
         generator = np.random.default_rng([0, draw])
@@ -330,28 +331,26 @@ def test_the_score_is_that_of_ridges_fitted_by_hand(subjects, results):
         weights = refitted(ready(few), y, 2.0 ** few_shot.choose_ridge_exponent(ready(few), y))
         right = (ready(test) @ weights).argmax(1) == torch.from_numpy(np.array(data.test.labels))
         hits.append(right.double().numpy())
-    assert row.score == pytest.approx(np.mean(hits))
-    assert row.low < row.score < row.high
+    assert value.value == pytest.approx(np.mean(hits))
+    assert value.low < value.value < value.high
     # What claims are judged by: one number a test image, the mean over the draws.
-    items = decode_float_array(row.items)
-    assert items == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
-    assert items.mean() == pytest.approx(row.score, abs=1e-5)
+    assert value.array == pytest.approx(np.mean(hits, axis=0), abs=1e-3)
+    assert value.array.mean() == pytest.approx(value.value, abs=1e-5)
 
 
 def test_numbers_above_the_smallest_class_are_skipped_with_the_reason(results):
     for found in results.values():
-        assert [row.shots for row in found.rows] == [1, 3]
+        assert list(found.curve("few_shot", "shots")) == [1, 3]
         (skipped,) = found.skipped
-        assert skipped.shots == 1000
-        assert skipped.why.startswith("the smallest class, ")
-        assert skipped.why.endswith(" training images")
+        assert skipped.startswith("1000 shots: the smallest class, ")
+        assert skipped.endswith(" training images")
 
 
 def test_the_score_with_the_penalty_chosen_on_the_test_split_has_limits(results):
     for found in results.values():
-        for row in found.rows:
-            assert row.score > 0.3, "chance is 0.1"
-            assert row.leaky_low <= row.leaky_score <= row.leaky_high
+        assert min(found.curve("few_shot", "shots").values()) > 0.3, "chance is 0.1"
+        for value in found.all("few_shot_leaky"):
+            assert value.low <= value.value <= value.high
 
 
 def test_draws_are_the_same_for_all_and_nested(subjects):
@@ -365,8 +364,9 @@ def test_draws_are_the_same_for_all_and_nested(subjects):
 
 
 def test_one_draw_has_no_interval(subjects):
-    (row,) = FewShot(shots=(2,), draws=1).measure(subjects["vit"], compute_without_cache).rows
-    assert row.low is row.high is None and row.score > 0.1
+    found = FewShot(shots=(2,), draws=1).collect_result(subjects["vit"], compute_without_cache)
+    (value,) = found.all("few_shot")
+    assert value.interval.limits is None and value.value > 0.1
 
 
 DIGITS = {"kind": "digits", "test_limit": 40}
@@ -380,16 +380,18 @@ def mosaics(tmp_path_factory):
 
 @torch.no_grad()
 def test_the_chance_of_retrieval(mosaics):
-    recall = retrieval.Retrieval(at=(1, 5, 30)).measure(mosaics, compute_without_cache)
-    assert (recall.images, recall.captions) == (30, 150)
-    assert [row.chance for row in recall.text_to_image] == [1 / 30, 5 / 30, 1]
+    recall = retrieval.Retrieval(at=(1, 5, 30)).collect_result(mosaics, compute_without_cache)
+    assert (recall.facts["images"], recall.facts["captions"]) == (30, 150)
+    chances = recall.curve("text_to_image_chance", "k")
+    assert list(chances.values()) == pytest.approx([1 / 30, 5 / 30, 1])
     any_own = [1 - math.comb(145, k) / math.comb(150, k) for k in (1, 5, 30)]
-    assert [row.chance for row in recall.image_to_text] == pytest.approx(any_own)
+    chances = recall.curve("image_to_text_chance", "k")
+    assert list(chances.values()) == pytest.approx(any_own)
 
 
 def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     settings = ZeroShot(source=DIGITS, templates=TEMPLATES)
-    found = settings.measure(mosaics, compute_without_cache)
+    found = settings.collect_result(mosaics, compute_without_cache)
     model, task = mosaics.model, mosaics.data.task
     Digits(size=model.image.shape[0], test_limit=40).prepare(tmp_path)
     test = Prepared.open(tmp_path).test
@@ -409,43 +411,45 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
         right.append(near[0] == label)
         among.append(label in near[:5])
     assert 0 < sum(right) < sum(among) < 40
-    assert found.accuracy.value == pytest.approx(np.mean(right))
-    assert found.top5.value == pytest.approx(np.mean(among))
-    assert found.accuracy.low < found.accuracy.value < found.accuracy.high
-    assert decode_items(found.items) == pytest.approx(np.array(right, float), abs=1e-4)
-    assert (found.images, found.templates, found.chance) == (40, 3, 0.1)
-    assert [row.name for row in found.rows] == [str(digit) for digit in range(10)]
-    assert sum(row.correct for row in found.rows) == sum(right)
-    assert [row.images for row in found.rows] == np.bincount(test.labels, minlength=10).tolist()
-    assert {row.unknown for row in found.rows} == {1}  # "picture"
-    assert [column.read(found) for column in COLUMNS] == [found.accuracy, found.top5]
+    accuracy = found.find("zero_shot_accuracy")
+    assert accuracy.interval == wilson(sum(right), 40)
+    assert found.find("zero_shot_top5").value == pytest.approx(np.mean(among))
+    assert accuracy.array == pytest.approx(np.array(right, float), abs=1e-4)
+    assert [found.facts[name] for name in ("images", "templates", "chance")] == [40, 3, 0.1]
+    rows = found.facts["classes"]
+    assert [row["name"] for row in rows] == [str(digit) for digit in range(10)]
+    assert sum(row["correct"] for row in rows) == sum(right)
+    assert [row["images"] for row in rows] == np.bincount(test.labels, minlength=10).tolist()
+    assert {row["unknown"] for row in rows} == {1}  # "picture"
 
 
 def test_other_words_for_the_classes(mosaics):
     digits = tuple(str(number) for number in range(10))
     source = Digits(test_limit=40)
-    plain = ZeroShot(source=source, templates=("{}",)).measure(mosaics, compute_without_cache)
+    plain = ZeroShot(source=source, templates=("{}",))
     turned = ZeroShot(source=source, templates=("{}",), names=digits[::-1])
-    found = turned.measure(mosaics, compute_without_cache)
-    assert [row.name for row in found.rows] == list(digits[::-1])
-    assert [row.images for row in found.rows] == [row.images for row in plain.rows]
-    assert found.items != plain.items
+    results = [one.collect_result(mosaics, compute_without_cache) for one in (plain, turned)]
+    counts = [[row["images"] for row in result.facts["classes"]] for result in results]
+    assert counts[0] == counts[1]
+    assert [row["name"] for row in results[1].facts["classes"]] == list(digits[::-1])
+    before, after = (result.find("zero_shot_accuracy").items for result in results)
+    assert before != after
 
 
 def test_few_classes_have_no_five_nearest(mosaics, tmp_path):
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12), mode="L")
     source = {"kind": "image_folder", "root": str(tmp_path), "size": 8, "channels": 1}
-    found = ZeroShot(source=source).measure(mosaics, compute_without_cache)
-    assert found.top5 is None and found.chance == 0.5
+    found = ZeroShot(source=source).collect_result(mosaics, compute_without_cache)
+    assert found.find("zero_shot_top5") is None and found.facts["chance"] == 0.5
 
 
 def test_what_is_refused(mosaics, tmp_path):
     with pytest.raises(UserError, match="found 3 names; allowed: 10"):
         settings = ZeroShot(source=DIGITS, names=("one", "two", "three"))
-        settings.measure(mosaics, compute_without_cache)
+        settings.collect_result(mosaics, compute_without_cache)
     image_classes(tmp_path, {"0": 10, "1": 10}, size=(12, 12))
     coloured = {"kind": "image_folder", "root": str(tmp_path), "size": 8}
     with pytest.raises(UserError, match="found images of 3 channels; allowed: 1"):
-        ZeroShot(source=coloured).measure(mosaics, compute_without_cache)
+        ZeroShot(source=coloured).collect_result(mosaics, compute_without_cache)
     with pytest.raises(ValidationError, match="allowed: one {}"):
         ZeroShot(source=DIGITS, templates=("{} and {}",))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from moecore.data.files.decode import decode_image
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
+from moecore.measure.values import Found
 from moecore.pipeline import predict_cli
 from moecore.training.artifacts import load_model
 from tests import forked
@@ -81,22 +82,24 @@ def result(folder, what: str, method: str) -> dict:
 
 def test_both_directions_and_the_experts_of_words(folder):
     found = result(folder, "retrieval/finetune", "vmoe_text")
-    assert (found["images"], found["captions"]) == (50, 250)
+    found = Found.model_validate(found)
+    assert (found.facts["images"], found.facts["captions"]) == (50, 250)
     for way in ("text_to_image", "image_to_text"):
-        values = [row["recall"]["value"] for row in found[way]]
-        assert [row["k"] for row in found[way]] == [1, 5, 10] and values == sorted(values)
-        assert found[way][0]["recall"]["low"] <= values[0] <= found[way][0]["recall"]["high"]
-    (layer,) = found["layers"]
-    assert layer["same_expert"] >= layer["same_expert_chance"]
-    words = {word["word"]: word for word in layer["words"]}
+        recall = found.curve(way, "k")
+        values = list(recall.values())
+        assert list(recall) == [1, 5, 10] and values == sorted(values)
+        first = found.find(way, k=1)
+        assert first.low <= first.value <= first.high
+    (layer,) = found.facts["layers"]
+    same, chance = (found.find(f"word_same_expert{end}").value for end in ("", "_chance"))
+    assert same >= chance
+    words = {word["word"]: word for word in layer}
     assert words["<start>"]["count"] == words["<end>"]["count"] == 250
     assert sum(words["top"]["experts"]) == pytest.approx(1, abs=1e-3)
     assert "<pad>" not in words
     trained = result(folder, "finetune", "vmoe_text")
-    assert trained["test_score"]["value"] == pytest.approx(
-        found["text_to_image"][0]["recall"]["value"]
-    )
-    assert result(folder, "retrieval/finetune", "ermoe_frozen")["layers"] == []
+    assert trained["test_score"]["value"] == pytest.approx(found.find("text_to_image", k=1).value)
+    assert result(folder, "retrieval/finetune", "ermoe_frozen")["facts"]["layers"] == []
 
 
 def test_attacks_make_retrieval_no_better(folder):
@@ -116,7 +119,7 @@ def test_the_table_and_the_page_say_it(folder):
     page = (folder / "reports/index.html").read_text(encoding="utf-8")
     assert "text → image R@1" in page and "Images and captions" in page and "&lt;start&gt;" in page
     assert "Experts of patches and words" in page
-    read = result(folder, "retrieval/finetune", "vmoe_text")
+    read = result(folder, "retrieval/finetune", "vmoe_text")["facts"]
     assert read["overlays"]["shape"] == [4, 1, 28, 28] and len(read["overlays"]["grids"]) == 2
     tokens = np.load(folder / "artifacts/data/finetune/test_labels.npy")
     words = (folder / "artifacts/data/finetune/vocabulary.txt").read_text("utf-8").splitlines()
@@ -124,7 +127,7 @@ def test_the_table_and_the_page_say_it(folder):
         spoken = [words[token] for token in tokens[image, 0] if token]
         assert [word for word, _ in layer] == spoken
         assert all(0 <= expert < 8 for _, expert in layer)
-    dense = result(folder, "retrieval/finetune", "ermoe_frozen")["captions_read"]
+    dense = result(folder, "retrieval/finetune", "ermoe_frozen")["facts"]["captions_read"]
     assert all(expert == -1 for (layer,) in dense for _, expert in layer)
 
 
@@ -168,7 +171,7 @@ def test_the_preset_runs_on_small_files_of_the_same_forms(clip):
     stages = [*STAGES[:3], "teacher 0", *STAGES[3:9]]
     run(clip, [stage.format("vmoe") for stage in stages])
     found = result(clip, "retrieval/finetune", "vmoe")
-    assert (found["images"], found["captions"]) == (4, 20)
+    assert (found["facts"]["images"], found["facts"]["captions"]) == (4, 20)
     trained = load_file(clip / "artifacts/finetune/vmoe/0/model.safetensors")
     was, now = small["text_projection"].T, trained["text.projection.weight"]
     assert not torch.equal(was, now)

@@ -74,10 +74,10 @@ def watched(model: MeasuredModel, epoch: int) -> WatchedEpoch:
 def analysed(model: MeasuredModel) -> Measured:
     """A model of which the page can say all that it knows of experts."""
     settings = ExpertWorth(draws=1), RouterRegret(images=4, tokens=1)
-    found = [one.measure(model, compute_without_cache) for one in settings]
-    found.append(expert_roles(model, windows=(2,)))
+    results = {type(one): one.collect_result(model, compute_without_cache) for one in settings}
+    roles = expert_roles(model, windows=(2,))
     known = measured(model)
-    return known._replace(results=known.results | {type(result): result for result in found})
+    return known._replace(results={**known.results, **results, type(roles): roles})
 
 
 def two_seeds() -> Results:

@@ -16,14 +16,8 @@ from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
-    corruptions,
-    cost,
-    few_shot,
-    invariance,
-    lipschitz,
     robustness,
     routing,
-    stability,
 )
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
@@ -32,7 +26,6 @@ from moecore.measure.exploring.expert_overlay_data import (
     encode_thumbnails,
     overlapping_crops,
 )
-from moecore.measure.noise_ramp import RampCurve, RampSummary
 from moecore.measure.routing_metrics.layer_metrics import (
     dead_expert_share,
     expert_counts,
@@ -42,6 +35,7 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
+from moecore.measure.values import Found, Place, Value
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import bootstrap_interval, wilson
 from moecore.tasks.class_task import (
@@ -200,123 +194,91 @@ def measured(number: int, seed: int, routed: bool) -> Iterator[tuple[str, Config
     yield "few_shot", few(step)
 
 
-def few(step: float) -> few_shot.Result:
+def value(metric: str, number: float, low: float, high: float, **at: Place) -> Value:
+    return Value(metric=metric, at=at, value=number, low=low, high=high)
+
+
+def few(step: float) -> Found:
     """5 shots: 0.5 + step, 0.6 + step by the penalty chosen on test; 25 are too many."""
-    row = few_shot.ShotsRow(
-        shots=5,
-        score=0.5 + step,
-        low=0.4 + step,
-        high=0.6 + step,
-        leaky_score=0.6 + step,
-        leaky_low=0.5 + step,
-        leaky_high=0.7 + step,
+    values = (
+        value("few_shot", 0.5 + step, 0.4 + step, 0.6 + step, shots=5),
+        value("few_shot_leaky", 0.6 + step, 0.5 + step, 0.7 + step, shots=5),
     )
-    left_out = few_shot.SkippedShots(
-        shots=25, why="the smallest class, Coat, has 9 training images"
-    )
-    return few_shot.Result(rows=(row,), skipped=(left_out,))
+    left_out = "25 shots: the smallest class, Coat, has 9 training images"
+    return Found(values=values, skipped=(left_out,))
 
 
-def corrupted(step: float) -> corruptions.Result:
+def corrupted(step: float) -> Found:
     """Noise (0.2, 0.4) + step, blur (0.1, 0.3); 0.25 + step / 2 on average."""
     errors = {"noise": (0.2 + step, 0.4 + step), "blur": (0.1, 0.3)}
-    rows = [
-        {"name": name, "severity": severity, "error": e}
-        for name, found in errors.items()
-        for severity, e in zip((1, 5), found, strict=True)
+    values = [value("corruption_error", *(step / 2 + end for end in (0.25, 0.2, 0.3)))]
+    for name, pair in errors.items():
+        values.append(Value(metric="error", at={"corruption": name}, value=sum(pair) / 2))
+        for severity, error in zip((1, 5), pair, strict=True):
+            at = {"corruption": name, "severity": severity}
+            values.append(Value(metric="error", at=at, value=error))
+    for severity, pair in zip((1, 5), zip(*errors.values(), strict=True), strict=True):
+        values.append(Value(metric="error", at={"severity": severity}, value=sum(pair) / 2))
+    return Found(values=values)
+
+
+def steep(step: float, routed: bool) -> Found:
+    values = [
+        value(f"lipschitz_{name}_mean", 2.0 + step, 1.9 + step, 2.1 + step)
+        for name in ("local", "margin", "lower_bound")
     ]
-    return corruptions.Result(
-        images=100,
-        mean_error=0.25 + step / 2,
-        mean_low=0.2 + step / 2,
-        mean_high=0.3 + step / 2,
-        corruptions=rows,
-    )
+    values.append(Value(metric="lipschitz_lower_bound", value=5.0))
+    if not routed:
+        return Found(values=values, facts={"lemma_reason": "dense"})
+    values.append(Value(metric="lemma1_violations", value=0))
+    values.append(Value(metric="lemma1_router_share", value=0.25))
+    points = {"bound": (1.0, 2.0), "jacobian": (0.5, 1.0), "router": (0.2, 0.4)}
+    return Found(values=values, facts={"lemma_terms": [points]})
 
 
-def steep(step: float, routed: bool) -> lipschitz.Result:
-    local = estimate(2.0 + step, 1.9 + step, 2.1 + step)
-    lemma = lipschitz.LemmaSummary(reason="dense")
-    if routed:
-        lemma = lipschitz.LemmaSummary(violations=0, router_share=0.25)
-    points = lipschitz.LemmaPoints(bound=(1.0, 2.0), jacobian=(0.5, 1.0), router=(0.2, 0.4))
-    return lipschitz.Result(
-        images=10,
-        local_mean=local,
-        margin_mean=local,
-        lower_bound=5.0,
-        lower_bound_mean=local,
-        at_boundary=local,
-        jump_max=0.5,
-        lemma1=lemma,
-        lemma_terms=(points,) if routed else (),
-    )
+def costing(number: int, seed: int) -> Found:
+    single = {
+        "gflops": 2.0 + number,
+        "routing_gflops": 0.1 * number,
+        "inference_images_per_second": 512.0,
+        "peak_memory": 3 * 2**20,
+        "routing_ms": 0.5 * number,
+        "routing_share": 0.1 * number,
+        "routing_batch_share": 0.2,
+    }
+    values = [Value(metric=name, value=number) for name, number in single.items()]
+    values.append(value("latency_ms", 4.0 + seed, 3.5, 4.75))
+    values += [value("batch_ms", 2.0 + k, 2.0, 9.0, k=k) for k in (1, 2)]
+    return Found(values=values)
 
 
-def costing(number: int, seed: int) -> cost.Result:
-    timed = cost.Quartiles(median=4.0 + seed, low=3.5, high=4.75)
-    return cost.Result(
-        parameters=1,
-        active_parameters=1,
-        flops_per_image=2e9 + 1e9 * number,
-        routing_flops_per_image=1e8 * number,
-        latency_ms=timed,
-        batch=8,
-        batch_ms=timed,
-        images_per_second=512.0,
-        peak_memory_bytes=3 * 2**20,
-        memory_counted_as="live tensors",
-        routing_ms=0.5 * number,
-        routing_share=0.1 * number,
-        routing_batch_share=0.2,
-        by_k=[{"k": k, "batch_ms": {"median": 2.0 + k, "low": 2.0, "high": 9.0}} for k in (1, 2)],
-        rounds=2,
-        device="cpu",
-        threads=1,
-    )
-
-
-def noisy(step: float, routed: bool) -> stability.Result:
+def noisy(step: float, routed: bool) -> Found:
     """At sigma 0.2 the layers' choices change by 0.1 + step and 0.3 + step."""
-    change = (0.1 + step, 0.3 + step) if routed else ()
-    rows = []
-    for sigma in (0.1, 0.2):
-        moved = tuple(sigma * 5 * one for one in change)
-        rows.append(
-            stability.NoiseRow(
-                sigma=sigma,
-                score=0.8,
-                low=0.75,
-                high=0.84,
-                selection_change=moved,
-                agreement=1 - sigma if routed else None,
-            )
-        )
-    shown = RampCurve(index=3, label=1, probability=(0.9, 0.8, 0.2), predicted=(1, 1, 0))
-    jumps = estimate(1.5 + step, 1.0, 2.0)
-    ramp = RampSummary(
-        sigmas=(0.0, 0.1, 0.2),
-        jumps_mean=jumps,
-        shown=(shown,),
-    )
-    return stability.Result(images=10, noise=tuple(rows), ramp=ramp, overlays=())
+    values = [value("noise_score", 0.8, 0.75, 0.84, sigma=sigma) for sigma in (0.1, 0.2)]
+    values.append(value("noise_score", 0.8, 0.75, 0.84))
+    values.append(value("jumps", 1.5 + step, 1.0, 2.0))
+    for sigma, at in ((0.1, {"sigma": 0.1}), (0.2, {"sigma": 0.2}), (0.2, {})):
+        if routed:
+            change = 5 * sigma * (0.2 + step)
+            values.append(Value(metric="noise_selection_change", at=at, value=change))
+            values.append(Value(metric="noise_agreement", at=at, value=1 - sigma))
+    shown = {"index": 3, "label": 1, "probability": (0.9, 0.8, 0.2), "predicted": (1, 1, 0)}
+    ramp = {"sigmas": (0.0, 0.1, 0.2), "shown": [shown]}
+    return Found(values=values, facts={"ramp": ramp, "overlays": []})
 
 
-def transformed(number: int, seed: int) -> invariance.Result:
+def transformed(number: int, seed: int) -> Found:
     """Distances of 0.1, 0.2, 0.3 for method and seed 0."""
-    rows = []
+    values = []
     for place, name in enumerate(TRANSFORMS, start=1):
         d = 0.1 * place + 0.01 * number + 0.001 * seed
-        limits = {"d_low": d - 0.02, "d_high": d + 0.02}
-        limits |= {"normalised": 2 * d, "normalised_low": d, "normalised_high": 3 * d}
-        rows.append({"name": name, "d": d, "agreement": 1 - d, **limits})
+        values += [
+            value("imed", d, d - 0.02, d + 0.02, transform=name),
+            value("imed_normalised", 2 * d, d, 3 * d, transform=name),
+            Value(metric="agreement_transformed", at={"transform": name}, value=1 - d),
+        ]
     maps = np.full((len(CLASSES), 3, 8), 0.125).tolist()
-    return invariance.Result(
-        images=10,
-        transforms=rows,
-        classes=CLASSES,
-        class_maps=maps,
-    )
+    return Found(values=values, facts={"classes": CLASSES, "class_maps": maps})
 
 
 def calibrated(generator: torch.Generator, number: int, seed: int) -> calibration.Result:

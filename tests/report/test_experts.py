@@ -5,7 +5,6 @@ import pytest
 
 from moecore.core.files import UserError, write_json
 from moecore.core.plain_values import to_jsonable
-from moecore.measure.base import Estimate
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.seed_matching import (
@@ -19,7 +18,6 @@ from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.measures import expert_worth, router_regret
 from moecore.report.measures.expert_roles import Result, figures, phase_blocks
 from moecore.report.measures.seed_stability import compare_seeds, decode_choices
 from moecore.report.page.expert_answers import (
@@ -32,7 +30,12 @@ from moecore.report.page.explorer_page import match_choices
 from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
-from moecore.statistics.intervals import mean_over_seed_pairs, mean_over_seeds, seed_pseudo_values
+from moecore.statistics.intervals import (
+    Interval,
+    mean_over_seed_pairs,
+    mean_over_seeds,
+    seed_pseudo_values,
+)
 from moecore.study.sections import Question
 from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
 from tests.measure.test_truth import IMAGE, subject
@@ -130,23 +133,23 @@ def test_worth_and_regret_of_a_model():
     """Columns of compare.json hold their means, and the page draws their curves."""
     measured = subject(NoisyTopK(k=1))
     worth, regret = (
-        one.measure(measured, lambda name, compute: compute())
+        one.collect_result(measured, compute_without_cache)
         for one in (ExpertWorth(images=20, draws=1), RouterRegret(images=4, tokens=2))
     )
-    results = {type(one): one for one in (worth, regret)}
+    results = {ExpertWorth: worth, RouterRegret: regret}
     phase = Phase("pretrain", {}, measured.model.image.task, {"vmoe": {0: Measured(results)}})
     compared = compare_methods(Results({"pretrain": phase}))["vmoe"]["pretrain"]
-    assert compared["expert_worth"]["mean"] == pytest.approx(worth.values["worth"].value)
-    assert compared["router_regret"]["mean"] == pytest.approx(regret.values["regret"].value)
-    row = worth.removal[0]  # one of three experts: the most that is at most half
-    assert compared["lost_without_random"]["mean"] == pytest.approx(row.values["random"].value)
-    (first,) = worth.ranks
+    assert compared["expert_worth"]["mean"] == pytest.approx(worth.find("expert_worth").value)
+    assert compared["router_regret"]["mean"] == pytest.approx(regret.find("router_regret").value)
+    # one of three experts: the most that is at most half
+    one = worth.find("lost_without_random", removed=1)
+    assert compared["lost_without_random"]["mean"] == pytest.approx(one.value)
     lost = compared["lost_without_choice_1_reroute"]["mean"]
-    assert lost == pytest.approx(first.values["reroute"].value)
+    assert lost == pytest.approx(worth.find("lost_without_choice_reroute", rank=1).value)
     shares = [compared[name]["mean"] for name in ("needed_experts", "better_sets")]
     assert all(0 <= share <= 1 for share in shares)
-    (lost,) = expert_worth.phase_blocks(phase)
-    (left,) = router_regret.phase_blocks(phase)
+    (lost,) = display_of(ExpertWorth).blocks(phase)
+    (left,) = display_of(RouterRegret).blocks(phase)
     assert [len(block.pictures) for block in (lost, left)] == [2, 1]
 
 
@@ -155,7 +158,7 @@ def test_what_the_explorer_knows_of_experts():
     together = [[0, 0.25, 0.75, 0], [1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert list_partners(together) == [[(2, 0.75), (1, 0.25)], [(0, 1)], [(0, 1)], []]
     assert match_choices(FIRST[:, None], SECOND[:, None]) == [1, 2, 0]
-    losses = Estimate(value=0.02, low=-0.01, high=0.05), Estimate(value=-0.01, low=-0.04, high=0.02)
+    losses = Interval(0.02, -0.01, 0.05), Interval(-0.01, -0.04, 0.02)
     assert worth_words(losses, IMAGE.task.score) == [
         "Without it the accuracy is worse by +2.0 pp (−1.0 to +5.0).",
         "Without it the accuracy is worse by −1.0 pp (−4.0 to +2.0).",

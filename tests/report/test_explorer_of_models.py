@@ -6,7 +6,7 @@ from playwright.sync_api import Browser
 
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Result as Explorer
-from moecore.measure.router_regret import Result as RouterRegret
+from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.report.measures.seed_stability import decode_choices
@@ -56,11 +56,12 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         (explored, *_), (regret, *_) = (
             found.phases["pretrain"].of(kind)["vmoe"] for kind in (Explorer, RouterRegret)
         )
-        (best,) = [one for one in regret.best[1] if one.image == explored.images[3]]
-        words = ", ".join(map(str, best.experts)) or "no other experts"
-        panel.locator(f"[data-token='{best.tokens[0]}']").first.click()
+        image = explored.images[3]
+        (best,) = [one for one in regret.facts["best"][1] if one["image"] == image]
+        words = ", ".join(map(str, best["experts"])) or "no other experts"
+        panel.locator(f"[data-token='{best['tokens'][0]}']").first.click()
         assert words in settled(page).locator(".panel >> nth=0 >> .best").inner_text()
-        other = next(token for token in range(1, 9) if token not in best.tokens)
+        other = next(token for token in range(1, 9) if token not in best["tokens"])
         panel.locator(f"[data-token='{other}']").first.click()
         tried = settled(page).locator(".panel >> nth=0 >> .best").inner_text()
         assert tried.startswith("other experts were tried of: ")

@@ -9,13 +9,14 @@ import pytest
 from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
 from moecore.measure.routing import Result as Routing
-from moecore.report.column import PlannedMetric, PlannedPhase, column_slug
+from moecore.measure.values import place_slug
+from moecore.report.column import PlannedMetric, PlannedPhase
 from moecore.report.figures.drawing import PALETTE
 from moecore.report.figures.training_figures import AGREEMENTS, agreement_points, routing_agreement
 from moecore.report.measures.training_outcome import halfway_agreement
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
-from moecore.report.results import read_results
+from moecore.report.results import USUAL, read_results
 from moecore.report.tables.metrics_by_method import (
     build_table,
     compare_methods,
@@ -29,7 +30,6 @@ from moecore.study.data_rules import load_previews
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.sections import Selection
 from moecore.study.settings import extract_declared_settings
-from moecore.study.stages import MEASURED_STAGES
 from moecore.study.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import PARAMS, SHIPPED
@@ -38,7 +38,7 @@ from tests.report.test_report import METHODS, assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-ALL = (*MEASURED_STAGES, "invariance", *NEW)
+ALL = (*USUAL, "invariance", *NEW)
 
 
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
@@ -130,7 +130,7 @@ def test_one_table_a_paper_with_its_own_numbers(whole):
 
 def test_names_of_transforms():
     paper = next(found for found in REPORTED if found.model == "MoGE").values
-    assert {f"imed_{column_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
+    assert {f"imed_{place_slug(name)}" for name in invariance_transforms.TRANSFORMS} == {
         name for name in paper if name.startswith("imed_")
     }
 
@@ -163,7 +163,7 @@ def test_a_study_without_some_stages(tmp_path, stages):
 
 
 def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):
-    write_results(tmp_path, METHODS, [0], ["pretrain"], MEASURED_STAGES)
+    write_results(tmp_path, METHODS, [0], ["pretrain"], USUAL)
     with pytest.raises(
         UserError, match=re.escape("artifacts/measured/invariance/pretrain/dense/0.json")
     ):
@@ -376,7 +376,7 @@ def test_every_metric_of_a_study_was_foreseen(whole):
     )
     known = expected_metrics(study, (*STAGES, "calibrate"), "pretrain")
     generated = {"error_noise", "error_blur"}  # of made-up corruptions
-    generated |= {f"imed_{column_slug(name)}" for name in TRANSFORMS}
+    generated |= {f"imed_{place_slug(name)}" for name in TRANSFORMS}
     generated |= {metric.name for metric in metrics if re.search("_layer_[0-9]+$", metric.name)}
     lost = {metric.name for metric in metrics} - set(known) - generated
     planned = {

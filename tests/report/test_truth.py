@@ -4,18 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.measure.truth import ChangedPurity, Result, truth_layer
+from moecore.measure.truth import Truth, truth_layer
+from moecore.measure.values import Found, Value
 from moecore.report.column import Column
 from moecore.report.figures.overview import draw_scatter, methods_to_label, overview_charts
 from moecore.report.headline_quantities import QuantityByMethod, phase_quantities
-from moecore.report.measures.truth import (
-    figures,
-    phase_blocks,
-    purity_curves,
-    share_of_routings_worth,
-)
 from moecore.report.page.answer import describe_phase_findings
 from moecore.report.page.report_page import main_finding
+from moecore.report.pictures.truth import (
+    figures,
+    purity_curves,
+    share_of_routings_worth,
+    truth_blocks,
+)
 from moecore.report.tables.cells import Cell
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.report.tables.number_format import keep_percent_on_line
@@ -39,22 +40,14 @@ def trained(right: int, seed: int) -> Measured:
             "test_items": encode_item_values(scores.astype(float)),
         }
     )
-    result = Result(images=10, layers=(), changed=changed(right))
-    return Measured({Outcome: outcome, Result: result})
+    result = Found(values=changed(right), facts={"counts": []})
+    return Measured({Outcome: outcome, Truth: result})
 
 
-def changed(right: int) -> list[ChangedPurity]:
-    rows = [("clean", 0.0, 0.0), ("noise", 0.2, 0.02), ("attack", 8 / 255, 0.01)]
-    return [
-        ChangedPurity(
-            kind=kind,
-            strength=strength,
-            purity=right / 10 - less,
-            purity_low=None,
-            purity_high=None,
-        )
-        for kind, strength, less in rows
-    ]
+def changed(right: int) -> list[Value]:
+    places = [({"noise": 0.0}, 0.0), ({"noise": 0.2}, 0.02), ({"change": "noise_0_2"}, 0.02)]
+    places += [({"attack": 0.0}, 0.0), ({"attack": 8.0}, 0.01), ({"change": "attack_8"}, 0.01)]
+    return [Value(metric="changed_purity", at=at, value=right / 10 - less) for at, less in places]
 
 
 def phase(**right: int) -> Phase:
@@ -69,7 +62,7 @@ def test_a_method_between_floor_and_ceiling():
     """(6 - 4) / (9 - 4) of ten images, with each seed."""
     share = share_of_routings_worth(phase(**RIGHT), "vmoe")
     assert share.value == pytest.approx(0.4) and (share.seeds, share.items) == (3, 10)
-    (block,) = phase_blocks(phase(**RIGHT))
+    (block,) = truth_blocks(phase(**RIGHT))
     said = [line for line in block.words if line.startswith("vmoe finds 40 % [")]
     assert len(said) == 1 and not any(line.startswith("told") for line in block.words)
     results = Results({"pretrain": phase(**RIGHT)})
@@ -131,7 +124,8 @@ def as_cells(values: dict[str, float]) -> dict[str, Cell]:
 def test_experts_beyond_the_kinds_are_said_to_match_none():
     kinds = torch.tensor([[1, 2]]).repeat(5, 1)
     for number, said in (2, "Percent of each expert's tokens."), (4, "the last 2 are matched to "):
-        result = Result(images=5, layers=[truth_layer(kinds - 1, kinds, number, 2)], changed=())
+        counts = truth_layer(kinds - 1, kinds, number, 2).counts
+        result = Found(values=(), facts={"counts": [counts]})
         ((_, figure),) = figures(result)
         assert said in figure.caption
 

@@ -70,3 +70,32 @@ def test_words_and_layout_change_nothing(one, other):
 )
 def test_all_else_changes_it(one, other):
     assert hash_code(one) != hash_code(other)
+
+
+METRIC = (
+    'METRICS = {"imed": Metric("IMED, {}", "lower", note="a distance", paper="moge", over="t")}'
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("IMED,", "IMED of"), ("a distance", "words"), (', paper="moge"', "")]
+)
+def test_words_of_a_metric_change_only_what_shows_them(old, new):
+    edited = METRIC.replace(old, new)
+    assert hash_code(edited) == hash_code(METRIC)
+    trees = (ast.parse(text) for text in (edited, METRIC))
+    assert len({hash_syntax(tree, shown=True) for tree in trees}) == 2
+    others = (text.replace("Metric", "Other") for text in (edited, METRIC))
+    assert len(set(map(hash_code, others))) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"imed"', '"other"'), ('"lower"', '"higher"'), ('over="t"', 'over="u"')]
+)
+def test_all_else_of_a_metric_changes_the_hash(old, new):
+    assert hash_code(METRIC.replace(old, new)) != hash_code(METRIC)
+
+
+def test_how_the_page_shows_a_measurement_changes_only_what_shows_it():
+    page = 'page = OnPage("few shots", place=12)'
+    assert hash_code(page) == hash_code(page.replace("12", "13"))

@@ -95,15 +95,15 @@ def test_a_killed_measurement_goes_on_with_the_same_bits(monkeypatch):
     path = "artifacts/measured/stability/pretrain/dense/0.json"
     whole = json.loads(open(path).read())
     asked = []
-    row = stability.noise_row
+    put = stability.put_noise
 
-    def noise_row(model, clean, pixels, labels, task, sigma):
+    def put_noise(model, clean, pixels, labels, sigma, *others):
         asked.append(sigma)
         if asked == [0.1, 0.2]:
             raise KeyboardInterrupt
-        return row(model, clean, pixels, labels, task, sigma)
+        put(model, clean, pixels, labels, sigma, *others)
 
-    monkeypatch.setattr(stability, "noise_row", noise_row)
+    monkeypatch.setattr(stability, "put_noise", put_noise)
     with pytest.raises(KeyboardInterrupt):
         measure("stability", "pretrain", "dense", 0)
     measure("stability", "pretrain", "dense", 0)

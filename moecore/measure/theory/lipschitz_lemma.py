@@ -7,53 +7,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.streams import derived_seed
+from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import BackboneModel, EncodeOptions, Model
 from moecore.nn.layers.layer_lipschitz_bound import LemmaTerms, lemma_1_terms, why_lemma_fails
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import eval_mode, image_batches
 
 
-class LemmaSummary(Config):
-    """Lemma 1 over all MoE layers; None where it says nothing of the model, for a ``reason``."""
+def put_lemma(
+    model: Model,
+    images: np.ndarray,
+    tokens: int,
+    batch: int,
+    seed: int,
+    device: str,
+    out: Values,
+) -> None:
+    """Put Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``.
 
-    reason: str | None = None
-    violations: int | None = None  # tokens; above 0 the code is wrong
-    router_share: float | None = None  # of the bound, mean over layers
-
-
-class LemmaPoints(Config):
-    """The terms of Lemma 1 at each token of a layer, as its picture shows them."""
-
-    bound: tuple[float, ...]
-    jacobian: tuple[float, ...]
-    router: tuple[float, ...]
-
-
-class LemmaResult(Config):
-    """Lemma 1 of a model; no terms where it is undefined."""
-
-    lemma1: LemmaSummary
-    lemma_terms: tuple[LemmaPoints, ...]
-
-
-def evaluate_lemma(
-    model: Model, images: np.ndarray, tokens: int, batch: int, seed: int, device: str
-) -> LemmaResult:
-    """Lemma 1 at ``tokens`` tokens of these images in each MoE layer, drawn with ``seed``."""
+    Of all layers, tokens at which the bound is below what it bounds: above 0 the code is wrong; and
+    the router's share of the bound. facts: lemma_terms, of each layer the terms at each token;
+    lemma_reason, why the lemma says nothing of the model, which then has no values.
+    """
     if reason := why_lemma_undefined(model):
-        return LemmaResult(lemma1=LemmaSummary(reason=reason), lemma_terms=())
+        out.facts["lemma_reason"] = reason
+        return
     terms = lemma_terms_by_layer(model, images, tokens, batch, seed, device)
-    points = [
-        LemmaPoints(
-            bound=layer.bound.tolist(),
-            jacobian=layer.jacobian.tolist(),
-            router=layer.router.tolist(),
-        )
-        for layer in terms
+    shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
+    out.put("lemma1_violations", sum(int(layer.violated.sum()) for layer in terms))
+    out.put("lemma1_router_share", sum(shares) / len(shares))
+    out.facts["lemma_terms"] = [
+        {name: getattr(layer, name) for name in ("bound", "jacobian", "router")} for layer in terms
     ]
-    return LemmaResult(lemma1=summarize_lemma(terms), lemma_terms=points)
 
 
 def why_lemma_undefined(model: Model) -> str | None:
@@ -108,12 +94,3 @@ def _token_places(count: int, tokens: int, seed: int) -> Tensor:
     """Return which tokens of ``count``; the same in layers that have as many."""
     drawn = np.random.default_rng(derived_seed("measured_tokens", seed))
     return torch.from_numpy(np.sort(drawn.permutation(count)[:tokens]))
-
-
-def summarize_lemma(terms: list[LemmaTerms]) -> LemmaSummary:
-    """Tokens of all layers at which the bound is below what it bounds, and the router's share."""
-    shares = [float((layer.router / layer.bound).nan_to_num().mean()) for layer in terms]
-    return LemmaSummary(
-        violations=sum(int(layer.violated.sum()) for layer in terms),
-        router_share=sum(shares) / len(shares),
-    )

@@ -11,11 +11,11 @@ from matplotlib.figure import Figure
 from moecore.brain.age_errors import GroupErrors
 from moecore.brain.age_measurement import AgePoints, AgeResult
 from moecore.measure.base import Estimate
+from moecore.measure.values import place_slug
 from moecore.report.column import (
     Column,
     ColumnPerRow,
     ResultColumn,
-    column_slug,
     decode_items,
 )
 from moecore.report.figures.drawing import (
@@ -156,7 +156,7 @@ COLUMNS = (
     ),
     *(
         ColumnPerRow(
-            lambda result: {column_slug(one.diagnosis): one for one in result.diagnosis_gaps},
+            lambda result: {place_slug(one.diagnosis): one for one in result.diagnosis_gaps},
             age_column(f"{name}_{{}}", f"{label}, {{}}", attrgetter(field), note=note),
             lambda ahead: (),
             lambda key, one: (one.diagnosis, one.reference),

@@ -6,11 +6,11 @@ import numpy as np
 
 from moecore.measure.robustness import Result
 from moecore.measure.under_attack.curves import ScoresAtEpsilon, measured_curves, worst_scores
+from moecore.measure.values import place_slug
 from moecore.report.column import (
     Column,
     ColumnContext,
     PlannedPhase,
-    column_slug,
     score_interval_kind,
     score_slug,
     score_title,
@@ -111,7 +111,7 @@ def planned_score_names_by_epsilon(ahead: PlannedPhase) -> list[str]:
 
 def epsilon_slug(radius: float) -> str:
     """An epsilon inside the name of a column: 8_255, 0_001."""
-    return column_slug(format_epsilon(radius))
+    return place_slug(format_epsilon(radius))
 
 
 def first_result_by_attack(seen: ColumnContext) -> dict[str, Result]:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.core.config import Config, collect_constants_named
+from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError
-from moecore.measure.base import Skipped, read_result
+from moecore.core.outside_packages import list_allowed_modules
+from moecore.measure.base import Measurement, Skipped, builtin_measurements, read_result
+from moecore.measure.values import Chart, Found, OnPage
 from moecore.report.column import Column, Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
@@ -20,6 +22,7 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
+from moecore.report.metric_columns import MetricColumns, fill_words
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
@@ -27,6 +30,16 @@ from moecore.tasks.base import Task
 
 Figures = Iterator[tuple[str, Figure]]
 Draw = Callable[[Any], Figures]
+PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
+
+
+class Pictures(NamedTuple):
+    """What no chart of a measurement's page shows: PICTURES of a module."""
+
+    stage: str  # the measurement's name
+    figures: Draw = lambda result: iter(())
+    is_on_page: bool = True  # below the charts; False: of a run's own page alone
+    more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
 
 
 class PartOf(NamedTuple):
@@ -55,6 +68,8 @@ class Shown(NamedTuple):
 
         None for a part that was not asked. Raises UserError as ``read_result`` does.
         """
+        if issubclass(self.result, Measurement):
+            return read_result(path, Found, stage)
         if self.within is None:
             return read_result(path, self.result, stage)
         whole = read_result(path, self.within.whole, stage)
@@ -72,19 +87,74 @@ class Shown(NamedTuple):
             return list(self.part(phase))
         drawn = first_seed_pictures(phase, self.result, self.figures)
         title = self.title[0].upper() + self.title[1:]
+        return [Block(title, pictures=drawn, about=self.first_directed(phase))]
+
+    def first_directed(self, phase: Phase) -> str:
+        """Return the name of the first column that is better one way; "" for none."""
         known = column_context(phase, self.result)
         named = [column for entry in self.columns for column in entry.columns(known)]
-        about = next((column.name for column in named if column.better), "")
-        return [Block(title, pictures=drawn, about=about)]
+        return next((column.name for column in named if column.better), "")
 
 
 def list_displays() -> list[Shown]:
     """Return what there is to show, in the order of the page; UserError for a faulty module."""
     try:
         displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
+        displays += map(display_measurement, list_measurements_with_metrics())
     except ValueError as error:
         raise UserError(f"report: {error}") from None
-    return sorted(displays, key=lambda shown: shown.place)
+    return sorted(displays, key=lambda shown: (shown.place, shown.stage))
+
+
+def list_measurements_with_metrics() -> list[str]:
+    """Return the names of the measurements that declare metrics; ValueError for a faulty module."""
+    names = [*builtin_measurements(), *list_allowed_modules(defines_measurement)]
+    return [name for name in names if find_class(Measurement, name).metrics]
+
+
+def defines_measurement(file: Path) -> bool:
+    """Return whether a module from outside holds a measurement."""
+    return "(Measurement):" in file.read_text(encoding="utf-8")
+
+
+def display_measurement(name: str) -> Shown:
+    """Return what is shown of a measurement's metrics, and its pictures that no chart draws."""
+    kind = find_class(Measurement, name)
+    drawn = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
+    pictures = drawn.get(name, Pictures(name))
+    columns = (MetricColumns(name, kind),)
+    shown = Shown(name, kind.page.title, kind, columns, pictures.figures, place=kind.page.place)
+    return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
+
+
+def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[Block]:
+    """Return the charts of a measurement's page, its pictures, and what was not measured."""
+    kind: Any = shown.result
+    page: OnPage = kind.page
+    drawn = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
+    if pictures.is_on_page:
+        drawn += first_seed_pictures(phase, kind, pictures.figures)
+    results: list[Found] = phase.results(kind)
+    skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
+    about = page.about or shown.first_directed(phase)
+    title = page.heading or page.title[0].upper() + page.title[1:]
+    return [Block(title, pictures=drawn, below=list(skipped), about=about), *pictures.more(phase)]
+
+
+def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
+    """Draw a metric over a place, a line per method."""
+    score = phase.task.score
+    share = chart.share if chart.share is not None else score.form == "share"
+    title, x, y = (fill_words(text, score) for text in (chart.title, chart.x, chart.y))
+    look = ChartSpec(title, x, y, share, chart.top if share else None, chart.height)
+    return draw_method_curves(
+        phase,
+        kind,
+        lambda result: result.curve(chart.metric, chart.over),
+        look,
+        chart.words,
+        limits=chart.limits,
+    )
 
 
 def first_seed_pictures(phase: Phase, kind: type[Config], figures: Draw) -> list[Picture]:

@@ -7,6 +7,7 @@ from operator import attrgetter
 from moecore.measure.routing import Result
 from moecore.measure.routing_metrics.two_view_agreement import AugmentedRow
 from moecore.measure.routing_metrics.two_view_augmentations import look_up_augmentation
+from moecore.measure.values import place_slug
 from moecore.report.column import (
     SCORE,
     Column,
@@ -14,7 +15,6 @@ from moecore.report.column import (
     Columns,
     ContextDependentColumns,
     PlannedPhase,
-    column_slug,
     has_guided_routers,
     has_score_thresholds,
     mean_or_none,
@@ -97,7 +97,7 @@ def match_columns(match: str) -> ColumnPerRow:
 
 
 def rows_by_augmentation(result: Result) -> dict[str, AugmentedRow]:
-    return {column_slug(row.name): row for row in result.augmentations}
+    return {place_slug(row.name): row for row in result.augmentations}
 
 
 def planned_augmentations(ahead: PlannedPhase) -> list[str]:
@@ -106,7 +106,7 @@ def planned_augmentations(ahead: PlannedPhase) -> list[str]:
         return []
     volumes = ahead.score == "mae"
     asked = [look_up_augmentation(one, volumes) for one in ahead.study.routing.augmentations]
-    return [column_slug(one.name) for one in asked]
+    return [place_slug(one.name) for one in asked]
 
 
 PLACES = {

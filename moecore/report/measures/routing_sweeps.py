@@ -5,9 +5,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from moecore.measure.cost import Result as Cost
+from moecore.measure.cost import Cost
 from moecore.measure.exploring.expert_overlay_data import parse_expert_grid
 from moecore.measure.routing import Result, RoutingLayer
+from moecore.measure.values import Found
 from moecore.report.column import (
     Column,
     ColumnContext,
@@ -113,9 +114,9 @@ def draw_sweep(phase: Phase, setting: str, name: str, label: str, share: bool) -
     )
 
 
-def time_relative_to_top_1(result: Cost) -> dict[float, float]:
+def time_relative_to_top_1(result: Found) -> dict[float, float]:
     """k → the time of a batch, as a multiple of that with one expert per token."""
-    times = {row.k: row.batch_ms.median for row in result.by_k}
+    times = result.curve("batch_ms", "k")
     return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
 
 

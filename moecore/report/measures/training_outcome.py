@@ -34,7 +34,6 @@ from moecore.report.figures.training_figures import (
 from moecore.report.measures import region_experts as regions
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures
 from moecore.report.measures.routing_sweeps import describe_strongest_preference
-from moecore.report.measures.word_swaps import unswapped_perplexity_columns
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import convergence_columns, overhead_columns
@@ -122,6 +121,29 @@ def early_agreement(consecutive: Sequence[float | None]) -> float | None:
 def agreement_items_reader(name: str) -> Callable[[Outcome], np.ndarray | None]:
     """The items of an agreement over time; None where an older training kept none."""
     return lambda result: decode_items(result.agreement_items.get(name))
+
+
+PERPLEXITIES = (
+    Column(
+        "ppl",
+        "Perplexity",
+        lambda result: result.ppl,
+        "lower",
+        note="as papers count it: whole blocks of the training's number of streams, from an empty "
+        "cache (MoGE, table 3)",
+    ),
+    Column(
+        "ppl_all",
+        "Perplexity, all",
+        lambda result: result.ppl_all,
+        "lower",
+        note="every word once, in one stream",
+    ),
+)
+
+
+def unswapped_perplexity_columns(seen: ColumnContext) -> list[Column]:
+    return list(PERPLEXITIES) if seen.task.long else []
 
 
 COLUMNS = (

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from moecore.core.config import Config
-from moecore.measure.base import Estimate
-from moecore.measure.expert_worth import Result as ExpertWorth
-from moecore.measure.router_regret import Result as RouterRegret
+from moecore.measure.expert_worth import ExpertWorth
+from moecore.measure.router_regret import RouterRegret
 from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
 from moecore.measure.routing_metrics.expert_roles import RolesLayer
+from moecore.measure.values import Found
 from moecore.report.measures.expert_roles import LABELS
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Measured
+from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
 PARTNERS = 4  # experts that are most often chosen beside, before or after an expert
@@ -51,14 +52,16 @@ def expert_answers(
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
     if roles := measured.of(ExpertRoles):
         known = roles_answers(roles.layers)
-    if worth := measured.of(ExpertWorth):
-        for experts, of_layer in zip(worth.layers, known, strict=True):
-            of_layer["without"] = worth_words(experts, score)
-    if regret := measured.of(RouterRegret):
-        for values, of_layer in zip(regret.layers, known, strict=True):
-            of_layer["regret"] = regret_words(values, regret.unit)
-        for best, of_layer in zip(best_by_token(regret, images), known, strict=True):
-            of_layer["best"] = best
+    if worth := measured.found(ExpertWorth):
+        values = [value for value in worth.all("expert_worth") if "expert" in value.at]
+        for layer, answers in enumerate(known, 1):
+            experts = [value.interval for value in values if value.at["layer"] == layer]
+            answers["without"] = worth_words(experts, score)
+    if regret := measured.found(RouterRegret):
+        for layer, answers in enumerate(known, 1):
+            answers["regret"] = regret_words(regret, layer)
+        for best, answers in zip(best_by_token(regret, images), known, strict=True):
+            answers["best"] = best
     return {"layers": known, "open": open_questions(measured)}
 
 
@@ -117,9 +120,8 @@ def information_words(layer: RolesLayer) -> str:
     return f"This layer's experts tell of a token, above chance: {', '.join(told)}."
 
 
-def worth_words(experts: tuple[Estimate, ...], score: Score) -> list[str]:
+def worth_words(intervals: Sequence[Interval], score: Score) -> list[str]:
     """Return for each expert of a layer what the score loses without it."""
-    intervals = [one.interval for one in experts]
     form = NumberFormat.of(score.form, intervals)
     return [
         f"Without it the {score.label} is worse by "
@@ -129,28 +131,32 @@ def worth_words(experts: tuple[Estimate, ...], score: Score) -> list[str]:
     ]
 
 
-def regret_words(values: dict[str, float], unit: str) -> str:
+def regret_words(result: Found, layer: int) -> str:
     """Return what the best sets of experts of a layer's tokens would save."""
-    regret = NumberFormat("number", 3).value(values["regret"])
+    regret, better = (
+        result.curve(name, "layer")[layer] for name in ("router_regret", "better_sets")
+    )
     return (
-        f"The best experts for a token would lower the loss by {regret} {unit}, on average; "
-        f"{SHARE.value(values['better'])} of the sets would lower it."
+        f"The best experts for a token would lower the loss by "
+        f"{NumberFormat('number', 3).value(regret)} {result.facts['unit']}, on average; "
+        f"{SHARE.value(better)} of the sets would lower it."
     )
 
 
 def best_by_token(
-    regret: RouterRegret, images: Sequence[int]
+    regret: Found, images: Sequence[int]
 ) -> list[list[dict[int, tuple[tuple[int, ...], str]]]]:
     """Return of each layer and image, at places in the test split, tokens' best experts and what
     these would save; no experts where the router chose the best. Empty where none were tried.
     """
     form = NumberFormat("number", 3)
     layers = []
-    for choices in regret.best:
+    for choices in regret.facts["best"]:
         rows: list[dict[int, tuple[tuple[int, ...], str]]] = [{} for _ in images]
         for one in choices:
-            if one.image in images:
-                saved = f"{form.value(one.saved)} {regret.unit}"
-                rows[images.index(one.image)] |= dict.fromkeys(one.tokens, (one.experts, saved))
+            if one["image"] in images:
+                saved = f"{form.value(one['saved'])} {regret.facts['unit']}"
+                best = (tuple(one["experts"]), saved)
+                rows[images.index(one["image"])] |= dict.fromkeys(one["tokens"], best)
         layers.append(rows)
     return layers

@@ -14,7 +14,6 @@ from moecore.report.figures import overview
 from moecore.report.headline_quantities import PhaseQuantities, phase_quantities
 from moecore.report.measures import linear_experts, sizes
 from moecore.report.measures.result_display import list_displays
-from moecore.report.measures.truth import describe_routings_worth
 from moecore.report.page.answer import describe_claims, describe_phase_findings
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.sections import join_names, phase_section, phase_title, pluralize
@@ -27,6 +26,7 @@ from moecore.report.page.view import (
     Section,
     TableRow,
 )
+from moecore.report.pictures.truth import describe_routings_worth
 from moecore.report.reference_methods import CEILING, find_moe_baseline, has_moe_method
 from moecore.report.tables.metrics_by_method import build_table
 from moecore.report.tables.number_format import keep_percent_on_line

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Sequence
 
+from moecore.measure.values import place_slug
 from moecore.report.claims.significance import WORDS
-from moecore.report.column import Column, column_slug
+from moecore.report.column import Column
 from moecore.report.figures.training_figures import draw_filter_sigma_schedule
 from moecore.report.headline_quantities import QuantityByMethod, cells_by_method, first_columns
 from moecore.report.measures import transfer
@@ -59,7 +60,7 @@ def phase_section(results: Results, phase: Phase, compared: ComparisonTable) -> 
         said = block.finding
         if not said and block.about in columns:
             said = describe_leader_or_range(columns[block.about], compared.cells, controls)
-        place = block.title and f"{phase.name}-{column_slug(block.title).lower()}"
+        place = block.title and f"{phase.name}-{place_slug(block.title).lower()}"
         told.append(block._replace(finding=keep_percent_on_line(said), id=place))
     title = phase_title(phase)
     return Section(phase.name, title, title, (), told)

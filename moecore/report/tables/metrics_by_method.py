@@ -15,7 +15,7 @@ from moecore.report.claims import significance
 from moecore.report.column import PlannedMetric, PlannedPhase, ResultColumn
 from moecore.report.measures import sizes
 from moecore.report.measures.result_display import list_displays
-from moecore.report.measures.truth import share_of_routings_worth
+from moecore.report.pictures.truth import share_of_routings_worth
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
 from moecore.report.tables.paper_numbers import PAPERS

@@ -1,0 +1,1 @@
+"""What no column and no generic chart shows of a measurement: ``PICTURES`` of each file."""

@@ -1,0 +1,15 @@
+"""The mean routing of each class (MoGE, figure 2)."""
+
+from moecore.measure.values import Found
+from moecore.report.figures.expert_figures import draw_expert_grids_by_class
+from moecore.report.measures.result_display import Figures, Pictures
+
+
+def figures(result: Found) -> Figures:
+    """Yield expert grids, a row per MoE layer."""
+    by_layer = enumerate(zip(*result.facts["class_maps"], strict=True), 1)
+    if rows := {f"MoE {layer}": maps for layer, maps in by_layer}:
+        yield "class_maps", draw_expert_grids_by_class(rows, result.facts["classes"])
+
+
+PICTURES = Pictures("invariance", figures)

@@ -1,0 +1,47 @@
+"""Lemma 1 at real tokens, where the model has layers that it speaks of."""
+
+from matplotlib.figure import Figure
+
+from moecore.measure.values import Found
+from moecore.report.figures.drawing import (
+    INK,
+    PALETTE,
+    add_legend_below,
+    empty_figure,
+    styled_drawing,
+)
+from moecore.report.measures.result_display import Figures, Pictures
+
+
+def figures(result: Found) -> Figures:
+    """Yield the bound against what it bounds."""
+    if layers := result.facts.get("lemma_terms"):
+        yield "lemma1", draw_lemma_terms(layers)
+
+
+@styled_drawing
+def draw_lemma_terms(layers: list[dict[str, list[float]]]) -> Figure:
+    """One point per token and MoE layer: the bound against what it bounds, and the router's term.
+
+    In the upper panel all points lie on or below the diagonal.
+    """
+    figure = empty_figure(4.8, 5.6, "One point per token.")
+    panels = figure.subplots(2, 1, sharex=True)
+    highest = max(max(layer["bound"]) for layer in layers)
+    for axes, name in zip(panels, ("‖∇f(x)‖₂", "router term of the bound"), strict=True):
+        ends = [0, highest]
+        axes.plot(ends, ends, color=INK, linewidth=0.9, linestyle=":", label="the bound")
+        axes.set_ylabel(name)
+    for index, layer in enumerate(layers):
+        look = {"s": 9, "alpha": 0.6, "color": PALETTE[index % 7], "label": f"MoE {index + 1}"}
+        panels[0].scatter(layer["bound"], layer["jacobian"], **look)
+        panels[1].scatter(layer["bound"], layer["router"], **look)
+    for axes in panels:
+        axes.set(xlim=(0, None), ylim=(0, None))
+    panels[0].set_title("Lemma 1 at real tokens")
+    panels[1].set_xlabel("Lemma 1's bound")
+    add_legend_below(figure, panels[0])
+    return figure
+
+
+PICTURES = Pictures("lipschitz", figures)

@@ -1,0 +1,58 @@
+"""A few images beside their captions, and the experts of the most frequent words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moecore.measure.exploring.expert_overlay_data import Overlays
+from moecore.measure.retrieval import Retrieval
+from moecore.measure.values import Found
+from moecore.report.figures.expert_figures import image_and_caption_experts
+from moecore.report.measures.result_display import Figures, Pictures, pictures_by_name
+from moecore.report.page.view import Block, PageCell, PageTable, TableRow
+from moecore.report.typed_results import Phase
+
+
+def figures(result: Found) -> Figures:
+    """Yield a few images beside their captions, where a tower has experts."""
+    stored, layers = result.facts.get("overlays"), result.facts["layers"]
+    if stored is not None and (stored["grids"] or layers):
+        experts = next((len(words[0]["experts"]) for words in layers), 0)
+        overlays = Overlays.model_validate(stored)
+        read = result.facts["captions_read"]
+        yield "images_and_words", image_and_caption_experts(overlays, read, experts)
+
+
+def images_and_words(phase: Phase) -> Iterator[Block]:
+    """Yield the experts of the most frequent words, a table a method and layer, then pictures."""
+    results = phase.first_found(Retrieval)
+    grids = []
+    for method, result in results.items():
+        for number, words in enumerate(result.facts["layers"], 1):
+            title = f"{method}, layer {number}"
+            grids.append(word_expert_table(words, f"{title}{phase.first_seed}", title))
+    first = next(iter(results.values()))
+    gallery = f"Gallery: {first.facts['images']:,} images."
+    told = [f"{gallery} A tie counts for the share of its orders that hit."]
+    k = next(iter(first.curve("text_to_image", "k")))
+    about = f"text_to_image_r{k}"
+    yield Block("Images and captions", told, grids, about=about, choice=True)
+    pictures = pictures_by_name(phase, Retrieval, figures)["images_and_words"]
+    yield Block("Experts of patches and words", pictures=pictures)
+
+
+def word_expert_table(words: Sequence[Mapping[str, Any]], title: str, short: str) -> PageTable:
+    """Words down, experts across, deeper where more of the word's occurrences go."""
+    experts = [number for word in words[:1] for number, _ in enumerate(word["experts"])]
+    lines = [
+        TableRow(
+            PageCell(word["word"], small=f"{word['count']:,}"),
+            [PageCell(f"{100 * share:.0f}", share=share, value=share) for share in word["experts"]],
+        )
+        for word in words
+    ]
+    columns = ["word", *(f"expert {number}" for number in experts)]
+    below = "First expert of each occurrence of the most frequent words, in percent."
+    return PageTable(columns, lines, title=title, below=below, small=True, short=short)
+
+
+PICTURES = Pictures("retrieval", figures, is_on_page=False, more=images_and_words)

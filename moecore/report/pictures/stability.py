@@ -1,0 +1,96 @@
+"""Predictions along a ramp of noise, and experts of patches under noise (PRC, figures 1 and 5)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.exploring.expert_overlay_data import Overlays, parse_expert_grid
+from moecore.measure.stability import Stability
+from moecore.measure.values import Found
+from moecore.report.figures.drawing import (
+    PALETTE,
+    add_legend_below,
+    empty_figure,
+    line_look,
+    set_percent_axis,
+    styled_drawing,
+)
+from moecore.report.figures.sheets import (
+    SheetLabels,
+    Tile,
+    displayable_image,
+    patch_expert_colours,
+    sheet,
+)
+from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
+from moecore.report.page.view import Block
+from moecore.report.typed_results import Phase
+
+
+def figures(result: Found) -> Figures:
+    """Yield a few images' ramps, and their patches' experts."""
+    if result.facts["ramp"]["shown"]:
+        yield "noise_ramp", draw_probability_ramp(result.facts["ramp"])
+    rows = {
+        row["sigma"]: Overlays.model_validate(row["overlays"])
+        for row in result.facts.get("overlays", ())
+    }
+    if rows:
+        yield "noise_overlays", draw_noise_overlays(rows)
+
+
+def ramps_and_patches(phase: Phase) -> Iterator[Block]:
+    """Yield the pictures of each method."""
+    drawn = first_seed_pictures(phase, Stability, figures)
+    yield Block("Predictions along a ramp, and patches under noise", pictures=drawn, about="jumps")
+
+
+@styled_drawing
+def draw_probability_ramp(ramp: Mapping[str, Any]) -> Figure:
+    """The true class's probability of a few images over noise; a cross where it changes."""
+    caption = "A few images. A cross: another class is predicted."
+    figure = empty_figure(4.8, 3.5, caption)
+    axes = figure.subplots()
+    for number, curve in enumerate(ramp["shown"]):
+        look = line_look(number) | {"marker": ""}
+        axes.plot(ramp["sigmas"], curve["probability"], label=f"image {curve['index']}", **look)
+        predicted = np.array(curve["predicted"])
+        changed = 1 + (predicted[1:] != predicted[:-1]).nonzero()[0]
+        axes.plot(
+            np.array(ramp["sigmas"])[changed],
+            np.array(curve["probability"])[changed],
+            linestyle="",
+            marker="x",
+            color=look["color"],
+        )
+    axes.set(xlabel="σ of the noise", title="Prediction along a noise ramp", ylim=(-0.02, 1.02))
+    set_percent_axis(axes, "Probability of the true class")
+    add_legend_below(figure, axes)
+    return figure
+
+
+def draw_noise_overlays(rows: Mapping[float, Overlays], layer: int = -1) -> Figure:
+    """Images with the number of each patch's expert in one MoE layer; a row per sigma, clean first.
+
+    A patch is tinted where its expert is not that of the clean image.
+    """
+    clean = next(iter(rows.values()))
+    tiles = []
+    for row in rows.values():
+        line = []
+        for number, image in enumerate(row.images()):
+            grid = parse_expert_grid(row.grids[layer][number])
+            changed = grid != parse_expert_grid(clean.grids[layer][number])
+            words = np.where(grid < 0, "–", grid.astype(str))
+            tint = patch_expert_colours(np.where(changed, 0, -1), (PALETTE[1],))
+            line.append(Tile(displayable_image(image), tint, words))
+        tiles.append(line)
+    names = [{0.0: "clean"}.get(sigma, f"σ = {sigma:g}") for sigma in rows]
+    caption = "Last MoE layer. Tinted: another expert."
+    frame = SheetLabels("Experts under noise: changed ones are tinted", names, caption=caption)
+    return sheet(tiles, frame, 1.5, 1.5)
+
+
+PICTURES = Pictures("stability", figures, is_on_page=False, more=ramps_and_patches)

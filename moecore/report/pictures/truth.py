@@ -1,0 +1,106 @@
+"""Whether experts are what the data says they should be, on data whose truth is known."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from moecore.measure.truth import PIXEL, Truth
+from moecore.measure.values import Found
+from moecore.report.column import decode_items
+from moecore.report.figures.charts import ChartSpec, Labels, draw_heatmap, percent_annotations
+from moecore.report.figures.training_figures import row_shares
+from moecore.report.measures.result_display import (
+    Figures,
+    Pictures,
+    draw_method_curves,
+    first_seed_pictures,
+)
+from moecore.report.page.view import Block, Picture
+from moecore.report.reference_methods import CEILING, DENSE
+from moecore.report.typed_results import Phase, list_without_none
+from moecore.statistics.crossed import Difference, headroom_recovered
+from moecore.training.outcome import Outcome
+
+UNITS = {"noise": "σ", "attack": f"ε in 1/{PIXEL}"}
+LIMITS = (0.0, 1.0)
+NUMBERED = 20  # dialects: with more, the table has colours only
+
+
+def figures(result: Found) -> Figures:
+    """Yield a table for each MoE layer: which kinds each expert sees."""
+    for index, counts in enumerate(result.facts["counts"], 1):
+        shares = row_shares(counts)
+        texts = percent_annotations(shares, 0.005)
+        if shares.shape[1] > NUMBERED:
+            texts = np.full(shares.shape, "")
+        columns = [str(kind + 1) for kind in range(shares.shape[1])]
+        labels = Labels(f"MoE {index}", (), columns, "Kind of token", "Expert, by its matched kind")
+        caption = "Percent of each expert's tokens."
+        if (unmatched := len(shares) - shares.shape[1]) > 0:
+            caption += f" More experts than kinds: the last {unmatched} are matched to none."
+        yield f"truth_{index}", draw_heatmap(shares, texts, labels, (4.8, 4.7), caption)
+
+
+def share_of_routings_worth(phase: Phase, method: str) -> Difference | None:
+    """Return how much of what routing is worth a method finds: 0 as dense, 1 as told the truth.
+
+    None where one of the three was not trained, or routing is worth nothing that can be seen.
+    """
+    trained = phase.of(Outcome)
+    sign = -1 if phase.task.score.better == "lower" else 1
+    sides = []
+    for name in (method, DENSE, CEILING):
+        items = list_without_none(
+            decode_items(outcome.test_items) for outcome in trained.get(name, [])
+        )
+        if len(items) < phase.seeds:
+            return None
+        sides.append(sign * np.stack(items))
+    return headroom_recovered(*sides)
+
+
+def describe_routings_worth(phase: Phase, method: str) -> str | None:
+    """Say how much of what routing is worth a method finds; None where that has no interval."""
+    share = share_of_routings_worth(phase, method)
+    if share is None or (half := share.half()) is None:
+        return None
+    value, low, high = (f"{100 * (share.value + off):.0f}" for off in (0, -half, half))
+    return (
+        f"{method} finds {value} % [{low} – {high}] of what routing is worth: {CEILING}, "
+        f"routed by the truth, would be 100 %, {DENSE}, without experts, 0 %."
+    )
+
+
+def purity_curves(phase: Phase) -> list[Picture]:
+    """Return the purity after each epoch, under noise and under attack, a line per method."""
+    words = "Mean over MoE layers."
+    drawn = draw_method_curves(
+        phase,
+        Outcome,
+        lambda outcome: dict(enumerate(outcome.purity, 1)),
+        ChartSpec("Purity of validation images", "Epoch", "Purity", share=True),
+        words,
+        limits=LIMITS,
+    )
+    for kind, unit in UNITS.items():
+        drawn += draw_method_curves(
+            phase,
+            Truth,
+            lambda result, kind=kind: result.curve("changed_purity", kind),
+            ChartSpec(f"Purity under {kind}", unit, "Purity", share=True),
+            words,
+            limits=LIMITS,
+        )
+    return drawn
+
+
+def truth_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield what of routing's worth each method finds, and which kinds each expert sees."""
+    words = list_without_none(
+        describe_routings_worth(phase, method) for method in phase.first(Truth)
+    )
+    pictures = [*purity_curves(phase), *first_seed_pictures(phase, Truth, figures)]
+    yield Block("Experts and truth", words, pictures=pictures, about="purity")
+
+
+PICTURES = Pictures("truth", figures, is_on_page=False, more=truth_blocks)
