@@ -101,7 +101,7 @@ def public_members(value: Any) -> dict[str, Any]:
     members = {
         name: one
         for name, one in inspect.getmembers(value)
-        if not name.startswith("_") and not isinstance(one, ModuleType)
+        if not name.startswith("_") and getattr(one, "__module__", "").startswith("moecore")
     }
     if value in (moecore.lens, moecore.parts):
         return members
