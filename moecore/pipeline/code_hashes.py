@@ -49,7 +49,6 @@ from moecore.run.inputs import (
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.stages import ROWS
 
-STAGE_TABLE = Path("moecore/study/stages.py")
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
 DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
@@ -135,7 +134,6 @@ def _files_by_name(document: Document, root: Path) -> Iterator[tuple[str, set[Pa
     for script in sorted((root / "moecore/stages").glob("[a-z]*.py")):
         files = import_closure(script.relative_to(root), root) | tasks
         if script.stem == COMPARE:
-            files.add(STAGE_TABLE)  # which phases there are, and their titles on the page
             for file in (script.relative_to(root), *_report_files(root)):
                 files |= import_closure(file, root, (*DECIDING, "report"))
         yield f"stages/{script.stem}.json", files
