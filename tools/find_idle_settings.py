@@ -104,7 +104,8 @@ def train_and_measure(study: Study, folder: Path, trained: dict[str, Any]) -> di
     for section in (*study.run.measurements, *(["routing"] if study.routing else [])):
         subject = MeasuredModel(model, data, guide)
         if find_measurement(section).applies(subject) is None:
-            measured = getattr(study, section).measure(subject, lambda name, compute: compute())
+            settings = getattr(study, section)
+            measured = settings.collect_result(subject, lambda name, compute: compute())
             results[section] = measured.model_dump_json()
     return results
 

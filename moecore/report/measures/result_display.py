@@ -100,7 +100,11 @@ def list_displays() -> list[Shown]:
     """Return what there is to show, in the order of the page; UserError for a faulty module."""
     try:
         displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
-        displays += map(display_measurement, list_measurements_with_metrics())
+        pictures = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
+        displays += [
+            display_measurement(name, pictures.get(name, Pictures(name)))
+            for name in list_measurements_with_metrics()
+        ]
     except ValueError as error:
         raise UserError(f"report: {error}") from None
     return sorted(displays, key=lambda shown: (shown.place, shown.stage))
@@ -117,11 +121,9 @@ def defines_measurement(file: Path) -> bool:
     return "(Measurement):" in file.read_text(encoding="utf-8")
 
 
-def display_measurement(name: str) -> Shown:
+def display_measurement(name: str, pictures: Pictures) -> Shown:
     """Return what is shown of a measurement's metrics, and its pictures that no chart draws."""
     kind = find_class(Measurement, name)
-    drawn = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
-    pictures = drawn.get(name, Pictures(name))
     columns = (MetricColumns(name, kind),)
     shown = Shown(name, kind.page.title, kind, columns, pictures.figures, place=kind.page.place)
     return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
