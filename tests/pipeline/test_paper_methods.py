@@ -164,7 +164,9 @@ MEASURED = {
         0 < one <= 1 for one in numbers(found, "agreement_transformed")
     ),
     "corruptions": lambda found: len(numbers(found, "error")) == 2 + 2 + 1,
-    "stability": lambda found: len(numbers(found, "noise_selection_change")) == 2 + 1,
+    "stability": lambda found: (
+        len(numbers(found, "noise_selection_change")) == len(numbers(found, "noise_score")) > 1
+    ),
     "few_shot": lambda found: 0 < min(numbers(found, "few_shot")) <= 1,
     "lipschitz": lambda found: numbers(found, "lemma1_violations") == [0],
     "cost": lambda found: numbers(found, "routing_gflops") < numbers(found, "gflops"),
