@@ -4,20 +4,24 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LOOKS = [(1400, "light"), (390, "dark")]
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Debian's Chromium, without a screen; skips where it is not installed."""
+def browser() -> "Iterator[Browser]":
+    """Debian's Chromium, without a screen; skips where it or playwright is not installed."""
     if CHROMIUM is None:
         pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
-    with sync_playwright() as playwright:
+    playwright_api = pytest.importorskip("playwright.sync_api")
+    with playwright_api.sync_playwright() as playwright:
         found = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
@@ -27,8 +31,8 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(
-    browser: Browser, address: Path | str, width: int, scheme: str, known: Collection[str] = ()
-) -> Iterator[Page]:
+    browser: "Browser", address: Path | str, width: int, scheme: str, known: Collection[str] = ()
+) -> "Iterator[Page]":
     """The page of a file or an address, ``width`` pixels wide, in ``scheme`` (light or dark).
 
     At the end it must have printed no error, and asked for nothing but files beside it or pages of
@@ -43,11 +47,11 @@ def opened(
     page = context.new_page()
     wrong: list[str] = []
 
-    def said(message: ConsoleMessage) -> None:
+    def said(message: "ConsoleMessage") -> None:
         if message.type == "error" and not any(part in message.text for part in known):
             wrong.append(f"console: {message.text}")
 
-    def asked(request: Request) -> None:
+    def asked(request: "Request") -> None:
         if not request.url.startswith((inside, "data:", "blob:")):
             wrong.append(f"asked for {request.url}")
 
@@ -60,7 +64,7 @@ def opened(
     assert not wrong, wrong
 
 
-def clipped(page: Page) -> list[str]:
+def clipped(page: "Page") -> list[str]:
     """What is wider than the screen and lies in nothing that scrolls."""
     return page.evaluate(
         """() => [...document.querySelectorAll('body *')].filter(element => {
