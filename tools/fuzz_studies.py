@@ -39,7 +39,6 @@ from tools.draw_study import StudyDrawer, write_raw_data
 
 ALWAYS = ("prepare", *LAST_STAGES)
 REPAIRS = 16  # rounds in which the settings that the check names are left out
-LIMIT = 300.0  # seconds of a study's stages
 LINE = re.compile(r"params\.yaml:\d+:\d+: ([^ ]+): .*?(?:\((prune|merge)\))?$", re.MULTILINE)
 
 
@@ -175,8 +174,11 @@ def run_all_stages(folder: Path) -> None:
             run_stage(stages[name], words, trains=True)
 
 
-def try_study(seed: int, folder: Path, raw: Path) -> str:
-    """Return what became of a study: ``refused``, ``finished``, or ``FAILED`` and where."""
+def try_study(seed: int, folder: Path, raw: Path, limit: float) -> str:
+    """Return what became of a study: ``refused``, ``finished``, or ``FAILED`` and where.
+
+    limit: seconds after which its stages are killed.
+    """
     data = StudyDrawer(seed, raw).draw_study()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -188,16 +190,18 @@ def try_study(seed: int, folder: Path, raw: Path) -> str:
     hash_code_files(load_yaml_document(folder / "params.yaml"))  # read once, for all forks
     process = multiprocessing.get_context("fork").Process(target=run_all_stages, args=(folder,))
     process.start()
-    process.join(LIMIT)
+    process.join(limit)
+    too_long = ""
     if process.is_alive():
         process.kill()
         process.join()
+        too_long = f", killed after {limit:g} s"
     if process.exitcode == 0:
         return "finished"
     commands = re.findall(
         "^== (.*)", (folder / "printed").read_text(encoding="utf-8"), re.MULTILINE
     )
-    return f"FAILED {commands[-1]}"
+    return f"FAILED {commands[-1]}{too_long}"
 
 
 def main() -> None:
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("--accepted", type=int, default=100, help="studies in a row that finish")
     parser.add_argument("--studies", type=int, default=10**6, help="seeds that are tried at most")
     parser.add_argument("--out", type=Path, default=Path("fuzzed"), help="where failures stay")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a study may take")
     asked = parser.parse_args()
     os.environ |= {"MOECORE_THREADS": "1", "MOECORE_DEVICE": "cpu"}
     torch.optim.SGD([torch.zeros(1)])  # the first of a process imports torch's compiler
@@ -214,7 +219,7 @@ def main() -> None:
     raw, row, failures = write_raw_data(out / "raw"), 0, 0
     for seed in range(asked.first, asked.first + asked.studies):
         began = time.monotonic()
-        outcome = try_study(seed, out / str(seed), raw)
+        outcome = try_study(seed, out / str(seed), raw, asked.limit)
         print(f"{seed} {outcome} {time.monotonic() - began:.1f} s", flush=True)
         row = row + (outcome == "finished")
         if outcome.startswith("FAILED"):
