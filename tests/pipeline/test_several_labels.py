@@ -139,9 +139,12 @@ def problems(*replacements: tuple[str, str]) -> list[str]:
         ),
         ("finetune: &training {", "finetune: &training {label_smoothing: 0.1, shots: 10, ", None),
         (
-            "dense: {}",
-            "dense: {distillation: 0.5}",
-            "methods.dense.distillation: ",
+            "methods:\n  dense: {}",
+            "teacher:\n  kind: dense\n"
+            "  model: {kind: vit, patch: 4, width: 16, depth: 2, heads: 2, mlp_ratio: 2}\n"
+            f"  training: {{epochs: 1, {TRAINING}}}\n"
+            "methods:\n  dense: {distillation: 0.5}",
+            "methods.dense.distillation: a teacher's decision cannot be learned",
         ),
         (
             "[finetune, adversarial]",
