@@ -16,7 +16,6 @@ from typing import Any
 from moecore.core.config import Config
 from moecore.core.files import UnusableFile, whole_folder, write_json, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
-from moecore.measure.values import Found
 from moecore.run.history_file import (
     HISTORY_FILE,
     append_line,
@@ -93,6 +92,8 @@ class Run:
 
         The history keeps the values, or the numbers outside of lists, which MLflow shows.
         """
+        from moecore.measure.values import Found  # only here: it imports torch
+
         values = to_jsonable(result)
         write_sealed(self.measured, values)
         numbers = result.numbers() if isinstance(result, Found) else keep_numbers(values)

@@ -13,6 +13,7 @@ from moecore.brain import out_of_fold as brain_out_of_fold
 from moecore.measure import cohort_checks, robustness, routing
 from moecore.measure.base import Skipped, read_result
 from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.study_runs import write_dvc_files
 from moecore.stages import calibrate as calibrate_stage
 from moecore.stages import compare, measure, out_of_fold, prepare, pretrain, teacher, teacher_router
 from moecore.stages import robustness as robustness_stage
@@ -87,9 +88,7 @@ def study(tmp_path_factory) -> Path:
         patch.setenv("MOECORE_THREADS", "1")
         patch.delenv("MOECORE_PARAMS", raising=False)
         (folder / "params.yaml").write_text(small(), encoding="utf-8")
-        (folder / "dvc.yaml").write_text(
-            (STUDY / "dvc.yaml").read_text(encoding="utf-8"), encoding="utf-8"
-        )
+        write_dvc_files(folder, compose_shipped(STUDY))
         write_code("params.yaml")
         prepare.prepare("pretrain")
         teacher.teacher(0)

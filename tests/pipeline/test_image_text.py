@@ -81,8 +81,8 @@ def result(folder, what: str, method: str) -> dict:
 
 
 def test_both_directions_and_the_experts_of_words(folder):
-    found = result(folder, "retrieval/finetune", "vmoe_text")
-    found = Found.model_validate(found)
+    stored = result(folder, "retrieval/finetune", "vmoe_text")
+    found = Found.model_validate({key: stored[key] for key in stored if key in Found.model_fields})
     assert (found.facts["images"], found.facts["captions"]) == (50, 250)
     for way in ("text_to_image", "image_to_text"):
         recall = found.curve(way, "k")

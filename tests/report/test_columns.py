@@ -28,10 +28,10 @@ from moecore.report.measures.routing import swept_values
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
-from moecore.report.results import USUAL
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Question
+from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.multi_label import MultiLabel
 from moecore.training.outcome import Outcome
 from tests.report.generated import CLASSES, NEW, changed
@@ -40,7 +40,7 @@ from tests.report.test_report import METHODS, assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-EVERY = (*USUAL, "invariance", *NEW)
+EVERY = (*MEASURED_STAGES, "invariance", *NEW)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from moecore.report.figures.training_figures import AGREEMENTS, agreement_points
 from moecore.report.measures.training_outcome import halfway_agreement
 from moecore.report.page.report_page import render_report
 from moecore.report.report_files import robustness_csv
-from moecore.report.results import USUAL, read_results
+from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import (
     build_table,
     compare_methods,
@@ -30,6 +30,7 @@ from moecore.study.data_rules import load_previews
 from moecore.study.document import load_yaml_document, parse_yaml_document
 from moecore.study.sections import Selection
 from moecore.study.settings import extract_declared_settings
+from moecore.study.stages import MEASURED_STAGES
 from moecore.study.study import Study
 from moecore.training.outcome import Outcome
 from tests.project import PARAMS, SHIPPED
@@ -38,7 +39,7 @@ from tests.report.test_report import METHODS, assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-ALL = (*USUAL, "invariance", *NEW)
+ALL = (*MEASURED_STAGES, "invariance", *NEW)
 
 
 def study(root, seeds=(0,), stages=ALL, methods=METHODS):
@@ -163,7 +164,7 @@ def test_a_study_without_some_stages(tmp_path, stages):
 
 
 def test_a_missing_file_of_a_stage_of_the_study_is_an_error(tmp_path):
-    write_results(tmp_path, METHODS, [0], ["pretrain"], USUAL)
+    write_results(tmp_path, METHODS, [0], ["pretrain"], MEASURED_STAGES)
     with pytest.raises(
         UserError, match=re.escape("artifacts/measured/invariance/pretrain/dense/0.json")
     ):

@@ -15,7 +15,7 @@ from moecore.report.column import Column, ResultColumn
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column
 from moecore.report.report_files import robustness_csv, training_csv
-from moecore.report.results import USUAL, read_results
+from moecore.report.results import read_results
 from moecore.report.tables import terminal_summary
 from moecore.report.tables.cells import Cell, cell_over_seeds
 from moecore.report.tables.metrics_by_method import (
@@ -27,6 +27,7 @@ from moecore.report.tables.number_format import NumberFormat, format_epsilon, sh
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.study.sections import Selection
+from moecore.study.stages import MEASURED_STAGES
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_results
 
@@ -324,9 +325,9 @@ def test_epsilons_are_named():
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_phase_that_is_not_thorough_has_the_usual_stages_only(tmp_path):
-    stages = [*USUAL, "cost"]
+    stages = [*MEASURED_STAGES, "cost"]
     write_results(tmp_path, METHODS, [0], ["pretrain"], stages)
-    write_results(tmp_path, METHODS, [0], ["finetune"], USUAL)
+    write_results(tmp_path, METHODS, [0], ["finetune"], MEASURED_STAGES)
     run = Selection(
         methods=tuple(METHODS),
         seeds=(0,),
