@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 RENAMED = {"pages": "parts"}  # a public name of the last minor version → its new one
 
-if TYPE_CHECKING:  # read by type checkers, and by pipeline/closures.py
+if TYPE_CHECKING:  # read by type checkers, and by pipeline/code_hashes.py
     from moecore import attacks as attacks
     from moecore import lens as lens
     from moecore import measure as measure

@@ -5,7 +5,7 @@ that name. Columns of tables, planned names, intervals, tests, claims, charts an
 follow from the declaration; nothing else describes a number.
 
 Labels, notes and all that ``OnPage`` says change no result: the hash of a measurement's code leaves
-them out (run/source_hashes.py), so that an edit of them reruns `compare` alone.
+them out (run/inputs.py), so that an edit of them reruns `compare` alone.
 """
 
 import math

@@ -10,7 +10,7 @@ One file for every script, measurement, method and section of params.yaml::
     settings/data.pretrain.json the values of a key that stages name under ``params``
 
 The settings have hashes because DVC's run cache leaves every setting called ``size`` or ``nfiles``
-out of its key, at any depth (``exclude`` in dvc/stage/cache.py): after an edit of only
+out of its key, at any depth (``exclude`` in the module dvc.stage.cache): after an edit of only
 ``data.pretrain.size`` it would bring back the data of the size before.
 
 Which source files decide a result is found by reading imports, never by running them. DVC does not

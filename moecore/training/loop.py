@@ -66,11 +66,11 @@ def iterate_training(
 ) -> Iterator[Metrics]:
     """Train ``job.model`` in place; yield metrics every ``log_every`` steps and after every epoch.
 
-    Over several ranks each trains its part of every batch (see spread.py), and ``job.model`` is up
-    to date, on all of them, at the end of an epoch. With a ``checkpoint`` the run goes on where it
-    was killed; one is written after the caller has taken the metrics of its step, so none is lost
-    or repeated. trace: the file of a trace of a few steps. monitor: how often routing is counted;
-    None: never. Raises UserError at a non-finite loss.
+    Over several ranks each trains its part of every batch (see distributed_training.py), and
+    ``job.model`` is up to date, on all of them, at the end of an epoch. With a ``checkpoint`` the
+    run goes on where it was killed; one is written after the caller has taken the metrics of its
+    step, so none is lost or repeated. trace: the file of a trace of a few steps. monitor: how often
+    routing is counted; None: never. Raises UserError at a non-finite loss.
     """
     spread = spread_over_ranks(job, settings, runtime.device)
     whole, job = job, job if spread is None else spread.job

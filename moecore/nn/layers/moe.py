@@ -152,8 +152,9 @@ class MoEFeedForward(FeedForward):
         plan: Any,
         record: RoutingRecord,
     ) -> Tensor:
-        """Return what networks make of tokens (B, T, d), by the plan alone; see plain_moe.py for a
-        way by the ``record`` alone.
+        """Return the networks' outputs for tokens (B, T, d), by the plan alone.
+
+        A layer that is exported computes them by the ``record`` alone (exportable_moe.py).
         """
         plan = self.plan_networks(plan)
         return plan.combine(apply_experts_to_rows(experts, plan.dispatch(tokens)))
