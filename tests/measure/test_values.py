@@ -72,9 +72,11 @@ def test_a_signed_metric_has_an_interval_below_0():
 
 def test_people_are_drawn_whole():
     out = Values({"error": Metric("Error")}, CLASSES, compute_without_cache)
-    out.people = np.array([0, 0, 1, 1])
-    out.put("error", np.arange(4.0))
-    assert out.values[0].interval == bootstrap_mean(np.arange(4.0), people=out.people)
+    out.people = np.repeat([0, 1], 4)
+    errors = np.arange(8.0)
+    out.put("error", errors)
+    assert out.values[0].interval == bootstrap_mean(errors, people=out.people)
+    assert out.values[0].interval != bootstrap_mean(errors), "as if all were other people"
     assert len(out.values[0].array) == 2
 
 

@@ -202,11 +202,11 @@ def test_a_question_is_older_than_its_answer(asked):
     lower = claim(better="lower")
     one = ask(asked, claim(), lower)
     assert committed_at(asked, path) is None, "it was edited since"
-    commit(asked)
+    with_both = commit(asked)
     assert dates(one) == [(False, False), (True, True)], "another direction, asked later"
     both = ask(asked, lower)
     numbers = read_json(one.results)
-    for wrong in ({"commit": None}, {"commit": second, "answered": second}):
+    for wrong in ({"commit": None}, {"commit": with_both, "answered": with_both}):
         write_json(one.results, numbers | {"asked": record | wrong})
         assert dates(both) == [(True, bool(wrong["commit"]))], "in no commit, or with its answer"
     write_json(one.results, numbers | {"asked": record | {"late": True}})

@@ -54,6 +54,12 @@ def test_sections_given_whole_inherit_nothing(ask):
     assert values(question)["pretrain"] == {"epochs": 1}
 
 
+def test_settings_of_another_kind_inherit_nothing(ask):
+    question = ask("methods: {vmoe: {router: {kind: told}}}\n")
+    vmoe = BASE["methods"]["vmoe"] | {"router": {"kind": "told"}}
+    assert values(question)["methods"]["vmoe"] == vmoe
+
+
 def test_methods_are_those_that_the_question_names(ask):
     vmoe = BASE["methods"]["vmoe"]
     question = ask("methods:\n  vmoe: {router: {k: 1}}\n  own: {}\n")
