@@ -38,6 +38,7 @@ from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
 from moecore.measure.values import Found, Place, Value
 from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import bootstrap_interval, wilson
+from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.class_task import (
     brier_scores,
     calibration_error,
@@ -54,7 +55,6 @@ from moecore.training.outcome import Outcome
 CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal")
 TASK = Classification(classes=CLASSES)
 EPSILONS = (0.0, 2 / 255, 4 / 255, 8 / 255)
-USUAL = ("calibrate", "robustness", "routing")
 NEW = ("corruptions", "lipschitz", "cost", "stability")
 TRANSFORMS = ("rotation 5", "scaling 0.5", "translation (0, 0.1)")
 DENSE = Skipped(skipped="the model has no MoE layers")
@@ -70,7 +70,7 @@ def write_results(
     methods: dict[str, bool],
     seeds: list[int],
     phases: list[str],
-    stages: Sequence[str] = USUAL,
+    stages: Sequence[str] = MEASURED_STAGES,
 ) -> None:
     """Everything that ``compare`` reads of a study; methods: name → whether it has MoE layers."""
     for phase in phases:

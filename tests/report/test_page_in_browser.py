@@ -21,16 +21,17 @@ from moecore.report.page.report_page import render_report
 from moecore.report.results import read_results
 from moecore.report.typed_results import Models
 from moecore.study.sections import Selection
+from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.classification import Classification
 from tests.browser import LOOKS, clipped, opened
 from tests.report import explored
-from tests.report.generated import CLASSES, NEW, USUAL, card, write_results
+from tests.report.generated import CLASSES, NEW, card, write_results
 from tests.report.test_claims import claim
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHODS = {"dense": False, "vmoe": True, "prc": True, "ermoe": True, "tgr": True, "moge": True}
 PHASES = ("pretrain", "finetune")
-STAGES = (*USUAL, "invariance", "few_shot", *NEW)
+STAGES = (*MEASURED_STAGES, "invariance", "few_shot", *NEW)
 SETTINGS = (
     "methods: {dense: {}, vmoe: {router: {kind: noisy_top_k}}, "
     "moge: {router: {kind: noisy_top_k}, regularizers: [{kind: group_sparsity}]}} "
@@ -228,7 +229,7 @@ EVIL = {
 
 
 def hostile_page(folder: Path) -> str:
-    write_results(folder, {"vmoe": True, "prc": True}, [0], ["pretrain"], USUAL)
+    write_results(folder, {"vmoe": True, "prc": True}, [0], ["pretrain"], MEASURED_STAGES)
     names = {CLASSES[0]: EVIL["class"], card("pretrain")["name"]: EVIL["data"]}
     for path in folder.glob("artifacts/**/*.json"):
         text = path.read_text(encoding="utf-8")
