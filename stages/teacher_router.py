@@ -8,13 +8,13 @@ from moecore.core.files import whole_folder
 from moecore.data.loader import load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.measure.base import Skipped
-from moecore.nn.backbones.base_model import Backbone
+from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
 from moecore.run.training import log_points_with_progress
 from moecore.study.settings import ParamsKeyTemplate, read_params
-from moecore.training.artifacts import load_unguided, save_guide, save_no_guide
+from moecore.training.artifacts import load_teacher, save_guide, save_no_guide
 from moecore.training.method import Method
 from moecore.training.outcome import FinalRouterLosses
 from moecore.training.phase_trainings import build_unfitted_guide
@@ -41,11 +41,12 @@ def teacher_router(method: str, seed: int) -> None:
         result: Config = Skipped(skipped="the method needs no teacher")
         if needed:
             device = tune_runtime().device
-            teacher = load_unguided(paths[1])
+            prepared = Prepared.open(paths[0])
+            teacher = load_teacher(paths[1], ImageSpec.from_card(prepared.card))
             guide = build_unfitted_guide(params.method, params.model, teacher, seed, device)
             result = Skipped(skipped="no router to fit before the method learns")
             if len(guide.routers) and not guide.learns:
-                data = load_split_for_device(Prepared.open(paths[0]).train, device)
+                data = load_split_for_device(prepared.train, device)
                 fit, name = params.teacher_router, f"routers {method} {seed}"
                 points = iterate_router_fit(guide, data, params.method.teacher_router, fit, seed)
                 result = FinalRouterLosses(**log_points_with_progress(points, fit.steps, name, run))

@@ -150,6 +150,8 @@ def read_study_and_problems(
         problems = str(error).split("\n")
     if stages and isinstance(document.data, dict):
         problems += format_misfits(document, _sections(document.data, stages))
+    if stages and study is not None:
+        problems += format_misfits(document, _missing_out_of_fold(study, stages))
     problems += format_misfits(document, cross_misfits(document.data, study))
     endless = format_misfits(document, _numbers_out_of_range(document.data))
     known = {_position(line) for line in endless}
@@ -213,6 +215,21 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
             there = ", ".join(sources)
             text = f"missing; the stage {phase} works on it; data has: {there}"
             yield ("data", phase), text
+
+
+def _missing_out_of_fold(study: Study, stages: Sequence[str]) -> Misfits:
+    """Yield a calibrator fitted to out-of-fold predictions that no stage makes."""
+    split = study.calibrate.calibrator.split if study.calibrate is not None else ""
+    if split != "out_of_fold":
+        return
+    if split not in stages:
+        text = f"found {split}, but the stage of this name is not in dvc.yaml"
+        allowed = "train, validation, or a dvc.yaml with this stage"
+        yield ("calibrate", "calibrator", "fit_on"), f"{text}; allowed: {allowed}"
+    for index, phase in enumerate(study.run.phases):
+        if phase != "pretrain":
+            text = f"found {phase}, but the stage {split} predicts for pretrain alone"
+            yield ("run", "phases", index), f"{text}; allowed with fit_on: {split}: pretrain"
 
 
 def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:

@@ -22,7 +22,6 @@ from moecore.training.guide import Guide, GuidedModel
 
 GUIDE = "guide"
 VOCABULARY = "vocabulary.txt"
-Size = int | tuple[int, int, int] | tuple[int]  # of an ImageSpec
 
 
 class ModelCard(Config):
@@ -223,15 +222,16 @@ def save_no_guide(folder: Path) -> None:
     write_json(folder / "guide.json", {"needed": False})
 
 
-def load_guide(folder: str | Path, size: Size | None = None) -> Guide | None:
-    """The guide of ``folder``, or None for a method without one; ``size``: of other images.
+def load_guide(folder: str | Path, image: ImageSpec | None = None) -> Guide | None:
+    """Return the guide of ``folder``, or None for a method without one.
 
-    Its routers take gradients only where they learn with the student.
+    Its routers take gradients only where they learn with the student. image: as of
+    ``load_teacher``.
     """
     settings = read_guide_card(Path(folder))
     if not settings.needed:
         return None
-    return _load_guide(Path(folder), settings, size)
+    return _load_guide(Path(folder), settings, image)
 
 
 def read_guide_card(folder: Path) -> GuideSettings:
@@ -239,16 +239,26 @@ def read_guide_card(folder: Path) -> GuideSettings:
     return read_json_settings(folder / "guide.json", GuideSettings, "the settings of a guide")
 
 
-def _load_guide(folder: Path, settings: GuideSettings, size: Size | None = None) -> Guide:
-    teacher = load_unguided(folder / "teacher")
-    if size is not None and size != teacher.image.size:
-        image = teacher.image.model_copy(update={"size": size})
-        teacher = load_adapted_model(folder / "teacher", image, None)
+def _load_guide(folder: Path, settings: GuideSettings, image: ImageSpec | None = None) -> Guide:
+    teacher = load_teacher(folder / "teacher", image)
     guide = Guide(teacher, settings.blocks, settings.experts, settings.features, settings.learns)
     if guide.blocks:
         path = folder / "routers.safetensors"
         check_and_load_state_dict(guide.routers, read_tensors(path)[0], path)
     return guide.eval()
+
+
+def load_teacher(folder: Path, image: ImageSpec | None = None) -> BackboneModel:
+    """Return the dense model of ``folder``.
+
+    image: what it will see, where its size, or a channel with the truth, may differ from the images
+    that the teacher was trained on.
+    """
+    teacher = load_unguided(folder)
+    if image is None:
+        return teacher
+    seen = teacher.image.model_copy(update={"size": image.size, "truth": image.truth})
+    return teacher if seen == teacher.image else load_adapted_model(folder, seen, None)
 
 
 def check_and_load_state_dict(

@@ -66,7 +66,7 @@ def build_pretraining(
     """``method`` from scratch, guided by the teacher in the folder ``guide`` where it has one."""
     image = ImageSpec.from_card(data.card)
     sized = method.merge_model_settings(backbone)
-    teacher = load_guide(guide)
+    teacher = load_guide(guide, image)
     if method.upcycle:
         if teacher is None:
             raise UserError(f"{guide}: holds no teacher; run `dvc repro teacher_router`")
@@ -103,7 +103,7 @@ def build_finetuning(
     """The model in ``start`` goes on with other data; UserError where they do not fit."""
     torch.manual_seed(seed)
     image = ImageSpec.from_card(data.card)
-    teacher = load_guide(guide, image.size)
+    teacher = load_guide(guide, image)
     same_answers = teacher is not None and teacher.teacher.image.answers == image.answers
     learned = method.for_finetuning(settings.k, settings.guided, same_answers)
     model = load_adapted_model(start, image, learned.moe).to(device)

@@ -997,3 +997,16 @@ def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_pa
 def test_a_source_that_cannot_say_anything_beforehand_is_left_to_prepare(project, monkeypatch):
     monkeypatch.delattr(Digits, "preview")
     assert check_study(project / "params.yaml").notes == ()
+
+
+def test_predictions_that_no_stage_makes_are_refused():
+    text = edited(VOLUMES, {"calibrate.calibrator.fit_on": "out_of_fold"})
+    document = parse_yaml_document(text, "params.yaml")
+
+    def refusals(*stages: str) -> list[str]:
+        _, lines = read_study_and_problems(document, ["calibrate", *stages])
+        return [line for line in lines if "calibrate.calibrator.fit_on" in line]
+
+    assert not refusals("out_of_fold")
+    (line,) = refusals()
+    assert in_its_place(line, text, "calibrate.calibrator.fit_on") and "not in dvc.yaml" in line

@@ -102,8 +102,13 @@ def test_saved_and_loaded_it_says_the_same_also_at_another_resolution(tmp_path):
     assert made.blocks == (3, 7) == loaded.blocks
     for ours, theirs in zip(loaded(images).probs, made(images).probs, strict=True):
         assert torch.equal(ours, theirs)
-    larger = load_guide(tmp_path, size=16)(torch.rand(2, 1, 16, 16))
-    assert larger.probs[0].shape == (2, 17, 4) and larger.prediction.shape == (2, 2)
+    larger = load_guide(tmp_path, IMAGE.model_copy(update={"size": 16}))
+    assert larger(torch.rand(2, 1, 16, 16)).probs[0].shape == (2, 17, 4)
+    # one more channel says the truth of the images of a later phase
+    told = load_guide(tmp_path, IMAGE.model_copy(update={"truth": 3}))
+    assert torch.equal(
+        told(torch.cat([images, torch.ones(2, 1, 8, 8)], 1)).prediction, made(images).prediction
+    )
 
 
 def test_a_method_without_teacher_has_no_guide(tmp_path):

@@ -56,10 +56,10 @@ class Mlp(Experts):
     )
 
     @model_validator(mode="after")
-    def _more_routed_than_shared(self) -> "Mlp":
-        whole = self.number * (self.fine or 1)
-        if self.shared >= whole:
-            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {whole - 1}")
+    def _two_routed_or_more(self) -> "Mlp":
+        most = self.number - 1 if self.fine is None else self.number * self.fine - 2
+        if self.shared > most:
+            raise ValueError(f"shared: found {self.shared}; allowed: 0 to {most}")
         return self
 
     @property

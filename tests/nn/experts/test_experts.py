@@ -332,7 +332,7 @@ def test_experts_that_cannot_be_split_are_refused():
             MoESettings(router=router, experts=Mlp(hidden_ratio=4.0, **split)).build(8)
     with pytest.raises(UserError, match="^experts.fine: found 2, but the router told has no k"):
         MoESettings(router={"kind": "told"}, experts=Mlp(fine=2)).build(8)
-    with pytest.raises(ValidationError, match="shared: found 8; allowed: 0 to 7"):
+    with pytest.raises(ValidationError, match="shared: found 8; allowed: 0 to 6"):
         Mlp(number=4, fine=2, shared=8)
 
 
