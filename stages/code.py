@@ -3,25 +3,35 @@
 It always runs, as its sources lie wherever moecore is installed, and writes artifacts/code/, which
 the other stages depend on in the place of the source, so they rerun exactly when a file or a part
 that they use is edited. As the first stage it checks params.yaml, the data and the models too.
+Where nothing that it reads has changed since it last ended, it does nothing.
 """
 
 from pathlib import Path
 
-from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.code_hashes import is_code_known, remember_code, write_code
 from moecore.pipeline.project import refuse_newer_project
-from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
-from moecore.study.check import check_study
 from moecore.study.document import load_yaml_document
 
 
 def code() -> None:
     refuse_newer_project()
     document = load_yaml_document(params_path())
-    check_study(document.path, Path(), unfit_metric_problems)
+    if is_code_known(document):
+        return
+    check_models(document.path)
     write_code(document.path)
     refuse_changed_document(document)
+    remember_code(document)
+
+
+def check_models(path: str) -> None:
+    """Check params.yaml, its data and its models."""
+    from moecore.report.tables.metrics_by_method import unfit_metric_problems  # imports torch
+    from moecore.study.check import check_study
+
+    check_study(path, Path(), unfit_metric_problems)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,22 @@ rerun nothing; the rest by bytes.
 import ast
 import hashlib
 import json
+import platform
 import string
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, whole_folder, write_json
+from moecore.core.files import UserError, file_checksum, read_json, whole_folder, write_json
 from moecore.core.outside_packages import (
     OUR_PACKAGE,
     allow_packages,
     allowed_packages,
     list_allowed_modules,
+    package_folder,
 )
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
 from moecore.run.inputs import (
@@ -49,6 +52,7 @@ from moecore.run.inputs import (
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.stages import ROWS
 
+CODE_STATE = Path(".state/code.json")
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
 DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
@@ -94,6 +98,47 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
             write_json(temporary / name, hashes)
         for key, digest in hash_settings(document).items():
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
+
+
+def is_code_known(document: Document) -> bool:
+    """Return whether artifacts/code is as the stage ``code`` last left it, of the same inputs.
+
+    Then there is nothing to check and to hash: importing torch and reading all source takes longer
+    than the rest of ``dvc repro`` with nothing to do.
+    """
+    known = read_json(CODE_STATE) if CODE_STATE.is_file() else None
+    return CODE.is_dir() and known == _code_state(document)
+
+
+def remember_code(document: Document) -> None:
+    """Keep what ``is_code_known`` compares."""
+    write_json(CODE_STATE, _code_state(document))
+
+
+def _code_state(document: Document) -> dict[str, str]:
+    """Return checksums of all that the stage ``code`` reads, but raw data, and of what it wrote.
+
+    Raw data count only until they are prepared, so the cards of prepared data stand for them.
+    """
+    allow_packages(document.packages, document.folders)
+    folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *map(package_folder, allowed_packages())]
+    files = [file for folder in folders for file in folder.rglob("*") if _is_source(file)]
+    files += [Path(document.path), Path("dvc.yaml"), *Path("artifacts/data").glob("*/card.json")]
+    libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
+    inputs = [platform.python_version(), *libraries, *_checksums(files)]
+    return {"inputs": _digest(inputs), "outputs": _digest(_checksums(CODE.rglob("*.json")))}
+
+
+def _is_source(file: Path) -> bool:
+    return file.is_file() and "__pycache__" not in file.parts
+
+
+def _checksums(files: Iterable[Path]) -> list[str]:
+    return [f"{file} {file_checksum(file)}" for file in sorted(files) if file.is_file()]
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def hash_settings(document: Document) -> dict[str, str]:

@@ -91,7 +91,7 @@ ROWS = (
         "code",
         "Hash the source files that decide the result of a stage",
         keys=(),
-        entry={"outs": ["artifacts/code"], "always_changed": True},
+        entry={"outs": [{"artifacts/code": {"persist": True}}], "always_changed": True},
         alone=True,
     ),
     Stage(

@@ -1,0 +1,78 @@
+"""The stage ``code`` checks and hashes again exactly when something that it reads has changed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moecore.core.files import UserError
+from moecore.pipeline import code_hashes
+from moecore.stages import code as stage
+from tests.project import PARAMS
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> list[str]:
+    """Return the paths whose models were checked, in a folder with a copy of the source."""
+    source = tmp_path / "source"
+    for name in ("moecore", "stages"):
+        shutil.copytree(
+            code_hashes.ROOT / name,
+            source / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+            symlinks=True,
+        )
+    monkeypatch.setattr(code_hashes, "ROOT", source)
+    monkeypatch.chdir(tmp_path)
+    Path("params.yaml").write_text(PARAMS, encoding="utf-8")
+    checked: list[str] = []
+    monkeypatch.setattr(stage, "check_models", checked.append)
+    stage.code()
+    stage.code()
+    assert checked == ["params.yaml"], "the second time there was nothing to do"
+    return checked
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "source/moecore/report/page/glossary.py",
+        "source/stages/pretrain.py",
+        "params.yaml",
+        "dvc.yaml",
+        "artifacts/data/pretrain/card.json",
+        "artifacts/code/stages/pretrain.json",
+        "source/moecore/nn/new.py",
+    ],
+)
+def test_an_edit_of_what_it_reads_or_writes_is_noticed(path, runs):
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as handle:
+        handle.write("\n# edited\n")
+    stage.code()
+    assert len(runs) == 2
+    assert "edited" not in Path("artifacts/code/stages/pretrain.json").read_text(encoding="utf-8")
+
+
+def test_what_is_gone_is_noticed(runs):
+    shutil.rmtree("artifacts/code")
+    stage.code()
+    assert len(runs) == 2 and Path("artifacts/code/stages/pretrain.json").is_file()
+    Path("artifacts/code/settings/pretrain.json").unlink()
+    stage.code()
+    assert len(runs) == 3
+
+
+def test_a_refused_study_is_checked_again(runs, monkeypatch):
+    Path("params.yaml").write_text(PARAMS + "\n", encoding="utf-8")
+
+    def refuse(path: str) -> None:
+        runs.append(path)
+        raise UserError(f"{path}: refused")
+
+    monkeypatch.setattr(stage, "check_models", refuse)
+    for _ in range(2):
+        with pytest.raises(UserError, match="refused"):
+            stage.code()
+    assert len(runs) == 3
