@@ -10,8 +10,8 @@ if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2].startswith(f"{__name__}."):
     # From its first moment on a stage ends with what started it, not only once torch is imported.
     set_parent_death_signal()
 
-if "MOECORE_CLUSTER" in os.environ:
+if os.environ.keys() & {"MOECORE_LAUNCH", "MOECORE_RANKS"}:
     # Before torch is imported: this process may only start the stage elsewhere.
-    from moecore.run.cluster_launcher import hand_stage_to_launcher
+    from moecore.run.launch import hand_stage_to_launcher
 
     hand_stage_to_launcher()

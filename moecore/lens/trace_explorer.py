@@ -33,8 +33,8 @@ from moecore.nn.routing_traces import (
 )
 from moecore.report.page.expert_answers import PARTNERS, roles_answers
 from moecore.report.page.explorer_page import PageHead, intern_texts, render_explorer
-from moecore.report.page.explorer_size import MOST_BYTES
 
+MOST_BYTES = 3_000_000  # of the page
 SHARES = (1, 2, 4, 8, 16)  # by which fewer items and examples are shown until it is as small
 ITEMS = 24
 TOKENS = 256  # of a text that are shown, the first ones

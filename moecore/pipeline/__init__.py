@@ -6,5 +6,4 @@ dvc.yaml of studies, from the table of stages. ``code_hashes``: which source dec
 ``stage_fork_server``, ``stage_client``: stages without their imports. ``study_runs``: the folders
 in which questions run. ``project``: one driver a project; ``project_files``: a project of one's
 own, from project_template/ and shipped/. ``pilot``: whether a setting is worth a study.
-``multi_gpu_estimate``: a training on paper.
 """

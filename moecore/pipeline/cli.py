@@ -72,31 +72,12 @@ def check_command(params: ParamsFile = PARAMS_FILE) -> None:
     say_changed_raw_data(params)
 
 
-def plan_command(
-    scale: Annotated[
-        bool, typer.Option("--scale", help="what pretraining needs on 1, 8 and 64 GPUs, on paper")
-    ] = False,
-    flops: Annotated[float, typer.Option(min=1e-3, help="of a GPU, TFLOP/s; --scale")] = 495,
-    memory: Annotated[float, typer.Option(min=1e-3, help="of a GPU, GB/s; --scale")] = 3350,
-    links: Annotated[float, typer.Option(min=1e-3, help="in a machine, GB/s; --scale")] = 450,
-    network: Annotated[float, typer.Option(min=1e-3, help="a GPU, GB/s; --scale")] = 50,
-) -> None:
+def plan_command() -> None:
     """Say which stages would run, why, and how long they took the last time."""
-    if not scale:
-        from moecore.pipeline.plan import print_plan
+    from moecore.pipeline.plan import print_plan
 
-        say_changed_raw_data(PARAMS_FILE)
-        print_plan()
-        return
-    from moecore.pipeline.multi_gpu_estimate import GpuPeaks, multi_gpu_estimate_table
-    from moecore.study.document import load_yaml_document
-    from moecore.study.study import read_study
-
-    study = read_study(load_yaml_document(str(PARAMS_FILE)))
-    for line in multi_gpu_estimate_table(
-        study, GpuPeaks(flops * 1e12, memory * 1e9, links * 1e9, network * 1e9)
-    ):
-        typer.echo(line)
+    say_changed_raw_data(PARAMS_FILE)
+    print_plan()
 
 
 def pilot_command(

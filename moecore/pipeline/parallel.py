@@ -1,9 +1,9 @@
 """``dvc repro`` with several stages at a time.
 
 Small models leave cores idle: two processes of one thread each train them faster than one process
-of two threads. With GPUs every job has one of its own, or as many as a cluster file says. Each job
-is a ``dvc repro --single-item`` of a few stages that follow each other, so cache, lock file and run
-cache are DVC's own; stages still share nothing but files.
+of two threads. With GPUs every job has one of its own, or one per rank. Each job is a ``dvc repro
+--single-item`` of a few stages that follow each other, so cache, lock file and run cache are DVC's
+own; stages still share nothing but files.
 """
 
 import os
@@ -25,7 +25,13 @@ from moecore.pipeline.plan import (
 )
 from moecore.pipeline.project import dvc_command
 from moecore.pipeline.stage_client import SOCKET
-from moecore.run.cluster_launcher import CLUSTER, read_cluster
+from moecore.run.launch import (
+    RANKS,
+    is_launching,
+    launch_fields,
+    requested_gpus,
+    requested_ranks,
+)
 from moecore.study.stages import CODE_STAGE, STAGES, Stage
 
 # DVC's words where two processes meet at a path
@@ -215,34 +221,22 @@ def run_pipeline(jobs: int | None = None) -> None:
 
 
 def job_environments(jobs: int) -> list[dict[str, str]]:
-    """Return the environments of ``jobs`` processes: a GPU each, and more where a stage wants more;
-    or else a share of the cores, unless MOECORE_THREADS says how many; nothing where a cluster's
-    launcher gives them. Raises UserError where a stage wants more GPUs than there are.
+    """Return the environments of ``jobs`` processes: a GPU each, and more where a stage has ranks;
+    or else a share of the cores, unless MOECORE_THREADS says how many; nothing where a launcher
+    gives them. Raises UserError where a stage has more ranks than there are GPUs.
     """
-    path = os.environ.get(CLUSTER)
-    cluster = read_cluster(path) if path is not None else None
-    gpus = list_gpus() if cluster is None or not cluster.gives_gpus else []
+    ranks = max(requested_ranks(stage) for stage in STAGES.values())
+    gpus = [] if "gpus" in launch_fields() else list_gpus()
     if gpus:
-        wanted = {} if cluster is None else cluster.gpus
-        for stage, number in wanted.items():
-            if number > len(gpus):
-                wrong = f"{path}: {stage}.gpus: found {number}"
-                raise UserError(f"{wrong}; this machine may use {len(gpus)}: {', '.join(gpus)}")
-        places = max(jobs, *wanted.values(), 1)
-        return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(places)]
-    if cluster is not None:
+        if ranks > len(gpus):
+            has = f"this machine may use {len(gpus)} GPUs: {', '.join(gpus)}"
+            raise UserError(f"{RANKS}: found {ranks}; {has}")
+        return [{VISIBLE_GPUS: gpus[place % len(gpus)]} for place in range(max(jobs, ranks))]
+    if is_launching():
         return [{} for _ in range(jobs)]
     share = str(max(1, available_cores() // jobs))
     threads = os.environ.get(THREAD_VARIABLES[0]) or share
     return [dict.fromkeys(THREAD_VARIABLES, threads) for _ in range(jobs)]
-
-
-def job_gpu_count(stages: Sequence[str]) -> int:
-    """Return how many GPUs of this machine the stages of a job want; 1 without a cluster file."""
-    if CLUSTER not in os.environ:
-        return 1
-    cluster = read_cluster(os.environ[CLUSTER])
-    return max(1, *(cluster.needs(stage.partition("@")[0]).gpus for stage in stages))
 
 
 def choose_places(
@@ -254,7 +248,7 @@ def choose_places(
     by_gpu = {place[VISIBLE_GPUS]: place for place in reversed(free) if VISIBLE_GPUS in place}
     if not by_gpu:
         return [free[-1]]
-    wanted = job_gpu_count(stages)
+    wanted = max(1, *(requested_gpus(_row(stage)) for stage in stages))
     return list(by_gpu.values())[:wanted] if len(by_gpu) >= wanted else None
 
 
@@ -286,7 +280,7 @@ def add_stage_server(environments: list[dict[str, str]]) -> list[dict[str, str]]
 
     if SOCKET in os.environ:
         return environments
-    if sys.platform != "linux" or torch.cuda.device_count() or CLUSTER in os.environ:
+    if sys.platform != "linux" or torch.cuda.device_count() or is_launching():
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return [environment | {"PATH": path} for environment in environments]
     from moecore.pipeline.stage_fork_server import start_stage_server

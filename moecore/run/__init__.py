@@ -4,5 +4,5 @@
 or merges. ``inputs``: settings, code and artifacts that it read, compared at its checkpoints and at
 its end. ``history_file``, ``run_record``: the record of a run, and those of a study. ``resume``:
 what survives a kill. ``partial_comparison``: part of a study. ``progress``: its bar.
-``cluster_launcher``, ``local_ranks``: other machines, several ranks.
+``launch``, ``local_ranks``: other machines, several ranks.
 """

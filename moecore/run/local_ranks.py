@@ -1,6 +1,6 @@
 """Start one training as several ranks of this machine, which meet in a file, not at a port.
 
-Then gloo and NCCL listen on ports of 127.0.0.1.
+Then gloo and NCCL listen on ports of 127.0.0.1; torchrun's own ports listen on all interfaces.
 
 ``python -m moecore.run.local_ranks 2 -m moecore.stages.pretrain vmoe 0``
 """
@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from moecore.core.operating_system import set_parent_death_signal
-from moecore.run.stage_entry import MEETING, end_with_parent, has_failed_rank
+from moecore.run.stage_entry import MEETING, end_with_parent
 
-LAUNCHED = "MOECORE_LAUNCHED"  # tasks per machine; set for what a launcher started
 POLL = 0.05  # seconds
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
@@ -29,8 +28,8 @@ def run_local_ranks(size: int, words: Sequence[str]) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(folder, "meeting")
-        shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), MEETING: str(meeting)}
+        shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        shared[MEETING] = str(Path(folder, "meeting"))
         running: list[subprocess.Popen] = []
         try:
             for rank in range(size):
@@ -38,69 +37,41 @@ def run_local_ranks(size: int, words: Sequence[str]) -> int:
                 command = [sys.executable, *words]
                 begin = set_parent_death_signal
                 running.append(subprocess.Popen(command, env=own, preexec_fn=begin))
-            code = wait_for_exit_code(running)
+            return wait_for_exit_code(running)
         finally:
             end_ranks(running)
-        # one that ended because another had failed may have been seen first
-        if code and has_failed_rank(meeting):
-            return 1
-        return code
 
 
 def wait_for_exit_code(running: Sequence[subprocess.Popen]) -> int:
     """Wait until one has failed, or all have ended well: its exit code, or 0."""
     while True:
-        codes = [one.poll() for one in running]
-        failed = {rank: code for rank, code in enumerate(codes) if code}
-        for rank, code in failed.items():
-            if code > 0:
-                return code
-            print(f"rank {rank} was ended by signal {-code}", file=sys.stderr)
-            return 128 - code
-        if None not in codes:
-            return 0
+        codes = [process.poll() for process in running]
+        for rank, code in enumerate(codes):
+            if code and code < 0:
+                print(f"rank {rank} was ended by signal {-code}", file=sys.stderr)
+                return 128 - code
+        if None not in codes or any(codes):
+            return min((code for code in codes if code), default=0)  # an error before a follower
         time.sleep(POLL)
 
 
 def end_ranks(running: Sequence[subprocess.Popen]) -> None:
     """End what still runs: SIGTERM, and SIGKILL for what does not follow."""
-    for one in running:
-        one.terminate()
+    for process in running:
+        process.terminate()
     until = time.monotonic() + GRACE
-    for one in running:
+    for process in running:
         try:
-            one.wait(max(0.0, until - time.monotonic()))
+            process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
-
-
-def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank, from those of a SLURM task; {} where there are none, or one task."""
-    size = int(environment.get("SLURM_NTASKS", "1"))
-    if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
-        return {}
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": environment[LAUNCHED],
-    }
-
-
-def thread_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return as many threads as the task has cores: not every cluster binds tasks to theirs."""
-    cores = environment.get("SLURM_CPUS_PER_TASK")
-    if cores is None or "MOECORE_THREADS" in environment:
-        return {}
-    return {"MOECORE_THREADS": cores, "OMP_NUM_THREADS": cores}
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 3 or not sys.argv[1].isdigit() or int(sys.argv[1]) < 1:
-        print(
-            "usage: python -m moecore.run.local_ranks N -m moecore.stages.STAGE …", file=sys.stderr
-        )
+        usage = "usage: python -m moecore.run.local_ranks N -m moecore.stages.STAGE …"
+        print(usage, file=sys.stderr)
         sys.exit(2)
     end_with_parent()
     sys.exit(run_local_ranks(int(sys.argv[1]), sys.argv[2:]))

@@ -6,7 +6,6 @@ import signal
 import sys
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from moecore.core.files import UserError, explain_file_errors
@@ -17,7 +16,6 @@ from moecore.study.stages import STAGES, TRAINING_STAGES
 
 ENDED_CODE = 143  # the exit code of what was ended from outside
 MEETING = "MOECORE_MEETING"  # as in core/ranks.py, which imports torch
-FAILED_SUFFIX = ".failed"  # after the name of the file where ranks met: one of them has an error
 # gloo's and NCCL's words
 CONNECTION_LOST = (
     "Connection closed by peer",
@@ -49,12 +47,10 @@ def run_stage(function: Callable[..., None], arguments: list[str] | None = None)
     except UserError as error:
         several = "\n" in str(error)
         where = "" if several else f"{' '.join([function.__name__, *words])}: "
-        _mark_failed()
         print_error_once(f"{where}{error}")
         _exit(1)
     except Exception as error:
         if not is_other_rank_gone(error):
-            _mark_failed()
             raise
         reason = "another rank has ended; what was trained is in the checkpoint"
         print_error_once(f"{' '.join([function.__name__, *words])}: {reason}")
@@ -67,19 +63,6 @@ def is_other_rank_gone(error: BaseException) -> bool:
         return False
     of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return of_torch or any(said in str(error) for said in CONNECTION_LOST)
-
-
-def _mark_failed() -> None:
-    """Let the launcher know that this rank ends with an error, which another start would meet
-    again: the others end too, but as if from outside, and no launcher tells which came first.
-    """
-    if has_several_ranks() and MEETING in os.environ:
-        Path(os.environ[MEETING] + FAILED_SUFFIX).touch()
-
-
-def has_failed_rank(meeting: str | Path) -> bool:
-    """Return whether a rank that met in this file has ended with an error."""
-    return Path(f"{meeting}{FAILED_SUFFIX}").exists()
 
 
 def _exit(code: int) -> None:

@@ -14,13 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from dvc.repo import Repo
 
 from moecore.core.files import UserError, write_json
 from moecore.core.source_layout import CODE, FAMILIES, ROOT
-from moecore.nn.backbones.base_model import ImageSpec
-from moecore.nn.backbones.vit import Vit
 from moecore.pipeline.code_hashes import hash_code_files, hash_settings
 from moecore.pipeline.dvc import (
     LARGE_STUDY,
@@ -28,12 +25,6 @@ from moecore.pipeline.dvc import (
     main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
-)
-from moecore.pipeline.multi_gpu_estimate import (
-    GpuPeaks,
-    ModelCost,
-    estimate_step,
-    multi_gpu_estimate_table,
 )
 from moecore.pipeline.plan import (
     DvcStatus,
@@ -49,8 +40,6 @@ from moecore.study.document import (
     parse_yaml_document,
 )
 from moecore.study.settings import params_keys_by_field
-from moecore.study.study import read_study
-from moecore.tasks.classification import Classification
 from tests import project
 from tests.project import compose_shipped
 
@@ -341,52 +330,3 @@ def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
     with Repo() as repo:
         repo.reproduce()
     assert Path("out").read_text() == "1\n"
-
-
-def test_a_step_on_paper_by_hand():
-    model = ModelCost(parameters=1000, active=500, flops=2e6, kept=100.0)
-    peaks = GpuPeaks(flops=1e9, memory=1e6, links=1e6, network=1e3)
-    # 8 images: 3 · 8 · 2e6 / 1e9 s of products, 28 · 1000 / 1e6 s of AdamW; nothing is sent.
-    assert estimate_step(model, 8, 1, 1, peaks) == (
-        1,
-        8,
-        16_000 + 800,
-        0.0,
-        pytest.approx(0.048 + 0.028),
-    )
-    # Two ranks: 4000 bytes of gradients each way in the ring, hidden behind 2 · 4 · 2e6 / 1e9 s.
-    two = estimate_step(model, 8, 2, 1, peaks)
-    assert two == (2, 4, 16_000 + 4000 + 400, 4000.0, pytest.approx(0.024 + 0.028))
-    # Sharded by two: half of what the optimizer holds; over the network nothing hides all of it.
-    many = estimate_step(model, 16, 16, 2, peaks)
-    sent = 2 * 15 / 16 * 4000
-    assert many.memory == 8000 + 4000 + 100
-    assert many.seconds == pytest.approx(0.006 + 0.014 + sent / 1e3 - 0.004)
-    # 600 of the parameters are of experts, which lie apart on two of four ranks: 400 go around
-    # four, 300 around two; of 50 numbers an image half travel, there and back and twice again.
-    apart = estimate_step(model._replace(experts=600, sent=50.0), 8, 4, 2, peaks, 2)
-    gradients, rows = 2 * 3 / 4 * 1600 + 2 * 1 / 2 * 1200, 4 * 2 * 2 * 50 / 2
-    assert apart.traffic == gradients + rows
-    assert apart.seconds == pytest.approx(0.012 + 0.014 + rows / 1e6)
-
-
-def test_every_method_is_counted_on_paper(tmp_path, monkeypatch):
-    (tmp_path / "params.yaml").write_text(project.PARAMS, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    study = read_study(load_yaml_document("params.yaml"))
-    rows = [line.split(" | ") for line in multi_gpu_estimate_table(study, GpuPeaks())]
-    assert [row[0].strip("| ") for row in rows[2:]] == [
-        name for name in ("dense", "vmoe", "tgr") for _ in (1, 8, 64)
-    ]
-    assert [row[4] for row in rows[2:5]] == ["64", "8", "1"]
-    torch.manual_seed(0)
-    real = Vit(patch=8, width=32, depth=4, heads=2, mlp_ratio=2).build(
-        ImageSpec(
-            channels=1,
-            size=16,
-            mean=(0.5,),
-            std=(0.5,),
-            task=Classification(classes=tuple("0123456789")),
-        )
-    )
-    assert rows[2][1] == f"{sum(one.numel() for one in real.parameters()):,}"

@@ -15,7 +15,6 @@ from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
 from moecore.measure.routing_metrics.seed_matching import indicator_correlation, match_experts
 from moecore.report.measures.seed_stability import decode_choices
 from moecore.report.page.expert_answers import expert_answers, skip_reason
-from moecore.report.page.explorer_size import MOST_BYTES, KeptShare, thin_model
 from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
 from moecore.report.typed_results import Measured, Phase, Results
@@ -28,9 +27,6 @@ NOT_MEASURED = (
     "run.measurements of params.yaml and run `moecore run`; the stage measure then writes "
     "artifacts/measured/explorer/<phase>/<method>/<seed>.json, and compare this page."
 )
-LIMIT = f"{MOST_BYTES / 1e6:g} MB"
-LEFT_OUT = f"it is left out, so that this page has at most {LIMIT}"
-TOO_LARGE = f"There is nothing to see: no model fits into the {LIMIT} of this page."
 NO_EXPERTS = "There is nothing to see: no method of this study has experts."
 
 
@@ -54,51 +50,20 @@ HEAD = PageHead(
 
 
 def explorer(results: Results) -> str:
-    """The whole page, of MOST_BYTES at most; the same results give the same text.
-
-    Where that is too little, images and favourite patches are left out evenly, then models, the
-    last first.
-    """
+    """The whole page, with all that was measured; the same results give the same text."""
     phases = [
         phase
         for phase in results.phases.values()
         if phase.first(Explorer) or any(skip_reason(model, Explorer) for model in phase.every)
     ]
-    kept = KeptShare(1.0, max((len(list_explored_models(phase)) for phase in phases), default=0))
-    while True:
-        page = render_phases(phases, kept)
-        size = len(page.encode())
-        if size <= MOST_BYTES or not kept.models:
-            return page
-        kept = kept.shrink(size)
-
-
-def render_phases(phases: Sequence[Phase], kept: KeptShare) -> str:
-    """The page with so much of what was measured."""
     pool: dict[str, int] = {}
-    data = [explorer_phase_data(phase, pool, kept) for phase in phases]
-    methods = [method for phase in data for method in phase["methods"]]
+    data = [explorer_phase_data(phase, pool) for phase in phases]
     missing = ""
     if not phases:
         missing = NOT_MEASURED
-    elif not any("model" in method for method in methods):
-        is_left_out = any(method["reason"] == LEFT_OUT for method in methods)
-        missing = TOO_LARGE if is_left_out else NO_EXPERTS
-    return render_explorer(data, pool, HEAD, missing, describe_kept(phases, kept))
-
-
-def describe_kept(phases: Sequence[Phase], kept: KeptShare) -> str:
-    """Say how many images and favourites the page has of those measured; "" where it has all."""
-    if kept.share == 1:
-        return ""
-    explored = [result for phase in phases for result in phase.results(Explorer)]
-    experts = [expert for one in explored for layer in one.layers for expert in layer.experts]
-    numbers = {
-        "images": max(len(one.images) for one in explored),
-        "favourite patches of an expert": max(len(expert.favourites) for expert in experts),
-    }
-    shown = [f"{kept.number(most)} of {most} {name}" for name, most in numbers.items() if most]
-    return f"So that this page has at most {LIMIT}, it shows {' and '.join(shown)}."
+    elif not any("model" in method for phase in data for method in phase["methods"]):
+        missing = NO_EXPERTS
+    return render_explorer(data, pool, HEAD, missing)
 
 
 def render_explorer(
@@ -106,15 +71,14 @@ def render_explorer(
     pool: dict[str, int],
     head: PageHead,
     missing: str = "",
-    less: str = "",
 ) -> str:
     """Return the page of phases as ``explorer_phase_data`` has them, or of what is ``missing``.
 
-    phases: or their JSON as a packed text.  less: what is said of what was left out.
+    phases: or their JSON as a packed text.
     """
     template = template_environment().get_template("explorer.html.jinja")
     data = {"phases": phases, "pool": list(pool)}
-    return template.render(missing=missing, less=less, data=data, head=head)
+    return template.render(missing=missing, data=data, head=head)
 
 
 def has_explorer_images(results: Results) -> bool:
@@ -142,7 +106,7 @@ def list_explored_models(phase: Phase) -> list[ExploredModel]:
     return sorted(models, key=lambda model: not model.is_first)
 
 
-def explorer_phase_data(phase: Phase, pool: dict[str, int], kept: KeptShare) -> dict[str, Any]:
+def explorer_phase_data(phase: Phase, pool: dict[str, int]) -> dict[str, Any]:
     """What the page knows of a phase; packed texts are places in ``pool``, which grows."""
     models = list_explored_models(phase)
     return {
@@ -154,18 +118,13 @@ def explorer_phase_data(phase: Phase, pool: dict[str, int], kept: KeptShare) -> 
         "cells": phase.task.cells,
         "source": "test split",
         "kinds": {"name": "true kind", "first": 1},
-        "methods": [
-            explored_model_data(model, phase, pool, kept)
-            if place < kept.models
-            else {"name": model.name, "reason": LEFT_OUT}
-            for place, model in enumerate(models)
-        ],
-        "matches": match_models(models[: kept.models]),
+        "methods": [explored_model_data(model, phase, pool) for model in models],
+        "matches": match_models(models),
     }
 
 
 def explored_model_data(
-    explored: ExploredModel, phase: Phase, pool: dict[str, int], kept: KeptShare
+    explored: ExploredModel, phase: Phase, pool: dict[str, int]
 ) -> dict[str, Any]:
     """A model, or why there is none to look at. Of further seeds only the clean images."""
     name, is_first, measured = explored
@@ -178,8 +137,6 @@ def explored_model_data(
     outcome = measured.of(Outcome)
     if outcome is not None and is_first:
         model["shown"] += image_traces_by_epoch(outcome, result)
-    if kept.share < 1:
-        model = thin_model(model, kept)
     seen = len(result.layers), model["images"]
     answers = expert_answers(measured, phase.task.score, *seen)
     return {"name": name, "model": intern_texts(model, pool), "known": answers}
