@@ -12,19 +12,17 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.report.claims.claims_page import Answer
+from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
-from moecore.report.claims.kept_items import (
+from moecore.report.claims.pages import Answer
+from moecore.report.claims.records import (
     RESULT,
-    pack_items,
-    verify_kept_items,
-)
-from moecore.report.claims.preregistration import (
     committed_at,
     date_questions,
     has_whole_history,
+    pack_items,
+    verify_kept_items,
 )
-from moecore.report.claims.what_would_decide import describe_open_answers, needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
@@ -80,7 +78,7 @@ def test_items_of_another_result_are_refused(tmp_path):
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moecore.report.claims.kept_items.MOST_BYTES", 1000)
+    monkeypatch.setattr("moecore.report.claims.records.MOST_BYTES", 1000)
     path = write_result(tmp_path / "one.json", drawn_items(0))
     assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {RESULT}
     assert "not kept, for their size: match_top1 of prc higher" in capsys.readouterr().err

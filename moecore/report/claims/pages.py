@@ -1,44 +1,39 @@
-"""docs/claims.md: every table and figure of the papers beside what the studies found of it.
+"""Pages in Markdown that join the papers, the questions of pipelines/ and pipelines/results/.
 
-Joins paper_tables.yaml with the claims and questions of pipelines/ and the numbers in
-pipelines/results/. A study is one round of a question; those that were not run are said to be so.
+docs/claims.md: every table and figure of the papers beside what the studies found of it.
+pipelines/README.md: the questions of each folder, with answers and commands. README.md of a folder:
+tables of claims and questions, between ``<!-- answers: tgr/table_3 -->`` and ``<!-- end -->``. A
+study is one round of a question; those that were not run are said to be so.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import Field
-
-from moecore.core.config import Config
-from moecore.core.files import write_whole
+from moecore.core.files import UserError, write_whole
+from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row
-from moecore.report.claims.evaluation import correct_by_paper, verdict_after_holm
-from moecore.report.claims.stored_verdicts import judge_again
 from moecore.report.measures.sizes import COUNTS, format_size
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.metrics_by_method import expected_metrics, read_comparison
 from moecore.report.tables.number_format import NumberFormat
-from moecore.study.document import load_yaml_document
-from moecore.study.questions import Round, load_questions
-from moecore.study.sections import (
-    Claim,
-    Question,
-    Selection,
-    compared_quantity_key,
-    has_changed_settings,
+from moecore.study.papers import (
+    PIPELINES,
+    ModelSizeComparison,
+    PaperTable,
+    UnjudgedMetrics,
+    load_papers,
 )
-from moecore.study.settings import extract_declared_settings
-from moecore.study.study import read_study
+from moecore.study.questions import WORLDS, QuestionFile, load_questions
+from moecore.study.sections import Claim, Question
 
-TABLES = Path(__file__).parents[1] / "paper_tables.yaml"
-TARGET = Path("docs/claims.md")
-VERDICTS = {"open": "not significant"}  # how a verdict is printed, if not by its name
-ORDER = ("holds", "equivalent", "no worse", VERDICTS["open"], "differs", "not run yet")
+CLAIMS_PAGE = Path("docs/claims.md")
+STUDIES_PAGE = PIPELINES / "README.md"
+ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not run yet")
+SAID = {"not significant": "open"}  # of questions
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
-Studies = Mapping[str, Mapping[str, Any]]  # round of a question → result, {} where it was not run
 SIZES = "ours/sizes"
 STATES = {
     "judged": "judged by a claim",
@@ -52,85 +47,9 @@ STATES = {
 }
 
 
-class UnjudgedMetrics(Config):
-    """Metrics of a study that stand beside a paper's number without being judged."""
-
-    study: str
-    phase: str
-    methods: tuple[str, ...]
-    metrics: tuple[str, ...]
-
-
-class ModelSizeComparison(Config):
-    """A model of ours/sizes, another that is held against it, and what of them is printed."""
-
-    models: tuple[str, str]
-    metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
-
-
-class PaperTableOrFigure(Config):
-    """One table, figure or sentence of a paper."""
-
-    number: str
-    shows: str
-    paper: str = Field("", description="the paper's own numbers")
-    sources: tuple[str, ...] = Field((), description="sources of claims; left out: the number")
-    columns: tuple[UnjudgedMetrics, ...] = ()
-    sizes: tuple[ModelSizeComparison, ...] = ()
-    drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
-    scheme: bool = False
-    needs: str = Field("", description="why it cannot be printed here")
-
-    def holds(self, paper: str, claim: Claim | Question) -> bool:
-        """Return whether a claim stands in this row of a paper."""
-        sources = self.sources or (self.number,)
-        return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
-
-
-class DeclaredClaims(Config):
-    """What of a study's params.yaml is judged."""
-
-    run: Selection
-    claims: tuple[Claim, ...] = ()
-    questions: tuple[Question, ...] = ()
-
-
-class Answer(NamedTuple):
-    """A claim or question of a study, and its entry in compare.json, if any."""
-
-    study: str
-    command: str  # that runs it
-    claim: Claim | Question
-    entry: dict[str, Any]  # of compare.json; {} where nothing was found
-    state: str  # of what was not found: not run yet
-    changed: bool  # whether settings were changed since
-    good: str = ""  # "higher" or "lower", what is better for the metric of a no_worse
-
-    @property
-    def words(self) -> Mapping[str, str]:
-        """verdict → how it is printed, if not by its name."""
-        if isinstance(self.claim, Question):
-            return VERDICTS | ANSWERS
-        if self.claim.margin:
-            return VERDICTS | {"holds": self.claim.better.replace("_", " ")}
-        return VERDICTS
-
-    @property
-    def verdict(self) -> str:
-        """The verdict as it is printed; "not run yet" where nothing was found."""
-        verdict = self.entry.get("verdict", "not run yet")
-        return self.words.get(verdict, verdict)
-
-    @property
-    def verdict_holm(self) -> str:
-        """The verdict as it is printed, after Holm's correction where there is one."""
-        verdict = self.entry.get("verdict_holm")
-        return self.words.get(verdict, verdict) if verdict else self.verdict
-
-
 def write_claims_page(root: Path = Path()) -> Path:
     """Write docs/claims.md below ``root``; raises UserError where a file is damaged."""
-    target = root / TARGET
+    target = root / CLAIMS_PAGE
     write_whole(target, render_claims_page(root))
     return target
 
@@ -144,15 +63,15 @@ def render_claims_page(root: Path = Path()) -> str:
     states: Counter[str] = Counter()
     tables = {}
     others = claims
-    for paper, rows in read_paper_tables().items():
+    for paper in load_papers(root).values():
         cells = []
-        for row in rows:
-            of_row = [answer for answer in claims if row.holds(paper, answer.claim)]
+        for row in paper.tables:
+            of_row = [answer for answer in claims if _stands_in(row, paper.name, answer.claim)]
             others = [answer for answer in others if answer not in of_row]
             state, lines = paper_item_state_and_rows(row, of_row, studies, commands)
             states[state] += 1
             cells += lines
-        tables[paper] = markdown_table(HEAD, cells)
+        tables[paper.name] = markdown_table(HEAD, cells)
     if others:
         cells = [
             [answer.claim.paper, answer.claim.source, *_answer_cells(answer)]
@@ -180,73 +99,9 @@ def render_claims_page(root: Path = Path()) -> str:
     return template.render(numbers, words_of_states=STATES, tables=tables).rstrip() + "\n"
 
 
-def read_paper_tables() -> dict[str, list[PaperTableOrFigure]]:
-    """Return the rows of each paper, as paper_tables.yaml has them."""
-    papers = load_yaml_document(str(TABLES)).data
-    return {
-        name: [PaperTableOrFigure.model_validate(row) for row in rows]
-        for name, rows in papers.items()
-    }
-
-
-def evaluate_results(rounds: Iterable[Round]) -> tuple[Studies, list[Answer]]:
-    """Return what the last run of every round found, and all answers, judged by the claims as they
-    are now, with Holm's correction over all claims of a paper.
-    """
-    studies: dict[str, Mapping[str, Any]] = {}
-    answers: list[Answer] = []
-    for one in rounds:
-        compared = read_comparison(one.results) if one.results.exists() else {}
-        studies[one.name] = compared
-        answers += _answers_of_round(one, compared)
-    return studies, _with_holm(answers)
-
-
-def _answers_of_round(one: Round, compared: Mapping[str, Any]) -> Iterator[Answer]:
-    composed = one.compose()
-    asked = extract_declared_settings(DeclaredClaims, composed.document)
-    entries = [*compared.get("claims", {}).values(), *compared.get("questions", {}).values()]
-    measured = {
-        compared_quantity_key(entry["asked"]): entry
-        for entry in entries
-        if entry.keys() >= {"asked", "form"}  # others are of older versions
-    }
-    state = "not run yet with this claim" if compared else "not run yet"
-    for claim in (*asked.claims, *asked.questions):
-        entry = measured.get(compared_quantity_key(claim.model_dump()), {})
-        changed = has_changed_settings(entry.get("settings"), composed.document.data, claim)
-        good = ""
-        if entry and claim.better == "no_worse":
-            study = read_study(composed.document)
-            metrics = expected_metrics(study, composed.all_stages, claim.phase)
-            good = metrics[claim.metric].better
-        if entry:
-            entry = judge_again(entry, claim, good)
-        yield Answer(one.name, one.command, claim, entry, state, changed, good)
-
-
-def _with_holm(answers: Sequence[Answer]) -> list[Answer]:
-    corrected = correct_by_paper([(one.claim, one.entry.get("p")) for one in answers])
-    entries = [
-        one.entry and one.entry | {"verdict_holm": verdict_after_holm(one.entry["verdict"], p)}
-        for one, p in zip(answers, corrected, strict=True)
-    ]
-    return [one._replace(entry=entry) for one, entry in zip(answers, entries, strict=True)]
-
-
-def count_facts_once(claims: Sequence[Answer]) -> list[Answer]:
-    """Return the claims without those that another study judges, too: one quotation, direction and
-    printed effect are one fact, which counts in the first study that answers it, if any does.
-    """
-    studies: dict[tuple[Any, ...], str] = {}
-    for answer in sorted(claims, key=lambda one: not one.entry):
-        studies.setdefault(_fact_key(answer.claim), answer.study)
-    return [one for one in claims if studies[_fact_key(one.claim)] == one.study]
-
-
-def _fact_key(claim: Claim | Question) -> tuple[Any, ...]:
-    assert isinstance(claim, Claim), "a question is no fact of a paper"
-    return claim.paper, claim.source, claim.quote, claim.better, claim.effect
+def _stands_in(row: PaperTable, paper: str, claim: Claim | Question) -> bool:
+    sources = {row.number, *(one["source"] for one in row.claims.values() if "source" in one)}
+    return isinstance(claim, Claim) and claim.paper == paper and claim.source in sources
 
 
 def describe_unjudged_metrics(printed: UnjudgedMetrics, studies: Studies) -> str:
@@ -285,7 +140,7 @@ def describe_model_size_ratios(asked: ModelSizeComparison, compared: Mapping[str
 
 
 def paper_item_state_and_rows(
-    row: PaperTableOrFigure,
+    row: PaperTable,
     claims: Sequence[Answer],
     studies: Studies,
     commands: Mapping[str, str],
@@ -361,3 +216,95 @@ def _answer_cells(answer: Answer) -> list[str]:
     if answer.changed:
         verdict += " ‡"
     return [here, difference, verdict, command]
+
+
+def write_study_index(root: Path = Path()) -> Path:
+    """Write pipelines/README.md below ``root``. Raises UserError where a folder has no README."""
+    target = root / STUDIES_PAGE
+    write_whole(target, render_study_index(root))
+    return target
+
+
+def render_study_index(root: Path) -> str:
+    """Return the text of pipelines/README.md."""
+    questions = load_questions(root)
+    _, answers = evaluate_results(one for question in questions for one in question.rounds)
+    folders = list(dict.fromkeys(question.name.split("/")[0] for question in questions))
+    sections = [
+        {
+            "title": _folder_title(root, folder),
+            "verdicts": _count_verdicts([one for one in answers if _is_in(one.study, folder)]),
+            "table": _table_of([one for one in questions if _is_in(one.name, folder)]),
+        }
+        for folder in sorted(folders, key=lambda name: name == "ours")
+    ]
+    headlines = sorted(
+        (asked, answer, _link(question))
+        for question in questions
+        for asked, answer in (question.document.data.get("headlines") or {}).items()
+    )
+    worlds = [
+        (f"[{path.stem}]({WORLDS}/{path.name})", _leading_comment(path))
+        for path in sorted((root / PIPELINES / WORLDS).glob("*.yaml"))
+    ]
+    template = template_environment().overlay(autoescape=False).get_template("studies.md.jinja")
+    text = template.render(
+        headlines=markdown_table(("question", "answer", "details"), headlines),
+        sections=sections,
+        worlds=markdown_table(("world", "what it holds equal"), worlds),
+    )
+    return text.rstrip() + "\n"
+
+
+def _folder_title(root: Path, folder: str) -> str:
+    """The heading of a folder's README, with a link to it."""
+    path = root / PIPELINES / folder / "README.md"
+    if not path.is_file():
+        raise UserError(f"{path}: found no such file; write one, with a section per question")
+    heading = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    name, _, words = heading.partition(": ")
+    return f"[{name}]({folder}/README.md): {words}"
+
+
+def _is_in(name: str, folder: str) -> bool:
+    return name.partition("/")[0] == folder
+
+
+def _leading_comment(path: Path) -> str:
+    """The comment with which a file begins, as one line."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = list(takewhile(lambda line: line.startswith("#"), lines))
+    return " ".join(line.removeprefix("#").strip() for line in comment)
+
+
+def _link(question: QuestionFile) -> str:
+    folder, _, name = question.name.partition("/")
+    return f"[{question.name}]({folder}/README.md#{name})"
+
+
+def _table_of(questions: Sequence[QuestionFile]) -> list[str]:
+    """The table of a folder: question, answer, and the command that runs the last round."""
+    rows = []
+    for question in questions:
+        folder, _, name = question.name.partition("/")
+        asked = f"[{name}]({folder}/README.md#{name}): {question.text('question')}"
+        command = f"`moecore study run {question.name}`"
+        if len(question.rounds) > 1:
+            command += f", {len(question.rounds)} rounds"
+        rows.append((asked, question.text("answer") or "not answered yet", command))
+    return markdown_table(("question", "answer", "command"), rows)
+
+
+def _count_verdicts(answers: Sequence[Answer]) -> str:
+    """What became of a folder's claims, with Holm's correction, and of its questions, in words."""
+    claims = Counter(one.verdict_holm for one in answers if isinstance(one.claim, Claim))
+    asked = Counter(one.verdict for one in answers if not isinstance(one.claim, Claim))
+    lines = []
+    if claims:
+        counted = ", ".join(f"{claims[name]} {name}" for name in ORDER if claims[name])
+        lines.append(f"Claims of papers, after Holm's correction: {counted}.")
+    if asked:
+        words = (*ANSWERS.values(), "not significant", "not run yet")
+        told = [f"{asked[name]} {SAID.get(name, name)}" for name in words if asked[name]]
+        lines.append(f"Questions of ours: {', '.join(told)}.")
+    return " ".join(lines)
