@@ -396,10 +396,11 @@ def study_check(
 
 
 def study_index() -> None:
-    """Write pipelines/README.md: each folder's questions, with answers and commands."""
-    from moecore.report.claims.pages import write_study_index
+    """Write pipelines/README.md, and the tables of answers in the READMEs of its folders."""
+    from moecore.report.claims.pages import write_study_pages
 
-    typer.echo(f"{write_study_index()}: written")
+    for path in write_study_pages():
+        typer.echo(f"{path}: written")
 
 
 def say_changed_raw_data(params: Path) -> None:

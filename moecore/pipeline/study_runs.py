@@ -29,6 +29,7 @@ from moecore.run.history_file import read_dvc_locks
 from moecore.study import layers
 from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
 from moecore.study.document import load_yaml_document
+from moecore.study.papers import PAPER_FILE
 from moecore.study.params_file import ParamsOrigin, list_changes, params_text, write_params
 from moecore.study.questions import PIPELINES, QuestionFile, Round
 from moecore.study.study import read_study
@@ -170,6 +171,8 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
     if path.exists():
         raise UserError(f"{path}: is there already; take another name")
+    if path.name == PAPER_FILE:
+        raise UserError(f"{path}: is the name of a paper's file; take another name")
     layers.load_root_layer(root)  # nothing is written where there is no project
     write_whole(path, NEW_QUESTION)
     try:

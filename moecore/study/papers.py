@@ -12,7 +12,7 @@ In a params.yaml these are ``claims``, written out. A project without the paper'
 the installed version.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,11 +133,6 @@ def split_asked(asked: Any) -> tuple[str, str, dict[str, Any]]:
     changes = dict(asked) if isinstance(asked, dict) else {NAME: asked}
     folder, _, name = str(changes.pop(NAME, "")).partition("/")
     return folder, name, changes
-
-
-def list_asked_papers(asks: Iterable[Any]) -> list[str]:
-    """Return the folders of the papers that entries of ``asks`` name."""
-    return list(dict.fromkeys(split_asked(asked)[0] for asked in asks))
 
 
 def expand_asks(

@@ -38,7 +38,7 @@ from moecore.study.papers import (
     PIPELINES,
     expand_asks,
     find_paper_file,
-    list_asked_papers,
+    split_asked,
 )
 from moecore.study.settings import format_error_line
 
@@ -99,11 +99,12 @@ class QuestionFile:
 
     @property
     def asking_files(self) -> list[Path]:
-        """Return the question's file, and those of the papers whose claims it asks for."""
+        """Return the question's file, and the project's own of papers whose claims it asks for."""
         data = self.document.data
         parts = (data, *(data.get("rounds") or ()))
-        papers = list_asked_papers(asked for part in parts for asked in part.get(ASKS) or ())
-        return [self.path, *(find_paper_file(self.root, paper) for paper in papers)]
+        papers = (split_asked(asked)[0] for part in parts for asked in part.get(ASKS) or ())
+        files = [find_paper_file(self.root, one) for one in dict.fromkeys(papers)]
+        return [self.path, *(file for file in files if self.root in file.parents)]
 
     def _expand(self, layer: Layer) -> Layer:
         """Return a layer of a question with the claims that it asks for, written out."""

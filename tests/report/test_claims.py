@@ -498,11 +498,12 @@ def test_the_page_of_all_claims_is_fresh():
     assert written == pages.render_claims_page(ROOT), "run `moecore claims write`"
 
 
-def test_the_page_of_all_questions_is_fresh():
-    """pipelines/README.md is what `moecore study index` makes of the committed files."""
-    written = (ROOT / pages.STUDIES_PAGE).read_text(encoding="utf-8")
-    assert written == pages.render_study_index(ROOT), "run `moecore study index`"
-    first_screen = written[:3000]
+def test_the_pages_of_all_questions_are_fresh():
+    """The READMEs of pipelines/ are what `moecore study index` makes of the committed files."""
+    for path, text in pages.render_study_pages(ROOT).items():
+        written = (ROOT / path).read_text(encoding="utf-8")
+        assert written == text, f"{path}: run `moecore study index`"
+    first_screen = (ROOT / pages.STUDIES_PAGE).read_text(encoding="utf-8")[:3000]
     for method in ("PRC", "ERMoE", "TGR", "MoGE"):
         assert f"Does {method} beat V-MoE?" in first_screen
 
@@ -571,6 +572,40 @@ def test_a_result_without_variances_decides_nothing(tmp_path):
     (entry,) = sections["claims"].values()
     del entry["difference"]["variances"]
     assert "not run yet with this claim" in row_of(small_project(tmp_path, sections), "table 4")
+
+
+def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_names(tmp_path):
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
+    found = evaluate_claims([claim(effect=0.1), question(better="lower")], shown)
+    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    small_project(
+        tmp_path,
+        compared,
+        question="do they?",
+        answer="by {match_top1 vmoe - prc:.2f} points, from {match_top1 vmoe}",
+        claims=[claim(effect=0.1).model_dump(mode="json")],
+    )
+    readme = "# own: ours\n<!-- answers: own/one -->\nstale\n<!-- end -->\nkept\n"
+    write_whole(tmp_path / "pipelines/own/README.md", readme)
+    written = pages.write_study_pages(tmp_path)
+    assert written == [pages.STUDIES_PAGE, pages.PIPELINES / "own/README.md"]
+    index, own = ((tmp_path / path).read_text("utf-8") for path in written)
+    # means 0.46667 and 0.48
+    assert "do they? | by 1.33 points, from 46.7 | `moecore study run own/one` |" in index
+    assert "stale" not in own and own.endswith("<!-- end -->\nkept\n")
+    assert "| asked | answer | difference [95 %] over seeds (3 seeds) | measured |" in own
+    row = row_of(own, "PRC, table 4: Views agree.")
+    assert (
+        "| not significant (detectable: " in row and "; the paper: +10.00 pp | `match_top1`" in row
+    )
+    assert row_of(own, "Do views agree?").endswith("| `match_top1` prc 48 %, vmoe 47 % |")
+    write_whole(tmp_path / "pipelines/own/README.md", readme.replace("own/one", "own/two"))
+    with pytest.raises(UserError, match=r"README.md:2: answers: found 'own/two'.*tgr/table_3"):
+        pages.write_study_pages(tmp_path)
+    write_whole(tmp_path / "pipelines/own/README.md", readme)
+    small_project(tmp_path, compared, answer="{match_top1 tgr}")
+    with pytest.raises(UserError, match=r"one.yaml: found {match_top1 tgr}, which no result of"):
+        pages.write_study_pages(tmp_path)
 
 
 def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):

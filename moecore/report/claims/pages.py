@@ -6,11 +6,12 @@ tables of claims and questions, between ``<!-- answers: tgr/table_3 -->`` and ``
 study is one round of a question; those that were not run are said to be so.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, write_whole
 from moecore.report.claims.answers import Answer, Studies, count_facts_once, evaluate_results
@@ -18,7 +19,8 @@ from moecore.report.claims.claims_table import ANSWERS, build_claim_row
 from moecore.report.measures.sizes import COUNTS, format_size
 from moecore.report.page.templating import template_environment
 from moecore.report.tables.cells import interval_from_json, markdown_table
-from moecore.report.tables.number_format import NumberFormat
+from moecore.report.tables.number_format import SCALES, NumberFormat
+from moecore.study.document import did_you_mean
 from moecore.study.papers import (
     PIPELINES,
     ModelSizeComparison,
@@ -32,6 +34,13 @@ from moecore.study.sections import Claim, Question
 CLAIMS_PAGE = Path("docs/claims.md")
 STUDIES_PAGE = PIPELINES / "README.md"
 ORDER = ("holds", "equivalent", "no worse", "not significant", "differs", "not run yet")
+MARKED = re.compile(
+    r"(?P<start><!-- answers: (?P<study>\S+) -->)\n.*?(?P<end><!-- end -->)", re.DOTALL
+)
+NUMBER = re.compile(
+    r"\{(?P<metric>[^\s{}]+) (?P<method>\w+)(?: - (?:(?P<other>[^\s{}]+) )?(?P<against>\w+))?"
+    r"(?: @(?P<phase>\w+))?(?: of (?P<study>[\w/.]+))?(?::(?P<digits>\.\df))?\}"
+)
 SAID = {"not significant": "open"}  # of questions
 HEAD = ("where", "shows", "the paper", "here", "difference", "verdict", "study")
 SIZES = "ours/sizes"
@@ -188,24 +197,30 @@ def paper_item_state_and_rows(
     return state, lines or [[*start, here, "", verdict, shown]]
 
 
-def _answer_cells(answer: Answer) -> list[str]:
-    """Return here, difference, verdict, study."""
+class AnswerTexts(NamedTuple):
+    """An answer in words, as a table of Markdown has them; "" for what was not found."""
+
+    said: str  # the claim or question
+    measured: str = ""
+    difference: str = ""  # with its interval
+    over: str = ""  # what the interval is over; why there is none
+    effect: str = ""  # what the paper prints
+    verdict: str = ""
+
+
+def describe_answer(answer: Answer) -> AnswerTexts:
+    """Return the words of docs/claims.md and of the READMEs."""
     claim = answer.claim
     said = claim.says if isinstance(claim, Claim) else claim.asks
-    if isinstance(claim, Claim):
-        said += f" (“{claim.quote}”)"
-    command = f"`{answer.command}`"
     if not answer.entry:
-        return [said, "", answer.state, command]
+        return AnswerTexts(said, verdict=answer.state)
     row = build_claim_row(answer.entry)
     other = claim.against_metric and f"`{claim.against_metric}` "
-    here = f"{said}: `{claim.metric}` {claim.method} {row.values[0]}, "
-    here += f"{other}{claim.against} {row.values[1]}"
-    difference = f"{row.difference}, {row.over}"
+    measured = f"`{claim.metric}` {claim.method} {row.values[0]}, "
+    measured += f"{other}{claim.against} {row.values[1]}"
+    difference, over = row.difference, row.over
     if limits := row.difference_limits:
-        difference = f"{row.difference} [{limits}], over {row.over} ({row.counts})"
-    if row.effect:
-        difference += f"; the paper: {row.effect}"
+        difference, over = f"{difference} [{limits}]", f"over {over} ({row.counts})"
     verdict = answer.verdict
     if row.detectable:
         verdict += f" ({row.detectable})"
@@ -215,31 +230,69 @@ def _answer_cells(answer: Answer) -> list[str]:
         verdict += f"; {row.excludes}"
     if answer.changed:
         verdict += " ‡"
-    return [here, difference, verdict, command]
+    effect = row.effect and f"the paper: {row.effect}"
+    return AnswerTexts(said, measured, difference, over, effect, verdict)
 
 
-def write_study_index(root: Path = Path()) -> Path:
-    """Write pipelines/README.md below ``root``. Raises UserError where a folder has no README."""
-    target = root / STUDIES_PAGE
-    write_whole(target, render_study_index(root))
-    return target
+def _answer_cells(answer: Answer) -> list[str]:
+    """Return here, difference, verdict, study."""
+    texts = describe_answer(answer)
+    here = texts.said
+    if isinstance(answer.claim, Claim):
+        here += f" (“{answer.claim.quote}”)"
+    here = ": ".join(filter(None, (here, texts.measured)))
+    difference = ", ".join(filter(None, (texts.difference, texts.over)))
+    difference = "; ".join(filter(None, (difference, texts.effect)))
+    return [here, difference, texts.verdict, f"`{answer.command}`"]
 
 
-def render_study_index(root: Path) -> str:
-    """Return the text of pipelines/README.md."""
+def answers_table(answers: Sequence[Answer]) -> str:
+    """Return the table of a round's claims and questions in a README."""
+    described = [describe_answer(answer) for answer in answers]
+    overs = {texts.over for texts in described if texts.over}
+    shared = overs.pop() if len(overs) == 1 else ""
+    rows = []
+    for answer, texts in zip(answers, described, strict=True):
+        claim = answer.claim
+        source = claim.source if isinstance(claim, Claim) else ""
+        where = ", ".join(filter(None, (claim.paper, source)))
+        over = "" if shared else texts.over
+        difference = ", ".join(filter(None, (texts.difference, over)))
+        difference = "; ".join(filter(None, (difference, texts.effect)))
+        said = ": ".join(filter(None, (where, texts.said)))
+        rows.append((said, texts.verdict, difference, texts.measured))
+    head = ("asked", "answer", f"difference [95 %] {shared}".strip(), "measured")
+    return "\n".join(markdown_table(head, rows))
+
+
+def write_study_pages(root: Path = Path()) -> list[Path]:
+    """Write pipelines/README.md and the tables in the READMEs of its folders below ``root``.
+
+    Raises UserError, and writes nothing, where a folder has no README, or a text names a number or
+    a round that does not exist.
+    """
+    pages = render_study_pages(root)
+    for path, text in pages.items():
+        write_whole(root / path, text)
+    return list(pages)
+
+
+def render_study_pages(root: Path) -> dict[Path, str]:
+    """Return path → text of pipelines/README.md and of the READMEs of its folders."""
     questions = load_questions(root)
-    _, answers = evaluate_results(one for question in questions for one in question.rounds)
-    folders = list(dict.fromkeys(question.name.split("/")[0] for question in questions))
+    studies, answers = evaluate_results(one for question in questions for one in question.rounds)
+    folders = sorted(dict.fromkeys(question.name.split("/")[0] for question in questions))
+    readmes = {folder: _read_readme(root, folder) for folder in folders}
     sections = [
         {
-            "title": _folder_title(root, folder),
+            "title": _folder_title(folder, readmes[folder]),
             "verdicts": _count_verdicts([one for one in answers if _is_in(one.study, folder)]),
-            "table": _table_of([one for one in questions if _is_in(one.name, folder)]),
+            "table": _table_of([one for one in questions if _is_in(one.name, folder)], studies),
         }
         for folder in sorted(folders, key=lambda name: name == "ours")
     ]
     headlines = sorted(
-        (asked, answer, _link(question))
+        (asked, fill_in_numbers(answer, question, studies), _link(question))
         for question in questions
         for asked, answer in (question.document.data.get("headlines") or {}).items()
     )
@@ -253,16 +306,66 @@ def render_study_index(root: Path) -> str:
         sections=sections,
         worlds=markdown_table(("world", "what it holds equal"), worlds),
     )
-    return text.rstrip() + "\n"
+    pages = {STUDIES_PAGE: text.rstrip() + "\n"}
+    for folder, readme in readmes.items():
+        path = PIPELINES / folder / "README.md"
+        pages[path] = fill_in_answers(readme, path, studies, answers)
+    return pages
 
 
-def _folder_title(root: Path, folder: str) -> str:
-    """The heading of a folder's README, with a link to it."""
+def fill_in_answers(readme: str, path: Path, studies: Studies, answers: Sequence[Answer]) -> str:
+    """Return a README with the tables between its markers. Raises UserError for no such round."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match["study"]
+        if name not in studies:
+            line = readme.count("\n", 0, match.start()) + 1
+            hint = did_you_mean(name, list(studies))
+            allowed = "allowed: rounds of questions, such as tgr/table_3 and moge/swin.2"
+            raise UserError(f"{path}:{line}: answers: found {name!r}{hint}; {allowed}")
+        of_round = [answer for answer in answers if answer.study == name]
+        return f"{match['start']}\n{answers_table(of_round)}\n{match['end']}"
+
+    return MARKED.sub(table, readme)
+
+
+def fill_in_numbers(text: str, question: QuestionFile, studies: Studies) -> str:
+    """Return a text with the numbers that it names: ``{test_accuracy tgr - vmoe @finetune}``.
+
+    One mean, or the size of a difference of two; shares in percent. They are of the last round that
+    has them, or of the round ``of tgr/table_3`` at the end; ``:.2f`` says the digits. Raises
+    UserError for a number that no result has.
+    """
+
+    def number(match: re.Match[str]) -> str:
+        rounds = [match["study"]] if match["study"] else [one.name for one in question.rounds]
+        phase = match["phase"] or "pretrain"
+        sides = [(match["metric"], match["method"])]
+        if match["against"]:
+            sides.append((match["other"] or match["metric"], match["against"]))
+        for name in reversed(rounds):
+            methods = studies.get(name, {})
+            cells = [methods.get(side, {}).get(phase, {}).get(metric) for metric, side in sides]
+            if all(cells):
+                first, *others = (cell["mean"] for cell in cells)
+                size = abs(first - others[0]) if others else first
+                return format(size * SCALES.get(cells[0]["form"], 1.0), match["digits"] or ".1f")
+        problem = f"found {match[0]}, which no result of {' or '.join(rounds)} has"
+        raise UserError(f"{question.path}: {problem}; allowed: metric method - against @phase")
+
+    return NUMBER.sub(number, text)
+
+
+def _read_readme(root: Path, folder: str) -> str:
     path = root / PIPELINES / folder / "README.md"
     if not path.is_file():
         raise UserError(f"{path}: found no such file; write one, with a section per question")
-    heading = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-    name, _, words = heading.partition(": ")
+    return path.read_text(encoding="utf-8")
+
+
+def _folder_title(folder: str, readme: str) -> str:
+    """The heading of a folder's README, with a link to it."""
+    name, _, words = readme.splitlines()[0].removeprefix("# ").partition(": ")
     return f"[{name}]({folder}/README.md): {words}"
 
 
@@ -282,7 +385,7 @@ def _link(question: QuestionFile) -> str:
     return f"[{question.name}]({folder}/README.md#{name})"
 
 
-def _table_of(questions: Sequence[QuestionFile]) -> list[str]:
+def _table_of(questions: Sequence[QuestionFile], studies: Studies) -> list[str]:
     """The table of a folder: question, answer, and the command that runs the last round."""
     rows = []
     for question in questions:
@@ -291,7 +394,8 @@ def _table_of(questions: Sequence[QuestionFile]) -> list[str]:
         command = f"`moecore study run {question.name}`"
         if len(question.rounds) > 1:
             command += f", {len(question.rounds)} rounds"
-        rows.append((asked, question.text("answer") or "not answered yet", command))
+        answer = fill_in_numbers(question.text("answer"), question, studies)
+        rows.append((asked, answer or "not answered yet", command))
     return markdown_table(("question", "answer", "command"), rows)
 
 

@@ -37,7 +37,14 @@ from moecore.report.claims.evaluation import (
 from moecore.report.claims.significance import crossed_or_paired_difference
 from moecore.report.tables.cells import interval_from_json
 from moecore.statistics.crossed import Difference
-from moecore.study.papers import ASKS, PAPER_FILE, PIPELINES, named_claims, split_asked
+from moecore.study.papers import (
+    ASKS,
+    PAPER_FILE,
+    PIPELINES,
+    find_paper_file,
+    named_claims,
+    split_asked,
+)
 from moecore.study.questions import Round
 from moecore.study.sections import Comparison, compared_quantity_key, has_changed_settings
 
@@ -264,9 +271,11 @@ def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator
     """Yield the claims that a question asked for by name, as the papers' files had them then."""
     for asked in asks:
         folder, name, changes = split_asked(asked)
-        path = PIPELINES / folder / PAPER_FILE
-        claims = named_claims(_read_committed(root, commit, path.as_posix()))
-        if name in claims:
+        paper = _read_committed(root, commit, (PIPELINES / folder / PAPER_FILE).as_posix())
+        path = find_paper_file(root, folder)
+        if not paper and root not in path.parents and path.is_file():  # of the installed version
+            paper = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+        if name in (claims := named_claims(paper)):
             yield claims[name].values | changes
 
 
