@@ -17,6 +17,7 @@ from moecore.study.layers import (
     read_layer,
 )
 from moecore.study.questions import load_questions
+from moecore.study.sections import Claim
 
 
 def load_study_presets(folder: Path):
@@ -47,6 +48,12 @@ def differing_keys(old, new, keys=()):
                 yield from differing_keys(old[key], new[key], (*keys, key))
     elif old != new or type(old) is not type(new) and not {type(old), type(new)} <= {int, float}:
         yield keys, old, new
+
+
+def with_whole_claims(data, left_out=()):
+    """Return a params.yaml with the defaults of its claims written out."""
+    claims = [Claim.model_validate(one).model_dump(exclude=set(left_out)) for one in data["claims"]]
+    return data | {"claims": claims}
 
 
 def stages_of(folder: Path) -> dict:
@@ -90,8 +97,12 @@ def differing_presets(question, before: Path) -> int:
         one.split() for one in TOGETHER if set(one.split()) <= set(old)
     ]
     for names in chosen:
-        then = resolve_overlay(before, Path(), names).document.data
-        now = question.rounds[0].compose(names).document.data
+        both = (
+            resolve_overlay(before, Path(), names).document.data,
+            question.rounds[0].compose(names).document.data,
+        )
+        # image_text's section_14 quoted another part of the study's sentence
+        then, now = (with_whole_claims(one, {"quote"}) for one in both)
         for keys, was, is_now in differing_keys(then, now):
             print(f"{question.name} + {names}: {'.'.join(map(str, keys))}: {was} → {is_now}")
             problems += 1
@@ -108,7 +119,8 @@ def main(before: Path) -> None:
             seen.add(one.was)
             composed = one.compose()
             old = load_yaml_document(before / one.was / "params.yaml").data
-            found = list(differing_keys(old, composed.document.data))
+            both = map(with_whole_claims, (old, composed.document.data))
+            found = list(differing_keys(*both))
             texts = study_dvc_yaml_texts(
                 stage_definitions(composed.stages), composed.document.data["run"]
             )

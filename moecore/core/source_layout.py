@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("moecore", "moecore/stages")  # the second is a link where stages/ lies apart
 STAGE_MODULES = "moecore.stages."  # before the name of a stage
 SHIPPED = ROOT / "moecore/pipeline/shipped"  # params.yaml, dvc.yaml, studies of this version
+PAPERS = ROOT / "moecore/report/papers"  # links to pipelines/<paper>/paper.yaml
 RUNS = ".runs"  # of a project: folders in which the questions of pipelines/ are run
 PROJECT_ANSWERS = ".moecore.json"  # of a project: with what `moecore new` began it
 CODE = Path("artifacts/code")  # their hashes, which the stage `code` writes

@@ -211,19 +211,20 @@ def schema_command() -> None:
 
 def claims_write() -> None:
     """Write docs/claims.md: the papers' tables and figures beside what the studies found."""
-    from moecore.report.claims.claims_page import TARGET, write_claims_page
+    from moecore.report.claims.pages import CLAIMS_PAGE, write_claims_page
     from moecore.study.questions import list_question_names
 
-    if not TARGET.is_file() or not list_question_names(HERE):
-        raise UserError(f"{TARGET}: found no such file or questions; start from moecore's clone")
+    if not CLAIMS_PAGE.is_file() or not list_question_names(HERE):
+        raise UserError(
+            f"{CLAIMS_PAGE}: found no such file or questions; start from moecore's clone"
+        )
     typer.echo(f"{write_claims_page()}: written")
 
 
 def claims_check() -> None:
     """Compute intervals again from the items that results keep; say when each was asked."""
-    from moecore.report.claims.claims_page import TARGET, render_claims_page
-    from moecore.report.claims.kept_items import verify_kept_items
-    from moecore.report.claims.preregistration import date_questions, has_whole_history
+    from moecore.report.claims.pages import CLAIMS_PAGE, render_claims_page
+    from moecore.report.claims.records import date_questions, has_whole_history, verify_kept_items
     from moecore.study.questions import load_questions
 
     rounds = [one for question in load_questions(HERE) for one in question.rounds]
@@ -239,14 +240,13 @@ def claims_check() -> None:
             raise UserError(f"{one.name}: asked in no commit before that of the answer: {late}")
     if not is_whole:
         typer.echo("when claims were asked is not known: git has no history here, or a part of it")
-    if TARGET.is_file() and TARGET.read_text(encoding="utf-8") != render_claims_page():
-        raise UserError(f"{TARGET}: is not what these studies say; run `moecore claims write`")
+    if CLAIMS_PAGE.is_file() and CLAIMS_PAGE.read_text(encoding="utf-8") != render_claims_page():
+        raise UserError(f"{CLAIMS_PAGE}: is not what these studies say; run `moecore claims write`")
 
 
 def claims_plan() -> None:
     """Say what would decide each open claim and question: seeds, items, minutes, or a run."""
-    from moecore.report.claims.claims_page import evaluate_results
-    from moecore.report.claims.what_would_decide import describe_open_answers
+    from moecore.report.claims.answers import describe_open_answers, evaluate_results
     from moecore.study.questions import load_questions
 
     rounds = [one for question in load_questions(HERE) for one in question.rounds]
@@ -377,10 +377,11 @@ def study_check(
 
 
 def study_index() -> None:
-    """Write pipelines/README.md: each folder's questions, with answers and commands."""
-    from moecore.report.claims.study_index import write_study_index
+    """Write pipelines/README.md, and the tables of answers in the READMEs of its folders."""
+    from moecore.report.claims.pages import write_study_pages
 
-    typer.echo(f"{write_study_index()}: written")
+    for path in write_study_pages():
+        typer.echo(f"{path}: written")
 
 
 def say_changed_raw_data(params: Path) -> None:

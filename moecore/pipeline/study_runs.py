@@ -23,13 +23,13 @@ from moecore.core.source_layout import ROOT, SHIPPED
 from moecore.pipeline import dvc
 from moecore.pipeline.project import LOCK, hold_project
 from moecore.report.claims.evaluation import SECTIONS
-from moecore.report.claims.kept_items import ITEMS, NUMBERS
-from moecore.report.claims.preregistration import ASKED, committed_at, run_git
+from moecore.report.claims.records import ASKED, ITEMS, NUMBERS, committed_at, run_git
 from moecore.report.tables.metrics_by_method import unfit_metric_problems
 from moecore.run.history_file import read_dvc_locks
 from moecore.study import layers
 from moecore.study.check import MissingData, check_document, check_study_document, format_misfits
 from moecore.study.document import load_yaml_document
+from moecore.study.papers import PAPER_FILE
 from moecore.study.params_file import ParamsOrigin, list_changes, params_text, write_params
 from moecore.study.questions import PIPELINES, QuestionFile, Round
 from moecore.study.study import read_study
@@ -80,8 +80,8 @@ def write_run(one: Round, presets: Sequence[str] = ()) -> list[str]:
         else:
             write_whole(folder / ".dvc/config", dvc.RUN_CONFIG + dvc.WITHOUT_GIT)
         if changes or not (folder / ASKED_FILE).is_file() or not (folder / NUMBERS).is_file():
-            path = one.question.path.relative_to(root)
-            asked = {"commit": committed_at(root, path), "file": path.as_posix()}
+            files = [path.relative_to(root) for path in one.question.asking_files]
+            asked = {"commit": committed_at(root, *files), "file": files[0].as_posix()}
             write_json(folder / ASKED_FILE, asked)
     return ["written"] if is_new else changes
 
@@ -171,6 +171,8 @@ def begin_question(name: str, root: Path = HERE) -> Path:
     path = root / PIPELINES / OUR_QUESTIONS / f"{name}.yaml"
     if path.exists():
         raise UserError(f"{path}: is there already; take another name")
+    if path.name == PAPER_FILE:
+        raise UserError(f"{path}: is the name of a paper's file; take another name")
     layers.load_root_layer(root)  # nothing is written where there is no project
     write_whole(path, NEW_QUESTION)
     try:

@@ -47,7 +47,7 @@ class Layer(NamedTuple):
     """The sections of one file, or of a part of one, and how they are laid over others.
 
     names: the methods that remain, None for all. moved: keys of ``sections`` that stand elsewhere
-    in the document, such as run.seeds under seeds.
+    in the document, such as run.seeds under seeds, or in another file, such as claims of a paper.
     """
 
     document: Document
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
     stages: tuple[str, ...] | None = None
     whole: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    moved: Mapping[Keys, Keys] = {}
+    moved: Mapping[Keys, tuple[Document, Keys]] = {}
 
     @property
     def methods(self) -> Mapping[str, Any]:
@@ -65,9 +65,9 @@ class Layer(NamedTuple):
 
     def place(self, keys: Keys) -> str:
         """``path:line:column`` of the deepest of ``keys`` that the layer has."""
-        for start, there in self.moved.items():
+        for start, (document, there) in self.moved.items():
             if keys[: len(start)] == start:
-                keys = (*there, *keys[len(start) :])
+                return document.place((*there, *keys[len(start) :]))
         return self.document.place(keys)
 
 

@@ -9,6 +9,7 @@ are composed). Beyond sections of params.yaml a question has:
 - ``world``: what the question holds equal with others, ``pipelines/worlds/<world>.yaml``.
 - ``methods``: the question's methods, or a list of names where all are as in the world or the
   root. They are also ``run.methods``, unless ``run`` names others.
+- ``asks``: the claims of papers that it answers, by name (``papers.py``).
 - ``rounds``: runs of the question with other seeds, methods or claims. ``was``: the name that a
   round had as a study of moecore 0.2; ``seeds``: ``[0, 1]`` or ``0-1``; ``methods``: a list of
   names. A question without rounds has one, whose keys stand in the file itself.
@@ -31,14 +32,21 @@ from moecore.study.layers import (
     load_root_layer,
     read_layer,
 )
+from moecore.study.papers import (
+    ASKS,
+    PAPER_FILE,
+    PIPELINES,
+    expand_asks,
+    find_paper_file,
+    split_asked,
+)
 from moecore.study.settings import format_error_line
 
-PIPELINES = Path("pipelines")
 WORLDS = "worlds"
 RESULTS = "results"
 TEXTS = ("question", "answer", "world", "was")
-DIRECTIVES = (*TEXTS, "headlines", "seeds", "rounds", "presets")
-ROUND_DIRECTIVES = ("was", "seeds")
+DIRECTIVES = (*TEXTS, "headlines", "seeds", "rounds", "presets", ASKS)
+ROUND_DIRECTIVES = ("was", "seeds", ASKS)
 SEEDS = re.compile(r"(\d+)-(\d+)")
 MAX_SEEDS = 1000
 
@@ -86,8 +94,28 @@ class QuestionFile:
                 allowed = ", ".join(self.presets) or "none, it has no presets"
                 hint = did_you_mean(name, list(self.presets))
                 raise UserError(f"{self.name}: found no preset {name!r}{hint}; allowed: {allowed}")
-            layers.append(read_layer(self.presets[name], self._packages))
+            layers.append(self._expand(read_layer(self.presets[name], self._packages, (ASKS,))))
         return layers
+
+    @property
+    def asking_files(self) -> list[Path]:
+        """Return the question's file, and the project's own of papers whose claims it asks for."""
+        data = self.document.data
+        parts = (data, *(data.get("rounds") or ()))
+        papers = (split_asked(asked)[0] for part in parts for asked in part.get(ASKS) or ())
+        files = [find_paper_file(self.root, one) for one in dict.fromkeys(papers)]
+        return [self.path, *(file for file in files if self.root in file.parents)]
+
+    def _expand(self, layer: Layer) -> Layer:
+        """Return a layer of a question with the claims that it asks for, written out."""
+        if ASKS not in (layer.document.data or {}):
+            return layer
+        if "claims" in layer.sections:
+            text = f"found it beside {ASKS}; allowed: one of them"
+            raise UserError(format_error_line(layer.document, ("claims",), text))
+        claims, moved = expand_asks(layer.document, self.root)
+        sections = {**layer.sections, "claims": claims}
+        return layer._replace(sections=sections, moved={**layer.moved, **moved})
 
     @property
     def _packages(self) -> tuple[str, ...]:
@@ -106,7 +134,7 @@ class QuestionFile:
         self._check_headlines()
         if self.text("world"):
             layers.append(self._load_world())
-        return [*layers, own]
+        return [*layers, self._expand(own)]
 
     def _check_headlines(self) -> None:
         headlines = self.document.data.get("headlines", {})
@@ -140,7 +168,7 @@ class QuestionFile:
                 raise UserError(format_error_line(self.document, (key,), text))
         for index in range(len(rounds)):
             part = self.document.below("rounds").below(index)
-            layer = read_layer(part, self._packages, ROUND_DIRECTIVES)
+            layer = self._expand(read_layer(part, self._packages, ROUND_DIRECTIVES))
             if not isinstance(layer.sections.get("methods", []), list):
                 text = f"found {show_value(layer.sections['methods'])}; allowed: a list of names"
                 raise UserError(format_error_line(part, ("methods",), text))
@@ -197,7 +225,7 @@ def list_question_names(root: Path) -> list[str]:
     return [
         f"{file.parent.name}/{file.stem}"
         for file in files
-        if file.parent.name not in (WORLDS, RESULTS)
+        if file.parent.name not in (WORLDS, RESULTS) and file.name != PAPER_FILE
     ]
 
 
@@ -234,7 +262,7 @@ def _move_run_keys(layer: Layer) -> Layer:
     """Return a layer of a question whose ``seeds`` and ``methods`` are also in ``run``."""
     sections = dict(layer.sections)
     run = sections.get("run", {})
-    moved: dict[tuple, tuple] = {}
+    moved: dict[tuple, tuple[Document, tuple]] = {}
     methods = sections.get("methods")
     names = None
     if isinstance(methods, dict):
@@ -244,17 +272,17 @@ def _move_run_keys(layer: Layer) -> Layer:
         del sections["methods"]
     added: dict[str, Any] = {}
     if names is not None:
-        moved["run", "methods"] = ("methods",)
+        moved["run", "methods"] = layer.document, ("methods",)
         added["methods"] = [name for name in names if not _is_removed(methods, name)]
     data: Mapping[str, Any] = layer.document.data or {}
     if "seeds" in data:
-        moved["run", "seeds"] = ("seeds",)
+        moved["run", "seeds"] = layer.document, ("seeds",)
         added["seeds"] = _expand_seeds(data["seeds"])
     if added and isinstance(run, dict):
         for key in run:
             moved.pop(("run", key), None)
         sections["run"] = added | run
-    return layer._replace(sections=sections, names=names, moved=moved)
+    return layer._replace(sections=sections, names=names, moved={**layer.moved, **moved})
 
 
 def _is_removed(methods: Any, name: str) -> bool:

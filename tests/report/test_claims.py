@@ -14,18 +14,18 @@ from pydantic import ValidationError
 from moecore.core.files import FullDisk, UserError, write_json, write_whole
 from moecore.core.source_layout import ROOT
 from moecore.measure.base import Estimate
-from moecore.report.claims import claims_page, study_index
-from moecore.report.claims.claims_page import read_paper_tables
+from moecore.report.claims import pages
+from moecore.report.claims.answers import judge_again
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
 from moecore.report.claims.evaluation import (
     claim_entry,
     compare_json_claims,
     describe_missing_metric,
+    difference_from_json,
     evaluate_claims,
     judge_difference,
     p_of,
 )
-from moecore.report.claims.stored_verdicts import judge_again, rebuild_difference
 from moecore.report.page.report_page import render_report
 from moecore.report.tables.methods_by_paper import headline_tables_as_markdown
 from moecore.report.tables.metrics_by_method import (
@@ -42,6 +42,7 @@ from moecore.statistics.crossed import (
     crossed_difference,
     encode_item_values,
 )
+from moecore.study.papers import ModelSizeComparison, load_papers
 from moecore.study.questions import load_questions
 from moecore.study.sections import (
     Claim,
@@ -494,14 +495,15 @@ def test_by_hand():
 def test_the_page_of_all_claims_is_fresh():
     """docs/claims.md is what `moecore claims write` makes of the committed files."""
     written = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
-    assert written == claims_page.render_claims_page(ROOT), "run `moecore claims write`"
+    assert written == pages.render_claims_page(ROOT), "run `moecore claims write`"
 
 
-def test_the_page_of_all_questions_is_fresh():
-    """pipelines/README.md is what `moecore study index` makes of the committed files."""
-    written = (ROOT / study_index.TARGET).read_text(encoding="utf-8")
-    assert written == study_index.render_study_index(ROOT), "run `moecore study index`"
-    first_screen = written[:3000]
+def test_the_pages_of_all_questions_are_fresh():
+    """The READMEs of pipelines/ are what `moecore study index` makes of the committed files."""
+    for path, text in pages.render_study_pages(ROOT).items():
+        written = (ROOT / path).read_text(encoding="utf-8")
+        assert written == text, f"{path}: run `moecore study index`"
+    first_screen = (ROOT / pages.STUDIES_PAGE).read_text(encoding="utf-8")[:3000]
     for method in ("PRC", "ERMoE", "TGR", "MoGE"):
         assert f"Does {method} beat V-MoE?" in first_screen
 
@@ -526,7 +528,7 @@ def small_project(root, compared: dict | None, **settings) -> str:
     write_whole(root / "pipelines/own/one.yaml", json.dumps({"stages": stages} | params))
     if compared is not None:
         write_json(root / "pipelines/results/own/one.json", compared)
-    return claims_page.render_claims_page(root)
+    return pages.render_claims_page(root)
 
 
 def row_of(text: str, start: str) -> str:
@@ -563,6 +565,49 @@ def test_a_study_that_was_run(tmp_path):
     assert "not run yet with this claim" in row_of(older, "table 4")
 
 
+def test_a_result_without_variances_decides_nothing(tmp_path):
+    found = evaluate_claims([claim()], study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
+    sections = json.loads(json.dumps(compare_json_claims(found)))
+    assert "not run yet" not in row_of(small_project(tmp_path, sections), "table 4")
+    (entry,) = sections["claims"].values()
+    del entry["difference"]["variances"]
+    assert "not run yet with this claim" in row_of(small_project(tmp_path, sections), "table 4")
+
+
+def test_readmes_have_the_answers_between_markers_and_the_numbers_that_a_text_names(tmp_path):
+    shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82])
+    found = evaluate_claims([claim(effect=0.1), question(better="lower")], shown)
+    compared = json.loads(json.dumps(compare_methods(shown) | compare_json_claims(found)))
+    small_project(
+        tmp_path,
+        compared,
+        question="do they?",
+        answer="by {match_top1 vmoe - prc:.2f} points, from {match_top1 vmoe}",
+        claims=[claim(effect=0.1).model_dump(mode="json")],
+    )
+    readme = "# own: ours\n<!-- answers: own/one -->\nstale\n<!-- end -->\nkept\n"
+    write_whole(tmp_path / "pipelines/own/README.md", readme)
+    written = pages.write_study_pages(tmp_path)
+    assert written == [pages.STUDIES_PAGE, pages.PIPELINES / "own/README.md"]
+    index, own = ((tmp_path / path).read_text("utf-8") for path in written)
+    # means 0.46667 and 0.48
+    assert "do they? | by 1.33 points, from 46.7 | `moecore study run own/one` |" in index
+    assert "stale" not in own and own.endswith("<!-- end -->\nkept\n")
+    assert "| asked | answer | difference [95 %] over seeds (3 seeds) | measured |" in own
+    row = row_of(own, "PRC, table 4: Views agree.")
+    assert (
+        "| not significant (detectable: " in row and "; the paper: +10.00 pp | `match_top1`" in row
+    )
+    assert row_of(own, "Do views agree?").endswith("| `match_top1` prc 48 %, vmoe 47 % |")
+    write_whole(tmp_path / "pipelines/own/README.md", readme.replace("own/one", "own/two"))
+    with pytest.raises(UserError, match=r"README.md:2: answers: found 'own/two'.*tgr/table_3"):
+        pages.write_study_pages(tmp_path)
+    write_whole(tmp_path / "pipelines/own/README.md", readme)
+    small_project(tmp_path, compared, answer="{match_top1 tgr}")
+    with pytest.raises(UserError, match=r"one.yaml: found {match_top1 tgr}, which no result of"):
+        pages.write_study_pages(tmp_path)
+
+
 def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
     # differences 0.1, 0.13, 0.07: t(2) = 0.1/(0.03/√3) = 5.77, p = 0.0287; of two claims 0.0574
     shown = study(vmoe=[0.1, 0.5, 0.8], prc=[0.2, 0.63, 0.87])
@@ -574,12 +619,10 @@ def test_holm_counts_the_claims_of_a_paper_in_all_studies(tmp_path):
     for name in ("own/one.yaml", "results/own/one.json"):
         path = tmp_path / "pipelines" / name
         shutil.copy(path, path.with_stem("two"))
-    both = claims_page.render_claims_page(tmp_path)
+    both = pages.render_claims_page(tmp_path)
     assert "Of 1 claims" in both and "of a paper: 1 not significant." in both, "one fact"
     (tmp_path / "pipelines/results/own/one.json").unlink()
-    assert "of a paper: 1 holds." in claims_page.render_claims_page(tmp_path), (
-        "where it is answered"
-    )
+    assert "of a paper: 1 holds." in pages.render_claims_page(tmp_path), "where it is answered"
     assert "| holds; not significant with Holm's correction |" in row_of(both, "table 4")
 
 
@@ -596,13 +639,7 @@ def test_a_stored_difference_is_the_one_that_was_taken(shift, kind):
     for one in evaluate_claims(asked, shown):
         assert one.difference.kind == kind and (one.p < 0.05) == (one.verdict != "open")
         entry = json.loads(json.dumps(claim_entry(one)))
-        if one.verdict != "open":
-            del entry["smallest"]  # as older versions did
-        again = rebuild_difference(entry)
-        assert again[:1] + again[2:] == one.difference[:1] + one.difference[2:]
-        assert [value for source in again.sources for value in source] == pytest.approx(
-            [value for source in one.difference.sources for value in source]
-        )
+        assert difference_from_json(entry) == one.difference
         no_worse = claim(better="no_worse", margin=0.3, effect=-0.5)
         judged = judge_again(entry, no_worse, "higher")
         assert judged["verdict"] == judge_difference(one.difference, no_worse, "higher") == "holds"
@@ -643,7 +680,7 @@ def test_answers_whose_settings_were_changed_are_marked(tmp_path):
 
 
 def test_every_claim_of_the_studies_stands_in_a_row_of_the_papers():
-    assert "## Claims of other sources" not in claims_page.render_claims_page(ROOT)
+    assert "## Claims of other sources" not in pages.render_claims_page(ROOT)
 
 
 def test_two_models_are_held_against_each_other_by_what_was_counted():
@@ -651,14 +688,14 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
         "plain": {"parameters": {"ours": 2e8, "paper": 4e8}, "gflops": {"ours": 40, "paper": 20}},
         "other": {"parameters": {"ours": 1e8, "paper": 3e8}, "gflops": {"ours": 41, "paper": 18}},
     }
-    words = claims_page.describe_model_size_ratios(
-        claims_page.ModelSizeComparison(models=("plain", "other")), compared
+    words = pages.describe_model_size_ratios(
+        ModelSizeComparison(models=("plain", "other")), compared
     )
     assert words == (
         "plain → other: Parameters, M: 200.00 → 100.00, 0.5 times (the paper: 0.75); "
         "GFLOPs: 40.0 → 41.0, 1.02 times (the paper: 0.9; the other way)"
     )
-    rows = [row for rows in read_paper_tables().values() for row in rows]
+    rows = [row for paper in load_papers(ROOT).values() for row in paper.tables]
     counted = json.loads((ROOT / "pipelines/results/ours/sizes.json").read_text("utf-8"))
     assert {name for row in rows for asked in row.sizes for name in asked.models} <= set(
         counted["sizes"]
@@ -666,12 +703,13 @@ def test_two_models_are_held_against_each_other_by_what_was_counted():
 
 
 def test_the_rows_of_the_papers_say_what_they_need():
-    known = read_paper_tables()
     rounds = {one.name: one for file in load_questions(ROOT) for one in file.rounds}
-    for name, rows in known.items():
-        numbers = [row.number for row in rows]
+    for name, paper in load_papers(ROOT).items():
+        numbers = [row.number for row in paper.tables]
         assert len(numbers) == len(set(numbers)), name
-        for row in rows:
+        claims = [claim for row in paper.tables for claim in row.claims]
+        assert len(claims) == len(set(claims)), name
+        for row in paper.tables:
             if not row.scheme and not row.needs:
                 assert row.paper, f"{name}, {row.number}: the paper's numbers"
             for printed in row.columns:
@@ -704,13 +742,13 @@ def test_metrics_of_other_units_are_not_subtracted():
 
 
 def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, limited):
-    target = tmp_path / claims_page.TARGET
+    target = tmp_path / pages.CLAIMS_PAGE
     target.parent.mkdir()
     target.write_text("the earlier one")
     with limited(1000), pytest.raises(FullDisk) as error:
-        claims_page.write_claims_page(tmp_path)
+        pages.write_claims_page(tmp_path)
     assert str(error.value).startswith(f"{target}: could not be written, file too large; ")
     assert target.read_text() == "the earlier one"
     assert list(target.parent.iterdir()) == [target]
-    claims_page.write_claims_page(tmp_path)
+    pages.write_claims_page(tmp_path)
     assert target.read_text().startswith("# What the papers show")

@@ -12,19 +12,17 @@ import pytest
 
 from moecore.core.files import UserError, read_json, write_json, write_whole
 from moecore.core.safetensors_files import read_tensors, write_tensors
-from moecore.report.claims.claims_page import Answer
+from moecore.report.claims.answers import describe_open_answers, needed_sample
 from moecore.report.claims.evaluation import claim_entry, compare_json_claims, evaluate_claims
-from moecore.report.claims.kept_items import (
+from moecore.report.claims.pages import Answer
+from moecore.report.claims.records import (
     RESULT,
-    pack_items,
-    verify_kept_items,
-)
-from moecore.report.claims.preregistration import (
     committed_at,
     date_questions,
     has_whole_history,
+    pack_items,
+    verify_kept_items,
 )
-from moecore.report.claims.what_would_decide import describe_open_answers, needed_sample
 from moecore.statistics.crossed import BOTH, Difference, VarianceSource
 from moecore.study.questions import QuestionFile, Round
 from tests.project import PARAMS, ROOT
@@ -63,6 +61,16 @@ def test_intervals_follow_from_kept_items(tmp_path, steps, size):
         verify_kept_items(path)
 
 
+def test_limits_follow_from_the_variances_that_a_result_keeps(tmp_path):
+    path = write_result(tmp_path / "one.json", drawn_items(1))
+    numbers = read_json(path)
+    for entry in numbers["claims"].values():
+        entry["difference"]["variances"][0] *= 1.01
+    write_json(path, numbers)
+    with pytest.raises(UserError, match=r"one.safetensors: claims: 0: PRC, pretrain: .* found"):
+        verify_kept_items(path)
+
+
 def test_numbers_of_seeds_are_kept_too(tmp_path):
     path = write_result(tmp_path / "one.json", study(vmoe=[0.1, 0.5, 0.8], prc=[0.11, 0.51, 0.82]))
     assert verify_kept_items(path) == len(ASKED)
@@ -80,7 +88,7 @@ def test_items_of_another_result_are_refused(tmp_path):
 
 
 def test_what_would_be_too_many_bytes_is_said_and_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moecore.report.claims.kept_items.MOST_BYTES", 1000)
+    monkeypatch.setattr("moecore.report.claims.records.MOST_BYTES", 1000)
     path = write_result(tmp_path / "one.json", drawn_items(0))
     assert set(read_tensors(path.with_suffix(".safetensors"))[0]) == {RESULT}
     assert "not kept, for their size: match_top1 of prc higher" in capsys.readouterr().err
@@ -229,3 +237,24 @@ def test_claims_of_rounds_are_read_from_the_commit_that_asked(asked):
     second = QuestionFile(asked, "own/one").rounds[1]
     write_result(second.results, drawn_items(1), [question()], asked=record)
     assert dates(second) == [(False, False)]
+
+
+def test_claims_by_name_are_those_that_the_paper_had_then(asked):
+    content = claim().model_dump(mode="json", exclude_defaults=True)
+    paper = {"name": content.pop("paper"), "title": "PRC", "short": "PRC"}
+    table = {"number": content.pop("source"), "shows": "matches", "claims": {"match": content}}
+    path = asked / "pipelines/mine/paper.yaml"
+    write_whole(path, json.dumps(paper | {"tables": [table]}))
+    write_whole(asked / "pipelines/own/one.yaml", json.dumps({"asks": ["mine/match"]}))
+    one = QuestionFile(asked, "own/one").rounds[0]
+    files = [file.relative_to(asked) for file in one.question.asking_files]
+    assert committed_at(asked, *files) is None
+    first = commit(asked)
+    assert committed_at(asked, *files) == first
+    record = {"commit": first, "file": "pipelines/own/one.yaml"}
+    write_result(one.results, drawn_items(1), [claim()], asked=record)
+    assert dates(one) == [(False, False)]
+    content["better"] = "lower"
+    write_whole(path, json.dumps(paper | {"tables": [table]}))
+    assert committed_at(asked, *files) is None, "the paper's file was edited since"
+    assert dates(QuestionFile(asked, "own/one").rounds[0]) == [(True, True)], "another direction"

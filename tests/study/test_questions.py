@@ -128,6 +128,62 @@ def test_presets_are_laid_over_in_order_and_their_methods_added(ask):
         values(question, "tow")
 
 
+PAPER = """\
+name: Mine
+title: Mine
+short: Mine
+tables:
+  - {number: table 1, shows: it, claims: {faster: {method: fast, against: vmoe, better: higher,
+      metric: test_accuracy, effect: 0.1, phase: finetune, says: a, quote: b}}}
+"""
+
+
+def write_paper(place) -> None:
+    path = place / "pipelines/mine/paper.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PAPER, encoding="utf-8")
+
+
+def test_claims_of_a_paper_are_written_out(ask, place):
+    write_paper(place)
+    question = ask(
+        "asks:\n  - tgr/8_experts\n  - {claim: mine/faster, method: vmoe, against: dense}\n"
+        "presets: {other: {asks: [mine/faster]}, none: {claims: []}}\n"
+    )
+    installed, own = values(question)["claims"]
+    assert installed["paper"] == "TGR" and installed["source"] == "table 4"
+    assert installed["effect"] == 0.0042 and "8 experts" in installed["quote"]
+    faster = {"paper": "Mine", "source": "table 1", "metric": "test_accuracy", "effect": 0.1}
+    faster |= {"phase": "finetune", "better": "higher", "says": "a", "quote": "b"}
+    assert own == faster | {"method": "vmoe", "against": "dense"}
+    (other,) = values(question, "other")["claims"]
+    assert other == faster | {"method": "fast", "against": "vmoe"}
+    assert values(question, "none")["claims"] == []
+    files = [path.relative_to(place) for path in question.asking_files if place in path.parents]
+    assert [str(path) for path in files] == [
+        "pipelines/own/asked.yaml",
+        "pipelines/mine/paper.yaml",
+    ]
+    assert list_question_names(place) == ["own/asked"], "a paper's file is no question"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place_and_key"),
+    [
+        ("shows: it", "show: it", "paper.yaml:5:23: tables[0].show"),
+        ("title: Mine", "titel: Mine", "paper.yaml:2:1: titel"),
+        ("claims: {", "claims: [{", "paper.yaml"),
+    ],
+)
+def test_a_wrong_paper_names_its_line(ask, place, old, new, place_and_key):
+    write_paper(place)
+    path = place / "pipelines/mine/paper.yaml"
+    path.write_text(path.read_text("utf-8").replace(old, new), encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        ask("asks: [mine/faster]\n")
+    assert f"pipelines/mine/{place_and_key}" in str(caught.value)
+
+
 WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
 
 
@@ -154,6 +210,26 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
             "own/asked.yaml:2:23: methods",
             "found 'vmeo'",
         ),
+        (
+            "asks: tgr/8_experts\n",
+            "own/asked.yaml:1:1: asks",
+            "allowed: a list of claims, paper/na",
+        ),
+        ("asks: [trg/8_experts]\n", "own/asked.yaml:1:8: asks[0]", "allowed: prc/, ermoe/, tgr/"),
+        ("asks: [prc, 5]\n", "own/asked.yaml:1:8: asks[0]", "allowed: prc/prediction_jumps, "),
+        ("asks: [{against: vmoe}]\n", "own/asked.yaml:1:8: asks[0]", "found '' (str)"),
+        (
+            "rounds:\n  - {asks: [tgr/8_expert]}\n",
+            "own/asked.yaml:2:13: asks[0]",
+            "found 'tgr/8_expert' (str), did you mean 'tgr/8_experts'?",
+        ),
+        ("asks: []\nclaims: []\n", "own/asked.yaml:2:1: claims", "beside asks; allowed: one of"),
+        (
+            "asks:\n  - {claim: mine/faster, method: vmeo}\n",
+            "own/asked.yaml:2:26: claims[0].method",
+            "did you mean 'vmoe'?",
+        ),
+        ("asks: [mine/faster]\n", "mine/paper.yaml:5:52: claims[0].method", "found 'fast'"),
         ("seeds: 0-x\n", "own/asked.yaml:1:1: run.seeds", "found '0-x' (str)"),
         ("seeds: [0, zero]\n", "own/asked.yaml:1:12: run.seeds[1]", "found 'zero' (str)"),
         ("rounds:\n  - {seeds: [-1]}\n", "own/asked.yaml:2:14: run.seeds[0]", "integers ≥ 0"),
@@ -176,7 +252,8 @@ WORLD = "model: {width: 24}\nmethods:\n  mine: {from: vmoe, router: {k: 1}}\n"
         ),
     ],
 )
-def test_a_wrong_question_names_its_line(ask, text, place_and_key, word):
+def test_a_wrong_question_names_its_line(ask, place, text, place_and_key, word):
+    write_paper(place)
     with pytest.raises(UserError) as caught:
         question = ask(text, small=WORLD)
         for name in question.presets:

@@ -1,5 +1,6 @@
 """Claims and questions: tests of a difference, verdicts, and their tables.
 
-``evaluation`` decides those of a study; ``claims_page`` joins those of all studies with what the
-papers print, for docs/claims.md.
+``significance`` and ``evaluation`` decide those of a study, ``claims_table`` prints them,
+``records`` says what a result keeps of them; ``answers`` has those of all studies, and ``pages``
+joins these with what the papers print.
 """

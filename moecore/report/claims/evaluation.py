@@ -15,7 +15,7 @@ from moecore.report.tables.metrics_by_method import build_table, phase_result_co
 from moecore.report.tables.number_format import ROUNDING_WIDTH
 from moecore.report.typed_results import Models, Results
 from moecore.statistics.crossed import LEVEL as LEVEL_OF_INTERVALS
-from moecore.statistics.crossed import Difference
+from moecore.statistics.crossed import Difference, VarianceSource
 from moecore.statistics.paired import holm
 from moecore.study.sections import Claim, Comparison, Question, answer_settings_digest
 
@@ -189,8 +189,10 @@ def verdict_to_json(
 ) -> dict[str, Any]:
     """Return what an entry of compare.json says of a difference."""
     cell = cell_to_json(Cell(difference.interval(), difference.kind, difference.seeds), form)
+    variances, freedoms = zip(*difference.sources, strict=True) if difference.sources else ((), ())
+    behind = {"variances": list(variances), "freedoms": list(freedoms)} if variances else {}
     entry = {
-        "difference": cell | {"items": difference.items},
+        "difference": cell | {"items": difference.items} | behind,
         "verdict": verdict,
         "p": p,
         "p_holm": p_holm,
@@ -198,6 +200,15 @@ def verdict_to_json(
         "smallest": difference.smallest,
     }
     return {name: value for name, value in entry.items() if value not in (None, "")}
+
+
+def difference_from_json(entry: Mapping[str, Any]) -> Difference:
+    """Return the difference of an entry of compare.json, see ``verdict_to_json``."""
+    stored = entry["difference"]
+    pairs = zip(stored.get("variances", ()), stored.get("freedoms", ()), strict=True)
+    sources = tuple(VarianceSource(*pair) for pair in pairs)
+    kind = stored["interval"] if sources else ""
+    return Difference(stored["mean"], sources, kind, stored["seeds"], stored.get("items", 0))
 
 
 def verdict_after_holm(verdict: str, p_holm: float | None) -> str:

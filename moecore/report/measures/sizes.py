@@ -80,7 +80,7 @@ def find_paper_numbers(row: SizeRow) -> PaperModelNumbers:
     for model in REPORTED:
         if (model.paper, model.model) == ("cost", row.reported):
             return model
-    raise ValueError(f"{row.reported} is not in moecore/report/paper_numbers.yaml under cost")
+    raise ValueError(f"{row.reported} is in no paper.yaml of pipelines/ under cost")
 
 
 def ours(row: SizeRow, count: SizeColumn) -> float | None:

@@ -1,0 +1,314 @@
+"""What a result keeps beside its numbers: items from which its intervals follow, and who asked.
+
+items.safetensors beside compare.json, and beside each of pipelines/results/, has of every metric
+and method that a claim or question compares each seed's value of each test item: (S, N) as bits
+where a seed has two values, as bytes for up to 256, else as fp16 deviations from the mean; or one
+number per seed, (S,), where a metric has no items. Means stay exact.
+
+Under ``asked`` a result says which commit and file asked: the question's file as it was committed
+when the run's folder was written, or null where it was not. Results of moecore 0.2 also say in
+which commit they were answered, and which of their entries were asked elsewhere, or late.
+"""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from moecore.core.files import UserError, read_json
+from moecore.core.safetensors_files import read_tensors
+from moecore.report.claims.evaluation import (
+    SECTIONS,
+    EvaluatedClaim,
+    difference_from_json,
+    drop_zero_width_interval,
+)
+from moecore.report.claims.significance import crossed_or_paired_difference
+from moecore.report.tables.cells import interval_from_json
+from moecore.statistics.crossed import Difference
+from moecore.study.papers import (
+    ASKS,
+    PAPER_FILE,
+    PIPELINES,
+    find_paper_file,
+    named_claims,
+    split_asked,
+)
+from moecore.study.questions import Round
+from moecore.study.sections import Comparison, compared_quantity_key, has_changed_settings
+
+ITEMS = Path("reports/items.safetensors")  # in git, as are the numbers
+NUMBERS = Path("reports/compare.json")
+MOST_BYTES = 2_000_000  # of a study's file
+RESULT = "result"  # the tensor that says of which numbers these are the items
+VALUES = ":values"  # behind a name: of each seed the coded values, or mean and largest distance
+TOLERANCE = 1e-3  # of half an interval: what fp16 may change
+VARIANCES = ("variances", "freedoms")  # of a difference; items of moecore 0.2 had none
+ASKED = "asked"  # in a result: the commit and the file that asked
+DEFAULTS = {name: field.default for name, field in Comparison.model_fields.items()}
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+SHORT = 8  # letters of a commit that are printed
+
+
+def pack_items(
+    evaluated: Sequence[EvaluatedClaim], numbers: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the items of what was judged, as tensors to be written; says on stderr of which claims
+    and questions they would be too many bytes. numbers: the content of compare.json.
+    """
+    tensors = {RESULT: _result_digest(numbers)}
+    for one in evaluated:
+        names = _value_names(one.claim.model_dump())
+        new: dict[str, Tensor] = {}
+        for name, values in zip(names, one.values, strict=True):
+            new |= {} if name in tensors else _pack_values(name, values)
+        if sum(tensor.nbytes for tensor in (tensors | new).values()) > MOST_BYTES:
+            print(f"items are not kept, for their size: {one.claim.words}", file=sys.stderr)
+        else:
+            tensors |= new
+    return tensors
+
+
+def verify_kept_items(results: Path) -> int:
+    """Return how many differences of a result follow from the items that lie beside it; 0 where
+    there are none. Raises UserError where one does not, or the items are of another result.
+    """
+    path = results.with_suffix(ITEMS.suffix)
+    if not path.is_file():
+        return 0
+    tensors, _ = read_tensors(path)
+    numbers = read_json(results)
+    again = f"run the study again: {results} and these are one result"
+    number = 0
+    for section in SECTIONS.values():
+        for key, entry in numbers.get(section, {}).items():
+            names = _value_names(entry["asked"])
+            if not set(names) <= tensors.keys():
+                continue
+            stored = entry["difference"]
+            ours, theirs = (_unpack_values(tensors, name, stored.get("items", 0)) for name in names)
+            difference = drop_zero_width_interval(crossed_or_paired_difference(ours, theirs))
+            if not _agrees(difference, entry):
+                problem = f"{section}: {key}: found {difference.value:.6g} of these items"
+                there = f"in {results.name} {stored['mean']:.6g}"
+                raise UserError(f"{path}: {problem}, {there}; {again}")
+            number += 1
+    if number and not torch.equal(tensors[RESULT], _result_digest(numbers)):
+        raise UserError(f"{path}: found the items of another result; {again}")
+    return number
+
+
+def _value_names(asked: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the tensors of a comparison's two sides."""
+    phase, metric = asked["phase"], asked["metric"]
+    other = asked.get("against_metric") or metric
+    return f"{phase}/{metric}/{asked['method']}", f"{phase}/{other}/{asked['against']}"
+
+
+def _pack_values(name: str, values: np.ndarray) -> dict[str, Tensor]:
+    if values.ndim == 1:
+        return {name: torch.from_numpy(values)}
+    tables = [np.unique(row, return_inverse=True) for row in values]
+    most = max(len(known) for known, _ in tables)
+    if most <= 256:
+        codes = np.stack([positions for _, positions in tables]).astype(np.uint8)
+        packed = np.packbits(codes, axis=1) if most <= 2 else codes
+        known = np.stack([np.pad(row, (0, most - len(row)), "edge") for row, _ in tables])
+        return {name: torch.from_numpy(packed), name + VALUES: torch.from_numpy(known)}
+    mean = values.mean(axis=1)
+    apart = values - mean[:, None]
+    largest = np.abs(apart).max(axis=1)
+    shares = (apart / largest[:, None]).astype(np.float16)
+    ends = torch.from_numpy(np.stack([mean, largest], axis=1))
+    return {name: torch.from_numpy(shares), name + VALUES: ends}
+
+
+def _unpack_values(tensors: Mapping[str, Tensor], name: str, items: int) -> np.ndarray:
+    packed = tensors[name].numpy()
+    if packed.ndim == 1:
+        return packed
+    values = tensors[name + VALUES].numpy()
+    if packed.dtype == np.uint8:
+        is_bits = values.shape[1] <= 2
+        codes = np.unpackbits(packed, axis=1, count=items) if is_bits else packed
+        return np.take_along_axis(values, codes.astype(np.intp), axis=1)
+    apart = packed.astype(np.float64)
+    mean, largest = values.T[:, :, None]
+    return mean + largest * (apart - apart.mean(axis=1, keepdims=True))
+
+
+def _agrees(difference: Difference, entry: Mapping[str, Any]) -> bool:
+    """Return whether a difference is that of an entry of compare.json, up to fp16, and whether its
+    limits follow from the variances there.
+    """
+    stored = entry["difference"]
+    if (difference.seeds, difference.items) != (stored["seeds"], stored.get("items", 0)):
+        return False
+    ours, theirs = difference.interval(), interval_from_json(stored)
+    if theirs.limits is None:  # of no spread, or of values that are bounds
+        return math.isclose(ours.value, theirs.value, abs_tol=1e-12)
+    half = (theirs.limits[1] - theirs.limits[0]) / 2
+    for interval in (ours, difference_from_json(entry).interval()):
+        limits = interval.limits
+        if limits is None:
+            return False
+        gaps = [abs(one - other) for one, other in zip(limits, theirs.limits, strict=True)]
+        if max(gaps) > TOLERANCE * half:
+            return False
+    return True
+
+
+def _result_digest(numbers: Mapping[str, Any]) -> Tensor:
+    """Return the sha256 (32,) of all that was judged, but for the variances behind its limits."""
+    judged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS.values()}
+    for section, entries in judged.items():
+        for name, entry in numbers.get(section, {}).items():
+            kept = {k: v for k, v in entry["difference"].items() if k not in VARIANCES}
+            entries[name] = entry | {"difference": kept}
+    text = json.dumps(judged, sort_keys=True).encode()
+    return torch.tensor(list(hashlib.sha256(text).digest()), dtype=torch.uint8)
+
+
+class DatedQuestion(NamedTuple):
+    """A claim or question, with the commits that asked it and that have its answer."""
+
+    words: str
+    asked: str  # "" for no commit
+    answered: str
+    is_late: bool  # in no commit before that of the answer
+    is_refused: bool  # late, not known to be so, and answered under the settings as they are
+
+    @property
+    def line(self) -> str:
+        """Return what it asks, and when."""
+        asked, answered = (one[:SHORT] or "no commit" for one in (self.asked, self.answered))
+        late = ", not before" if self.is_late else ""
+        return f"{self.words}: asked in {asked}, answered in {answered}{late}"
+
+
+def has_whole_history(folder: Path) -> bool:
+    """Return whether ``folder`` lies in a git repository that was not cloned in part."""
+    return run_git(folder, "rev-parse", "--is-shallow-repository") == "false"
+
+
+def committed_at(root: Path, *paths: Path) -> str | None:
+    """Return the last commit of a project where it has these files as they are, else None."""
+    for path in paths:
+        shown = run_git(root, "show", f"HEAD:./{path.as_posix()}")
+        if not shown or shown != (root / path).read_text(encoding="utf-8").strip():
+            return None
+    return run_git(root, "rev-parse", "HEAD")
+
+
+def date_questions(one: Round) -> list[DatedQuestion]:
+    """Return the claims and questions that a round's result answers, in the order of its file.
+
+    The project lies in a repository that ``has_whole_history``.
+    """
+    if not one.results.is_file():
+        return []
+    root, numbers = one.question.root, read_json(one.results)
+    record = numbers.get(ASKED) or {}
+    path = str(one.results.relative_to(root))
+    is_committed = not run_git(root, "status", "--porcelain", "--", path)
+    answered = run_git(root, "log", "-1", "--format=%H", "--", path) if is_committed else ""
+    entries = {
+        compared_quantity_key(DEFAULTS | entry["asked"]): (name, entry)
+        for section in ("claims", "questions")
+        for name, entry in numbers.get(section, {}).items()
+        if "asked" in entry  # others are of older versions
+    }
+    dated = []
+    data = one.compose().document.data
+    for question in _list_comparisons(data):
+        if compared_quantity_key(question) not in entries:
+            continue
+        name, entry = entries[compared_quantity_key(question)]
+        own = {"answered": answered} | record | record.get("entries", {}).get(name, {})
+        is_late = not _is_asked_before(root, own, question)
+        asked = Comparison.model_validate({key: question[key] for key in DEFAULTS})
+        is_new = is_late and own.get("commit") and not own.get("late")
+        is_refused = bool(is_new) and not has_changed_settings(entry.get("settings"), data, asked)
+        words = f"{asked.phase}: {asked.words}"
+        commits = (own.get("commit") or "", own["answered"] or "")
+        dated.append(DatedQuestion(words, *commits, is_late, is_refused))
+    return dated
+
+
+def _is_asked_before(root: Path, record: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
+    """Return whether the commit of a record has the question, and is older than the answer."""
+    commit, answered = record.get("commit"), record["answered"]
+    if not commit or commit == answered:
+        return False
+    if _verdict_key(question) not in _read_questions(root, commit, record["file"]):
+        return False
+    return _exits_well(root, "merge-base", "--is-ancestor", commit, answered or "HEAD")
+
+
+@lru_cache
+def _read_questions(root: Path, commit: str, file: str) -> frozenset[tuple[Any, ...]]:
+    """Return what a file of a commit asks: what decides a verdict."""
+    data = _read_committed(root, commit, file)
+    parts = [data, *(data.get("rounds") or ())]
+    asked = [one for part in parts for one in part.get(ASKS) or ()]
+    named = [DEFAULTS | claim for claim in _find_named_claims(root, commit, asked)]
+    own = [one for part in parts for one in _list_comparisons(part)]
+    return frozenset(map(_verdict_key, named + own))
+
+
+def _find_named_claims(root: Path, commit: str, asks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the claims that a question asked for by name, as the papers' files had them then."""
+    for asked in asks:
+        folder, name, changes = split_asked(asked)
+        paper = _read_committed(root, commit, (PIPELINES / folder / PAPER_FILE).as_posix())
+        path = find_paper_file(root, folder)
+        if not paper and root not in path.parents and path.is_file():  # of the installed version
+            paper = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+        if name in (claims := named_claims(paper)):
+            yield claims[name].values | changes
+
+
+@lru_cache
+def _read_committed(root: Path, commit: str, file: str) -> dict[str, Any]:
+    return yaml.load(run_git(root, "show", f"{commit}:./{file}"), Loader=LOADER) or {}
+
+
+def _list_comparisons(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the claims, then the questions, of a file as plain data, with defaults."""
+    for section in ("claims", "questions"):
+        yield from (DEFAULTS | one for one in data.get(section) or ())
+
+
+def _verdict_key(question: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*compared_quantity_key(question), question["better"], question["margin"])
+
+
+def run_git(folder: Path, *words: str) -> str:
+    """Return what git prints; "" where it fails or is not installed."""
+    done = _start_git(folder, words)
+    return done.stdout.strip() if done is not None and done.returncode == 0 else ""
+
+
+def _exits_well(folder: Path, *words: str) -> bool:
+    done = _start_git(folder, words)
+    return done is not None and done.returncode == 0
+
+
+def _start_git(folder: Path, words: tuple[str, ...]) -> subprocess.CompletedProcess | None:
+    """Run git in a folder, whatever repository the environment of a hook names."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        return subprocess.run(["git", *words], cwd=folder, env=env, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,185 @@
+"""The papers: ``pipelines/<paper>/paper.yaml`` lists what a paper shows, and each claim once.
+
+``tables`` are the paper's tables, figures and sentences: what each prints, and the claims that are
+judged of it, by name. ``numbers`` are the paper's models in the units of our metrics. A question
+lists the claims that it answers:
+
+    asks:
+      - tgr/8_experts                                     # of pipelines/tgr/paper.yaml
+      - {claim: moge/momentum, against: momentum_slow}    # and what differs here
+
+In a params.yaml these are ``claims``, written out. A project without the paper's file has that of
+the installed version.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.core.source_layout import PAPERS as INSTALLED
+from moecore.study.document import (
+    Document,
+    did_you_mean,
+    parse_yaml_document,
+    show_value,
+)
+from moecore.study.settings import format_error_line, validate_whole
+
+PIPELINES = Path("pipelines")
+PAPER_FILE = "paper.yaml"
+PAPERS = ("prc", "ermoe", "tgr", "moge", "adversarial")  # in the order of a page's tables
+ASKS = "asks"  # of a question: the claims that it answers
+NAME = "claim"  # of an entry of asks: the claim's name
+
+
+class UnjudgedMetrics(Config):
+    """Metrics of a study that stand beside a paper's number without being judged."""
+
+    study: str
+    phase: str
+    methods: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+
+class ModelSizeComparison(Config):
+    """A model of ours/sizes, another that is compared with it, and which of their numbers."""
+
+    models: tuple[str, str]
+    metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
+
+
+class PaperTable(Config):
+    """One table, figure or sentence of a paper."""
+
+    number: str = Field(description="where it stands, the `source` of its claims")
+    shows: str
+    paper: str = Field("", description="the paper's own numbers")
+    claims: dict[str, dict[str, Any]] = Field({}, description="claims by name")
+    columns: tuple[UnjudgedMetrics, ...] = Field((), description="metrics without a claim")
+    sizes: tuple[ModelSizeComparison, ...] = ()
+    drawn: tuple[str, ...] = Field((), description="studies whose page draws it")
+    scheme: bool = Field(False, description="a sketch, an algorithm or settings: no result")
+    needs: str = Field("", description="why it cannot be printed here")
+
+
+class ModelNumbers(Config):
+    """What a paper's table reports of models, in the units of our metrics: shares from 0 to 1."""
+
+    source: str = Field(description="the paper's table, and its data")
+    page: str = Field("", description="the page's table that has them, if not the paper's own")
+    metrics: tuple[str, ...] = Field(description="names of our metrics")
+    models: dict[str, tuple[float | None, ...]] = Field(
+        description="the paper's numbers in that order; null: it prints none"
+    )
+
+
+class Paper(Config):
+    """A paper's file."""
+
+    name: str = Field(description="the paper's name in claims")
+    title: str
+    short: str
+    note: str = Field("", description="printed below its table on a page")
+    tables: tuple[PaperTable, ...] = ()
+    numbers: tuple[ModelNumbers, ...] = ()
+
+
+class NamedClaim(NamedTuple):
+    """A claim of a paper's file, as data."""
+
+    keys: tuple[str | int, ...]  # where it stands
+    values: dict[str, Any]  # of a claim in a params.yaml
+
+
+def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
+    """Return name → claim of a paper's file as data."""
+    return {
+        name: NamedClaim(
+            ("tables", index, "claims", name),
+            {"paper": paper["name"], "source": table["number"]} | claim,
+        )
+        for index, table in enumerate(paper.get("tables") or ())
+        for name, claim in (table.get("claims") or {}).items()
+    }
+
+
+def find_paper_file(root: Path, folder: str) -> Path:
+    """Return a paper's file of a project, else that of the installed version."""
+    path = root / PIPELINES / folder / PAPER_FILE
+    return path if path.is_file() else INSTALLED / f"{folder}.yaml"
+
+
+def list_papers(root: Path) -> list[str]:
+    """Return the folders of all papers: those of the installed version, then a project's own."""
+    own = sorted(path.parent.name for path in (root / PIPELINES).glob(f"*/{PAPER_FILE}"))
+    return list(dict.fromkeys((*PAPERS, *own)))
+
+
+def load_papers(root: Path) -> dict[str, Paper]:
+    """Return folder → paper. Raises UserError where a file is not in order."""
+    return {
+        name: validate_whole(Paper, _load(find_paper_file(root, name)))
+        for name in list_papers(root)
+    }
+
+
+def split_asked(asked: Any) -> tuple[str, str, dict[str, Any]]:
+    """Return the paper's folder, the claim's name and what differs, of an entry of ``asks``."""
+    changes = dict(asked) if isinstance(asked, dict) else {NAME: asked}
+    folder, _, name = str(changes.pop(NAME, "")).partition("/")
+    return folder, name, changes
+
+
+def expand_asks(
+    document: Document, root: Path
+) -> tuple[list[dict[str, Any]], dict[tuple, tuple[Document, tuple]]]:
+    """Return the claims that a question, round or preset asks for, and where each key stands.
+
+    Raises UserError for a paper or claim that does not exist.
+    """
+    asks = document.data[ASKS]
+    if not isinstance(asks, list):
+        text = f"found {show_value(asks)}; allowed: a list of claims, paper/name"
+        raise UserError(format_error_line(document, (ASKS,), text))
+    claims, places = [], {}
+    for index, asked in enumerate(asks):
+        paper, claim = _find_claim(document, index, root)
+        changes = split_asked(asked)[2]
+        start = ("claims", index)
+        places |= {
+            (*start, key): (paper, (*claim.keys, key)) for key in claim.values if key not in changes
+        }
+        places[start] = (document, (ASKS, index))
+        claims.append(claim.values | changes)
+    return claims, places
+
+
+def _find_claim(document: Document, index: int, root: Path) -> tuple[Document, NamedClaim]:
+    folder, name, _ = split_asked(document.data[ASKS][index])
+    folders = list_papers(root)
+    known = [f"{one}/" for one in folders]
+    if folder in folders:
+        paper = _load(find_paper_file(root, folder))
+        claims = named_claims(paper.data)
+        if name in claims:
+            return paper, claims[name]
+        known = [f"{folder}/{one}" for one in claims]
+    words = f"{folder}/{name}" if name else folder
+    text = f"found {show_value(words)}{did_you_mean(words, known)}; allowed: {', '.join(known)}"
+    raise UserError(format_error_line(document, (ASKS, index), text))
+
+
+def _load(path: Path) -> Document:
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@lru_cache(maxsize=16)  # all questions name the same few
+def _parse(text: str, path: str) -> Document:
+    document = parse_yaml_document(text, path)
+    validate_whole(Paper, document)
+    return document
