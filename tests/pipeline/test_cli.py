@@ -196,16 +196,11 @@ def test_help_imports_no_torch():
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """A project with data, teacher and one guided method's teacher router."""
-    project = Project(tmp_path_factory.mktemp("bad"))
-    for words in (
-        ["prepare", "pretrain"],
-        ["teacher", "0"],
-        ["teacher_router", "tgr", "0"],
-        ["teacher_router", "vmoe", "0"],
-    ):
-        project.stage(*words)
+def prepared(finished, tmp_path_factory):
+    """A project with data and teacher routers, in which no method with experts is trained."""
+    project = finished.copy(tmp_path_factory.mktemp("bad") / "project")
+    shutil.rmtree(project.folder / "artifacts/pretrain/vmoe")
+    shutil.rmtree(project.folder / "artifacts/history/pretrain/vmoe")
     return project
 
 

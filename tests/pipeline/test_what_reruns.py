@@ -198,7 +198,7 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
         for name, entry in read_dvc_locks(finished.folder).items()
         if entry["cmd"].startswith("python -m moecore.stages.")
         and name != CODE_STAGE
-        and not ("vmoe" in name or "dense" in name and "finetune-" in name)
+        and (not of_method(name, "dense", "vmoe") or name == "pretrain@dense-0")
     }
     words = {}
     for name, entry in locks.items():
