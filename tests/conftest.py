@@ -40,8 +40,9 @@ SLOW = (
     "house/test_docs.py",
     "house/test_pages.py",
 )
-# One pipeline, one kill, one look at what reruns
+# One pipeline, one kill, one look at what reruns; and what starts nothing
 QUICK = (
+    "pipeline/test_code_hashes.py",
     "pipeline/test_pipeline.py::test_everything_ran_once_and_then_nothing_runs",
     "pipeline/test_kill_and_resume.py::test_killed_at_random_moments_it_ends_bit_equal[pretrain]",
     "pipeline/test_what_reruns.py::test_a_part_reruns_the_methods_that_use_it",

@@ -180,6 +180,7 @@ def test_a_new_question_is_in_order(place):
     named = moecore("study", "new", "Own-Study")
     assert named.exit_code == 1 and "allowed: small letters, digits and _" in named.stderr
     path.write_text(path.read_text("utf-8").replace("[dense, vmoe]", "[dense, vmeo]"), "utf-8")
+    shutil.rmtree(place / "pipelines/moge")
     wrong = moecore("study", "check", "--all")
     assert wrong.exit_code == 1 and "ours/own.yaml:6:18: methods: found 'vmeo'" in wrong.stderr
 
