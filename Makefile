@@ -31,7 +31,7 @@ test: setup data lint             ## check format, lint, types, studies and clai
 	moecore claims check > /dev/null
 	set -o pipefail; $(PYTEST) | $(DURATIONS)
 
-quick-test: setup                 ## in three minutes: the parts and their contracts, one pipeline, one kill, one look at what reruns
+quick-test: setup                 ## the parts, one pipeline, one kill, one look at what reruns
 	set -o pipefail; $(PYTEST) -m "not slow" | $(DURATIONS)
 
 soak: setup data                 ## a hundred and more kills at random moments, thirty edits of code, hundreds of params.yaml, a hundred drawn studies; SEED=1 draws others

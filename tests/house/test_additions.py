@@ -8,7 +8,7 @@ from moecore.core.files import read_json
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
-    ("nn/routers", "hash Hash", "lottery Lottery"),
+    ("nn/routers", "cosine Cosine", "lottery Lottery"),
     ("training/regularizers", "z_loss ZLoss", "quiet Quiet"),
     ("attacks", "fgsm Fgsm", "nudge Nudge"),
     ("tasks", "classification Classification", "graded Graded"),
@@ -49,8 +49,10 @@ check_study()
 write_code("params.yaml")
 for phase in "pretrain", "halve":
     run_stage(STAGES["prepare"], [phase])
-for name, *words in ("teacher_router",), ("pretrain",), ("halve",), ("robustness", "pretrain"):
-    run_stage(STAGES[name], [*words, "mine", "0"])
+for name in "teacher_router", "pretrain", "halve":
+    run_stage(STAGES[name], ["mine", "0"])
+for phase in "pretrain", "halve":
+    run_stage(STAGES["robustness"], [phase, "mine", "0"])
 for what in "brightness", "invariance":
     run_stage(STAGES["measure"], [what, "pretrain", "mine", "0"])
 run_stage(STAGES["compare"], [])

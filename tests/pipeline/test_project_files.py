@@ -136,9 +136,7 @@ CLONE = "https://example.org/lab/moecore.git"
         ),
     ],
 )
-def test_a_project_requires_moecore_from_where_ours_came(
-    tmp_path, monkeypatch, recorded, requirement
-):
+def test_moecore_is_required_from_where_ours_came(tmp_path, monkeypatch, recorded, requirement):
     """As pip records it (PEP 610); of the name alone an index may have another package."""
     metadata = tmp_path / "moecore-0.9.1.dist-info"
     metadata.mkdir()

@@ -99,6 +99,7 @@ EDIT = "\nEDITED = True\n"
 
 def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
     """After its imports, at its checkpoints, and where another edit came before it began."""
+    project.edit("epochs: 12,", "epochs: 13,")  # not what the run cache has of the test before
     project.forked = False  # from now on it runs the code of its own folder, which is edited
     file = project.folder / CODE
     text = file.read_text(encoding="utf-8")
