@@ -106,7 +106,9 @@ def test_many_rows_cross_the_chunks_in_which_biases_are_added(way):
     torch.testing.assert_close(grouped_linear(rows, weight, bias, offsets), expected)
 
 
-@pytest.mark.parametrize(("width", "outputs", "biased"), [(8, 4, True), (6, 3, False)])
+@pytest.mark.parametrize(
+    ("width", "outputs", "biased"), [(8, 4, True), (8, 4, False), (6, 3, False)]
+)
 def test_an_expert_without_rows_gets_a_gradient_of_zeros(way, width, outputs, biased):
     rows, weight, bias, offsets = inputs((3, 0, 2), width, outputs)
     grouped_linear(
