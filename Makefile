@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 5000
 
-.PHONY: repro full test soak lint setup data check plan ui sync schema bench docs clean
+.PHONY: repro full test quick-test soak lint setup data check plan ui sync schema bench docs clean
 
 repro: setup data check          ## train, fine-tune, calibrate, attack and compare every method of params.yaml; JOBS=1: one stage at a time
 	moecore run $(if $(JOBS),--jobs $(JOBS))
@@ -22,10 +22,17 @@ full: setup data                 ## the same with pipelines/ours/trained_longer.
 	moecore study run ours/trained_longer $(if $(JOBS),--jobs $(JOBS))
 	moecore sync
 
-test: setup data lint             ## check format, lint, types, studies and claims, then run the tests, four files at a time, as many wait for processes; JOBS=1: one
+# Four files at a time, as many wait for processes. The durations of all tests go to a file alone.
+PYTEST = mkdir -p .state && OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=0
+DURATIONS = tee .state/tests.txt | sed -u '/ slowest durations /,/ durations < /d'
+
+test: setup data lint             ## check format, lint, types, studies and claims, then run all tests; JOBS=1: one file at a time; .state/tests.txt: how long each took
 	moecore study check --all
 	moecore claims check > /dev/null
-	OMP_NUM_THREADS=1 python -m pytest tests --numprocesses $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder --durations=40
+	set -o pipefail; $(PYTEST) | $(DURATIONS)
+
+quick-test: setup                 ## the parts, one pipeline, one kill, one look at what reruns
+	set -o pipefail; $(PYTEST) -m "not slow" | $(DURATIONS)
 
 soak: setup data                 ## a hundred and more kills at random moments, thirty edits of code, hundreds of params.yaml, a hundred drawn studies; SEED=1 draws others
 	MOECORE_SOAK=100 MOECORE_SOAK_SEED=$(or $(SEED),0) OMP_NUM_THREADS=1 python -m pytest -s tests/pipeline/test_soak.py tests/pipeline/test_what_reruns.py tests/study/test_hostile.py -k "killed or code_that_it_runs or nothing_else or hostile"

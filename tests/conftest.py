@@ -19,43 +19,47 @@ from tests.project import Project
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# The workers of `make test` take whole files in this order. The first of these makes the finished
-# project; those that use it come later, as they would wait for it.
-LONGEST = (
+# What starts pipelines, processes, compilers, browsers or whole studies: `make quick-test` leaves
+# it out but for QUICK. The workers of `make test` take whole files in this order: the first makes
+# the finished project, for which those that use it would wait, so others come between.
+SLOW = (
     "pipeline/test_pipeline.py",
     "training/test_ranks.py",
     "run/test_launch.py",
     "pipeline/test_installed_package.py",
-    "pipeline/test_cli.py",
-    "pipeline/test_parallel.py",
-    "pipeline/test_what_reruns.py",
     "training/test_speed.py",
-    "pipeline/test_kill_and_resume.py",
-    "predict/test_export.py",
-    "pipeline/test_paper_methods.py",
-    "report/test_page_in_browser.py",
-    "study/test_checking.py",
-    "pipeline/test_image_text.py",
-    "tracking/test_sync.py",
-    "pipeline/test_presets.py",
-    "testing/test_own_parts.py",
-    "pipeline/test_begin_project.py",
-    "report/test_report.py",
-    "tracking/test_ui.py",
-    "report/test_columns.py",
-    "pipeline/test_surgery.py",
-    "report/test_explorer_in_browser.py",
+    "pipeline",
     "run/test_inputs.py",
-    "pipeline/test_brain_age.py",
-    "pipeline/test_language.py",
+    "predict",
+    "study",
+    "report",
+    "tracking",
+    "stages",
+    "testing",
+    "house/test_additions.py",
+    "house/test_docs.py",
+    "house/test_pages.py",
+)
+# One pipeline, one kill, one look at what reruns; and what starts nothing
+QUICK = (
+    "pipeline/test_code_hashes.py",
+    "pipeline/test_pipeline.py::test_everything_ran_once_and_then_nothing_runs",
+    "pipeline/test_kill_and_resume.py::test_killed_at_random_moments_it_ends_bit_equal[pretrain]",
+    "pipeline/test_what_reruns.py::test_a_part_reruns_the_methods_that_use_it",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that no worker is left with one at the end."""
-    tests = Path(__file__).parent
-    rank = {str(tests / name): place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+    """Mark what is slow, and let it come first: no worker is left with it at the end."""
+    folders = [f"tests/{name}" for name in SLOW]
+    quick = tuple(f"tests/{name}" for name in QUICK)
+    ranks = {}
+    for item in items:
+        places = [place for place, name in enumerate(folders) if item.nodeid.startswith(name)]
+        ranks[item] = min(places, default=len(SLOW))
+        if places and not item.nodeid.startswith(quick):
+            item.add_marker("slow")
+    items.sort(key=ranks.__getitem__)
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 from moecore.core.files import read_json
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
-    ("nn/routers", "hash Hash", "lottery Lottery"),
+    ("nn/routers", "cosine Cosine", "lottery Lottery"),
     ("training/regularizers", "z_loss ZLoss", "quiet Quiet"),
     ("attacks", "fgsm Fgsm", "nudge Nudge"),
     ("tasks", "classification Classification", "graded Graded"),
@@ -18,9 +17,11 @@ PARTS = (  # family; kind and class of the part that is copied; those of the new
 )
 PARAMS = """\
 run:
-  {methods: [mine], seeds: [0], phases: [pretrain], measurements: [brightness, invariance],
+  {methods: [mine], seeds: [0], phases: [pretrain, halve], measurements: [brightness, invariance],
   thorough: [pretrain]}
-data: {pretrain: {kind: numerals, size: 16}}
+data:
+  pretrain: &data {kind: numerals, size: 16}
+  halve: *data
 model: {kind: plain, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
 methods:
   mine:
@@ -29,21 +30,32 @@ methods:
     regularizers: [{kind: quiet, weight: 0.005}]
 teacher_router: {steps: 2, batch: 64, learning_rate: 0.01}
 pretrain: {epochs: 1, batch: 64, learning_rate: 0.001}
+halve: {left: 0.5}
 robustness: {images: 16, epsilons: [0.05], attacks: [{kind: nudge}], audit: {images: 8, steps: 1}}
 brightness: {images: 8}
 invariance: {images: 8}
 """
-STAGES = ["prepare", "teacher_router", "pretrain", "robustness", "measure", "compare"]
 # All in one process: each of its own would import torch
 RUN = """
+from pathlib import Path
+from moecore.pipeline.code_hashes import write_code
+from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.run.stage_entry import run_stage
-from moecore.stages.fork_server import STAGES as stages
-run_stage(stages["prepare"], ["pretrain"])
-for name, *words in ("teacher_router",), ("pretrain",), ("robustness", "pretrain"):
-    run_stage(stages[name], [*words, "mine", "0"])
+from moecore.stages.fork_server import STAGES
+from moecore.study.check import check_study
+names = "prepare teacher_router pretrain halve robustness measure compare".split()
+Path("dvc.yaml").write_text(study_dvc_yaml_texts(stage_definitions(names), {})["dvc.yaml"])
+check_study()
+write_code("params.yaml")
+for phase in "pretrain", "halve":
+    run_stage(STAGES["prepare"], [phase])
+for name in "teacher_router", "pretrain", "halve":
+    run_stage(STAGES[name], ["mine", "0"])
+for phase in "pretrain", "halve":
+    run_stage(STAGES["robustness"], [phase, "mine", "0"])
 for what in "brightness", "invariance":
-    run_stage(stages["measure"], [what, "pretrain", "mine", "0"])
-run_stage(stages["compare"], [])
+    run_stage(STAGES["measure"], [what, "pretrain", "mine", "0"])
+run_stage(STAGES["compare"], [])
 """
 MEASUREMENT = '''\
 """How bright the test images are when they get darker."""
@@ -89,47 +101,6 @@ def list_changed_files(folder: Path) -> list[str]:
     ]
 
 
-def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
-    """Of a router, regularizer, attack, task, source, backbone and measurement."""
-    project = Project(tmp_path, PARAMS)
-    project.forked = False  # the copy's own code
-    for family, like, new in PARTS:
-        add_part(tmp_path, family, like, new)
-    source = tmp_path / "moecore/data/sources/numerals.py"
-    text = source.read_text(encoding="utf-8").replace("tasks.classification", "tasks.graded")
-    source.write_text(re.sub(r"\bClassification\b", "Graded", text), encoding="utf-8")
-    # a measurement with a chart, too, is one file
-    (tmp_path / "moecore/measure/brightness.py").write_text(MEASUREMENT, encoding="utf-8")
-    assert list_changed_files(tmp_path) == []
-    texts = study_dvc_yaml_texts(stage_definitions(STAGES), {})
-    (tmp_path / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
-    project.hash_code()
-    project.run([sys.executable, "-c", RUN])
-    card = read_json(tmp_path / "artifacts/data/pretrain/card.json")
-    assert card["task"]["kind"] == "graded"
-    history = tmp_path / "artifacts/history/pretrain/mine/0/history.jsonl"
-    assert '"quiet"' in history.read_text(encoding="utf-8")
-    attacks = read_json(tmp_path / "artifacts/measured/robustness/pretrain/mine/0.json")
-    assert "nudge" in str(attacks) and attacks["worst_case"]
-    compared = read_json(tmp_path / "artifacts/compare.json")["mine"]["pretrain"]
-    assert compared["brightness_50"]["mean"] == compared["brightness_100"]["mean"] / 2 > 0
-    assert "pretrain: Dark" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
-
-
-PHASE_PARAMS = """\
-run: {methods: [mine], seeds: [0], phases: [pretrain, halve]}
-data:
-  pretrain: &data {kind: digits, size: 16}
-  halve: *data
-model: {kind: vit, patch: 8, width: 32, depth: 4, heads: 2, mlp_ratio: 2}
-methods:
-  mine:
-    router: {kind: noisy_top_k, k: 2}
-    experts: {kind: mlp, number: 4, hidden_ratio: 1}
-teacher_router: {steps: 2, batch: 64, learning_rate: 0.01}
-pretrain: {epochs: 1, batch: 64, learning_rate: 0.001}
-halve: {left: 0.5}
-"""
 ROW = """\
     Stage(
         "halve",
@@ -141,29 +112,11 @@ ROW = """\
         usual=False,
     ),
 """
-RUN_PHASE = """
-from pathlib import Path
-from moecore.pipeline.code_hashes import write_code
-from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
-from moecore.run.stage_entry import run_stage
-from moecore.stages.fork_server import STAGES
-from moecore.study.check import check_study
-names = ["prepare", "teacher_router", "pretrain", "halve", "compare"]
-Path("dvc.yaml").write_text(study_dvc_yaml_texts(stage_definitions(names), {})["dvc.yaml"])
-check_study()
-write_code("params.yaml")
-run_stage(STAGES["prepare"], ["pretrain"])
-run_stage(STAGES["prepare"], ["halve"])
-for name in "teacher_router", "pretrain", "halve":
-    run_stage(STAGES[name], ["mine", "0"])
-run_stage(STAGES["compare"], [])
-"""
 
 
-def test_a_phase_is_a_row_of_the_table_a_script_and_its_settings(tmp_path):
-    project = Project(tmp_path, PHASE_PARAMS)
-    project.forked = False
-    table = tmp_path / "moecore/study/stages.py"
+def add_phase(folder: Path) -> None:
+    """Add the phase ``halve``: a row of the table, a script, its settings."""
+    table = folder / "moecore/study/stages.py"
     text = table.read_text(encoding="utf-8")
     before = '    Stage(\n        "out_of_fold",'
     table.write_text(text.replace(before, ROW + before), encoding="utf-8")
@@ -171,16 +124,40 @@ def test_a_phase_is_a_row_of_the_table_a_script_and_its_settings(tmp_path):
         ("stages/prune_experts.py", "stages/halve.py"),
         ("moecore/training/surgery/prune.py", "moecore/training/surgery/halve.py"),
     ):
-        text = (tmp_path / source).read_text(encoding="utf-8")
+        text = (folder / source).read_text(encoding="utf-8")
         text = text.replace("prune_experts", "halve").replace("Prune", "Halve")
         text = text.replace("surgery.prune", "surgery.halve").replace('"prune"', '"halve"')
         text = text.replace("prune: Halve", "halve: Halve").replace("params.prune", "params.halve")
-        (tmp_path / new).write_text(text, encoding="utf-8")
+        (folder / new).write_text(text, encoding="utf-8")
+
+
+def test_a_part_is_a_file_a_phase_is_a_row_too_and_all_of_them_run(tmp_path):
+    """Of a router, regularizer, attack, task, source, backbone, measurement and phase."""
+    project = Project(tmp_path, PARAMS)
+    project.forked = False  # the copy's own code
+    for family, like, new in PARTS:
+        add_part(tmp_path, family, like, new)
+    source = tmp_path / "moecore/data/sources/numerals.py"
+    text = source.read_text(encoding="utf-8").replace("tasks.classification", "tasks.graded")
+    source.write_text(re.sub(r"\bClassification\b", "Graded", text), encoding="utf-8")
+    # a measurement with a chart, too, is one file
+    (tmp_path / "moecore/measure/brightness.py").write_text(MEASUREMENT, encoding="utf-8")
+    assert list_changed_files(tmp_path) == []
+    add_phase(tmp_path)
     assert list_changed_files(tmp_path) == ["moecore/study/stages.py"]
-    project.run([sys.executable, "-c", RUN_PHASE])
-    outcomes = [
+    project.run([sys.executable, "-c", RUN])
+    card = read_json(tmp_path / "artifacts/data/pretrain/card.json")
+    assert card["task"]["kind"] == "graded"
+    history = tmp_path / "artifacts/history/pretrain/mine/0/history.jsonl"
+    assert '"quiet"' in history.read_text(encoding="utf-8")
+    attacks = read_json(tmp_path / "artifacts/measured/robustness/pretrain/mine/0.json")
+    assert "nudge" in str(attacks) and attacks["worst_case"]
+    compared = read_json(tmp_path / "artifacts/compare.json")["mine"]["pretrain"]
+    assert compared["brightness_50"]["mean"] == compared["brightness_100"]["mean"] / 2 > 0
+    trained, halved = (
         read_json(tmp_path / f"artifacts/measured/{phase}/mine/0.json")
         for phase in ("pretrain", "halve")
-    ]
-    assert outcomes[1]["parameters"] < outcomes[0]["parameters"]
-    assert "Halved" in (tmp_path / "reports/index.html").read_text(encoding="utf-8")
+    )
+    assert halved["parameters"] < trained["parameters"]
+    page = (tmp_path / "reports/index.html").read_text(encoding="utf-8")
+    assert "pretrain: Dark" in page and "Halved" in page

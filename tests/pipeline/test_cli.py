@@ -180,6 +180,7 @@ def test_a_new_question_is_in_order(place):
     named = moecore("study", "new", "Own-Study")
     assert named.exit_code == 1 and "allowed: small letters, digits and _" in named.stderr
     path.write_text(path.read_text("utf-8").replace("[dense, vmoe]", "[dense, vmeo]"), "utf-8")
+    shutil.rmtree(place / "pipelines/moge")
     wrong = moecore("study", "check", "--all")
     assert wrong.exit_code == 1 and "ours/own.yaml:6:18: methods: found 'vmeo'" in wrong.stderr
 
@@ -196,16 +197,11 @@ def test_help_imports_no_torch():
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """A project with data, teacher and one guided method's teacher router."""
-    project = Project(tmp_path_factory.mktemp("bad"))
-    for words in (
-        ["prepare", "pretrain"],
-        ["teacher", "0"],
-        ["teacher_router", "tgr", "0"],
-        ["teacher_router", "vmoe", "0"],
-    ):
-        project.stage(*words)
+def prepared(finished, tmp_path_factory):
+    """A project with data and teacher routers, in which no method with experts is trained."""
+    project = finished.copy(tmp_path_factory.mktemp("bad") / "project")
+    shutil.rmtree(project.folder / "artifacts/pretrain/vmoe")
+    shutil.rmtree(project.folder / "artifacts/history/pretrain/vmoe")
     return project
 
 

@@ -25,14 +25,11 @@ TIMED = ("images_per_second", "seconds", "training_step_ms")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """All three training stages once, undisturbed."""
-    project = Project(
-        tmp_path_factory.mktemp("kill"), PARAMS.replace("epochs: 2,", "epochs: 5,")
-    )  # long enough to be killed
+def project(finished, tmp_path_factory):
+    """All three training stages once, undisturbed, on the finished project's data."""
+    project = finished.copy(tmp_path_factory.mktemp("kill") / "project")
+    project.write(PARAMS.replace("epochs: 2,", "epochs: 5,"))  # long enough to be killed
     for words in (
-        ["prepare", "pretrain"],
-        ["prepare", "finetune"],
         ["teacher", "0"],
         ["teacher_router", "tgr", "0"],
         ["pretrain", "tgr", "0"],

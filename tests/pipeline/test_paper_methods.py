@@ -37,16 +37,18 @@ NAMES = ("joint", "oracle", "distilled", "upcycled", "ermoe_prc")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Project:
-    """All five methods pretrained and fine-tuned with k = 1; the routing of two is measured."""
+def project(finished, tmp_path_factory) -> Project:
+    """All five methods pretrained, and fine-tuned with k = 1; the routing of two is measured.
+
+    Data and teacher are the finished project's.
+    """
     start, end = PARAMS.index("methods:\n  dense"), PARAMS.index("teacher:\n")
     text = PARAMS[:start] + METHODS + PARAMS[end:]
     text = text.replace("methods: [dense, vmoe, tgr]", f"methods: [{', '.join(NAMES)}]").replace(
         "shots: 20}", "shots: 20, k: 1, guided: true}"
     )
-    made = Project(tmp_path_factory.mktemp("papers"), text)
-    for words in (("prepare", "pretrain"), ("prepare", "finetune"), ("teacher", "0")):
-        made.stage(*words)
+    made = finished.copy(tmp_path_factory.mktemp("papers") / "project")
+    made.write(text)
     for name in NAMES:
         made.stage("teacher_router", name, "0")
         made.stage("pretrain", name, "0")
@@ -119,7 +121,7 @@ ON_IMAGES = ("invariance", "corruptions", "stability", "few_shot", "lipschitz", 
 
 
 @pytest.fixture(scope="module")
-def on_swin(tmp_path_factory) -> Project:
+def on_swin(finished, tmp_path_factory) -> Project:
     """A Swin-MoE, grid 12 when fine-tuned (three windows of 4), which every measurement measured.
 
     Attack, calibration and transfer too; k = 2 of 4 experts in both stages.
@@ -128,11 +130,10 @@ def on_swin(tmp_path_factory) -> Project:
     text = PARAMS.replace(vit, SWIN).replace("[dense, vmoe, tgr]", "[dense, vmoe]")
     text += "few_shot: {shots: [1, 5], draws: 2}\n"
     text += "explorer: {images: 4, attack: {kind: pgd, steps: 2}}\n"
-    made = Project(tmp_path_factory.mktemp("swin"), text)
+    made = finished.copy(tmp_path_factory.mktemp("swin") / "project")
+    made.write(text)
     item = ("finetune", "vmoe", "0")
     for words in (
-        ("prepare", "pretrain"),
-        ("prepare", "finetune"),
         *(
             (stage, name, "0")
             for name in ("vmoe", "dense")

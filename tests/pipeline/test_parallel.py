@@ -24,7 +24,7 @@ from moecore.pipeline.stage_fork_server import start_stage_server
 from moecore.run.history_file import read_dvc_locks
 from moecore.stages import fork_server as stages_server
 from tests import forked
-from tests.project import COMMAND, PARAMS, ROOT, Project
+from tests.project import COMMAND, ROOT, Project
 
 ABOVE = {
     "code": set(),
@@ -186,13 +186,6 @@ def test_what_can_be_known_stops_before_the_first_stage(copied):
     assert started == ["Running stage 'code':"]
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Project:
-    project = Project(tmp_path_factory.mktemp("forked"), PARAMS)
-    project.stage("prepare", "pretrain")
-    return project
-
-
 def test_every_stage_of_the_pipeline_is_served():
     scripts = {path.stem for path in (ROOT / "stages").glob("[a-z]*.py")}
     assert stages_server.STAGES.keys() == scripts - {"fork_server"}
@@ -243,7 +236,7 @@ def test_a_stage_whose_server_ends_has_failed(tmp_path, answer):
     assert client.returncode == 1
 
 
-def test_nothing_computes_before_a_fork(project):
+def test_nothing_computes_before_a_fork():
     """A process with several threads must not fork: their locks would stay taken for ever."""
     socket = str(forked.server().socket)
     # The first of them; the others are its forks, each waiting for a stage.
@@ -261,16 +254,16 @@ def served(process: str, socket: str) -> bool:
         return False
 
 
-def test_the_command_python(project):
-    done = project.attempt(["python", "-m", "moecore.stages.prepare", "nothing"])
+def test_the_command_python(copied):
+    done = copied.attempt(["python", "-m", "moecore.stages.prepare", "nothing"])
     assert done.returncode == 1
     assert "data.nothing" in done.stderr and "Traceback" not in done.stderr
-    done = project.attempt(["python", "-c", "import sys; print('plain', file=sys.stderr)"])
+    done = copied.attempt(["python", "-c", "import sys; print('plain', file=sys.stderr)"])
     assert done.returncode == 0 and "plain" in done.stderr
 
 
-def test_a_stage_ends_with_who_started_it(project):
-    project.stage("teacher_router", "dense", "0")
+def test_a_stage_ends_with_who_started_it(copied):
+    project = copied
     project.edit("pretrain:\n  {epochs: 2, batch: 64", "pretrain:\n  {epochs: 2000, batch: 64")
     words = ["python", "-m", "moecore.stages.pretrain", "dense", "0"]
     started = subprocess.Popen(words, cwd=project.folder, env=project.environment)

@@ -20,13 +20,15 @@ def link_to_itself(folder: Path) -> None:
     folder.symlink_to(folder)
 
 
-@pytest.mark.parametrize("replace", [link_to_kernel, link_to_itself, Path.touch])
 @pytest.mark.parametrize(
-    ("name", "stages"),
+    ("name", "stages", "replace"),
     [
-        ("artifacts", [("code",), ("prepare", "pretrain"), ("calibrate", "pretrain", "vmoe", "0")]),
-        (".state", [("prepare", "pretrain"), ("teacher", "0")]),
-        ("reports", [("compare",)]),
+        ("artifacts", [("code",), ("calibrate", "pretrain", "vmoe", "0")], link_to_kernel),
+        ("artifacts", [("prepare", "pretrain")], link_to_itself),
+        (".state", [("prepare", "pretrain")], Path.touch),
+        (".state", [("teacher", "0")], link_to_kernel),
+        ("reports", [("compare",)], link_to_itself),
+        ("reports", [("compare",)], Path.touch),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_one_line(

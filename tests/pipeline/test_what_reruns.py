@@ -18,9 +18,9 @@ import pytest
 from moecore.core.files import UserError, read_json
 from moecore.core.source_layout import CODE, ROOT, refuse_other_checkout
 from moecore.pipeline import code_hashes
-from moecore.pipeline.code_hashes import hash_code_files, hash_files, import_closure, part_files
+from moecore.pipeline.code_hashes import hash_code_files
 from moecore.run.history_file import read_dvc_locks
-from moecore.study.document import load_yaml_document, parse_yaml_document
+from moecore.study.document import load_yaml_document
 from moecore.study.stages import CODE_STAGE
 from tests.project import COMMAND, Project, forget_files
 
@@ -198,7 +198,7 @@ def used(finished, tmp_path_factory) -> dict[str, set[str]]:
         for name, entry in read_dvc_locks(finished.folder).items()
         if entry["cmd"].startswith("python -m moecore.stages.")
         and name != CODE_STAGE
-        and not ("vmoe" in name or "dense" in name and "finetune-" in name)
+        and (not of_method(name, "dense", "vmoe") or name == "pretrain@dense-0")
     }
     words = {}
     for name, entry in locks.items():
@@ -293,154 +293,6 @@ def test_an_edit_reruns_what_uses_the_file_and_nothing_else(edited, used, monkey
         (edited.folder / file).write_text(before, encoding="utf-8")
         if soak:
             edited.run(["dvc", "repro", "--single-item", CODE_STAGE])
-
-
-TREE = {
-    "moecore/__init__.py": '"""Only a docstring."""',
-    "moecore/core/config.py": "",
-    "moecore/data/helper.py": "from moecore.core import config\nimport moecore.run.record",
-    "moecore/nn/layers/__init__.py": "WIDTH = 1",
-    "moecore/nn/layers/block.py": "import moecore.core.config",
-    "moecore/nn/routers/__init__.py": '"""A family."""',
-    "moecore/nn/routers/base.py": "",
-    "moecore/nn/routers/top.py": "from moecore.nn.routers import odds\nfrom .plan import Plan",
-    "moecore/nn/routers/odds.py": "",
-    "moecore/nn/routers/plan.py": "from moecore.data.helper import x",
-    "moecore/nn/routers/other.py": "",
-    "moecore/nn/experts/both.py": "",
-    "moecore/training/regularizers/both.py": "",
-    "moecore/data/atlas/map.bin": "",
-    "moecore/data/tools/other.py": "",
-    "moecore/run/record.py": "from moecore.core import written",
-    "moecore/core/written.py": "",
-    "moecore/report/html.py": "import moecore.core.config",
-    "moecore/report/templates/page.html": "",
-    "moecore/stages/train.py": "import torch\nfrom moecore.nn.routers.base import Router\n"
-    "from moecore.nn.layers.block import Block\n\ndef f():\n    import moecore.data.helper",
-    "moecore/stages/compare.py": "from moecore.report.html import page",
-}
-
-
-@pytest.fixture
-def tree(tmp_path) -> Path:
-    for name, text in TREE.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
-def names(files: set[Path]) -> set[str]:
-    return {file.as_posix() for file in files}
-
-
-def test_closure_follows_modules_but_no_family(tree):
-    reached = names(import_closure("moecore/stages/train.py", tree))
-    assert reached == {
-        "moecore/stages/train.py",
-        "moecore/nn/layers/__init__.py",
-        "moecore/nn/routers/base.py",
-        "moecore/nn/layers/block.py",
-        "moecore/core/config.py",
-        "moecore/data/helper.py",
-        "moecore/data/atlas/map.bin",
-        "moecore/core/written.py",
-    }
-
-
-def test_only_the_rooms_that_decide_a_result_are_followed(tree):
-    assert names(import_closure("moecore/stages/compare.py", tree)) == {"moecore/stages/compare.py"}
-    rooms = (*code_hashes.DECIDING, "report")
-    assert names(import_closure("moecore/stages/compare.py", tree, rooms)) == {
-        "moecore/stages/compare.py",
-        "moecore/report/html.py",
-        "moecore/report/templates/page.html",
-        "moecore/core/config.py",
-    }
-
-
-def test_parts_bring_their_helpers(tree):
-    section = {
-        "router": {"kind": "top", "k": 2},
-        "experts": {"kind": "both"},
-        "deep": [{"x": {"kind": "unknown"}}],
-    }
-    assert names(part_files(section, tree)) == {
-        "moecore/nn/routers/top.py",
-        "moecore/nn/routers/odds.py",
-        "moecore/nn/routers/plan.py",
-        "moecore/data/helper.py",
-        "moecore/data/atlas/map.bin",
-        "moecore/core/written.py",
-        "moecore/core/config.py",
-        "moecore/nn/experts/both.py",
-    }
-
-
-def test_only_an_edit_of_a_used_part_changes_the_fingerprint(tree):
-    def print_of() -> dict:
-        forget_files()
-        return hash_files(part_files({"router": {"kind": "top"}}, tree), tree)
-
-    before = print_of()
-    (tree / "moecore/nn/routers/new.py").write_text("x = 1")
-    (tree / "moecore/nn/routers/other.py").write_text("x = 1")
-    assert print_of() == before
-    (tree / "moecore/nn/routers/plan.py").write_text("y = 2")
-    assert print_of() != before
-
-
-def test_broken_and_missing_files_are_named(tree):
-    with pytest.raises(UserError, match=r"moecore/stages/none.py: no such file"):
-        import_closure("moecore/stages/none.py", tree)
-    (tree / "moecore/stages/bad.py").write_text("x = (")
-    with pytest.raises(UserError, match=r"moecore/stages/bad.py:1: not valid Python"):
-        import_closure("moecore/stages/bad.py", tree)
-
-
-PARAMS = """\
-run: {methods: [vmoe]}
-data: {pretrain: {kind: digits}}
-model: {kind: vit}
-methods: {vmoe: {router: {kind: noisy_top_k}}, other: {router: {kind: hash}}}
-calibrate: {calibrator: {kind: temperature}}
-invariance: {images: 16}
-corruptions: {attacks: [{kind: fgsm}]}
-claims: []
-questions: []
-"""
-
-
-@pytest.fixture(scope="module")
-def files() -> dict[str, dict[str, str]]:
-    return hash_code_files(parse_yaml_document(PARAMS))
-
-
-def test_there_is_a_file_for_whatever_a_stage_depends_on(files):
-    scripts = {f"stages/{file.name[:-3]}.json" for file in (ROOT / "stages").glob("[a-z]*.py")}
-    assert {name for name in files if name.startswith("stages/")} == scripts
-    assert {name for name in files if not name.startswith("stages/")} == {
-        "methods/vmoe.json",
-        "sections/data.pretrain.json",
-        "sections/calibrate.json",
-        "sections/corruptions.json",
-        "sections/invariance.json",
-        "measure/corruptions.json",
-        "measure/invariance.json",
-    }
-
-
-def test_a_method_and_a_measurement_have_the_parts_that_they_name(files):
-    method, measurement = set(files["methods/vmoe.json"]), set(files["measure/corruptions.json"])
-    assert {"moecore/nn/routers/noisy_top_k.py", "moecore/nn/backbones/vit.py"} <= method
-    assert "moecore/nn/routers/hash.py" not in method
-    assert {"moecore/measure/corruptions.py", "moecore/attacks/fgsm.py"} <= measurement
-    assert "moecore/attacks/pgd.py" not in measurement
-
-
-def test_a_training_has_the_loop_and_the_optimizer_that_the_room_run_calls(files):
-    for script in ("teacher", "pretrain", "finetune", "out_of_fold"):
-        wanted = {"moecore/training/loop.py", "moecore/training/settings.py"}
-        assert wanted <= set(files[f"stages/{script}.json"]), script
 
 
 def test_code_of_another_checkout_is_refused_and_never_runs(tmp_path):

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from playwright.sync_api import Page
-
 from moecore.report.page.explorer_page import explorer
 
 PICKED = "#phase=pretrain&method=vmoe&beside=prc&layer=2&image=3&patch=4&kind=attack&step=2"
@@ -18,19 +16,19 @@ def address(path: Path, state: str = "") -> str:
     return path.resolve().as_uri() + state
 
 
-def settled(page: Page) -> Page:
+def settled(page):
     """The page once nothing is being drawn."""
     page.wait_for_selector("main[data-drawn]")
     page.wait_for_function("find('main').dataset.drawn === String(turn)")
     return page
 
 
-def numbers(page: Page, panel: int = 0) -> list[str]:
+def numbers(page, panel: int = 0) -> list[str]:
     """What stands in the patches, row by row."""
     settled(page)
     return page.locator(f".panel >> nth={panel}").locator(".cell").all_text_contents()
 
 
-def state(page: Page) -> dict[str, str]:
+def state(page) -> dict[str, str]:
     settled(page)
     return page.evaluate("Object.fromEntries(new URLSearchParams(location.hash.slice(1)))")

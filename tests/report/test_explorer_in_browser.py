@@ -7,7 +7,6 @@ from urllib.parse import parse_qsl
 import numpy as np
 import pytest
 import torch
-from playwright.sync_api import Browser
 
 from moecore.measure.explorer import Result as Explorer
 from moecore.nn.predict import predict_in_batches
@@ -38,7 +37,7 @@ def best(model, pixels, layer: int, image: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
-def test_it_fits_and_is_complete(browser: Browser, whole, width, scheme):
+def test_it_fits_and_is_complete(browser, whole, width, scheme):
     with opened(browser, address(whole, PICKED), width, scheme) as page:
         settled(page)
         assert clipped(page) == []
@@ -49,14 +48,14 @@ def test_it_fits_and_is_complete(browser: Browser, whole, width, scheme):
         assert dark == (scheme == "dark")
 
 
-def test_a_laptop_shows_all_without_scrolling(browser: Browser, whole):
+def test_a_laptop_shows_all_without_scrolling(browser, whole):
     with opened(browser, whole, 1400, "light") as page:
         settled(page)
         assert page.evaluate("document.documentElement.scrollHeight") <= 900
         assert page.locator(".panel:visible").count() == 2
 
 
-def test_a_phone_begins_with_one_model_and_large_targets(browser: Browser, whole):
+def test_a_phone_begins_with_one_model_and_large_targets(browser, whole):
     with opened(browser, whole, 390, "light") as page:
         settled(page)
         assert page.locator(".panel:visible").count() == 1
@@ -67,7 +66,7 @@ def test_a_phone_begins_with_one_model_and_large_targets(browser: Browser, whole
         assert state(page)["image"] == "4" and state(page)["patch"] == "9"
 
 
-def test_patches_carry_the_numbers_of_their_experts(browser: Browser, folder):
+def test_patches_carry_the_numbers_of_their_experts(browser, folder):
     model = subject(images(), moe())
     path = written(folder / "numbers.html", alone(model))
     where = [0, 25, 12, 37, 6]
@@ -76,7 +75,7 @@ def test_patches_carry_the_numbers_of_their_experts(browser: Browser, folder):
         assert state(page)["layer"] == "2"
 
 
-def test_the_slider_marks_what_changed(browser: Browser, whole):
+def test_the_slider_marks_what_changed(browser, whole):
     start = PICKED.replace("step=2", "step=0").replace("attack", "noise")
     with opened(browser, address(whole, start), 1400, "light") as page:
         clean = numbers(page)
@@ -94,7 +93,7 @@ def test_the_slider_marks_what_changed(browser: Browser, whole):
         assert panel.locator(".count").inner_text() == f"{len(arrows)} of 9 patches changed"
 
 
-def test_every_control(browser: Browser, whole):
+def test_every_control(browser, whole):
     with opened(browser, whole, 1400, "light") as page:
         settled(page)
         for name, value in {
@@ -123,7 +122,7 @@ def test_every_control(browser: Browser, whole):
         assert page.locator(".panel:visible").count() == 1
 
 
-def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser: Browser, whole):
+def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser, whole):
     with opened(browser, address(whole, PICKED), 1400, "light") as page:
         settled(page)
         heads = page.locator(".details h3")
@@ -142,7 +141,7 @@ def test_pointing_at_a_patch_shows_its_probabilities_in_both(browser: Browser, w
         assert state(page)["patch"] == "9"
 
 
-def test_the_class_token_can_be_looked_at(browser: Browser, whole):
+def test_the_class_token_can_be_looked_at(browser, whole):
     with opened(browser, address(whole, PICKED), 1400, "light") as page:
         settled(page)
         page.locator(".specials button").first.click()
@@ -151,7 +150,7 @@ def test_the_class_token_can_be_looked_at(browser: Browser, whole):
         assert page.locator(".specials button").first.get_attribute("aria-pressed") == "true"
 
 
-def test_an_expert_shows_its_load_classes_and_patches(browser: Browser, whole):
+def test_an_expert_shows_its_load_classes_and_patches(browser, whole):
     result = study().phases["pretrain"].first(Explorer)["vmoe"]
     with opened(browser, address(whole, PICKED), 1400, "light") as page:
         settled(page)
@@ -175,7 +174,7 @@ def test_an_expert_shows_its_load_classes_and_patches(browser: Browser, whole):
         assert panel.locator(".cell.dim").count() == 0
 
 
-def test_by_keyboard_alone(browser: Browser, whole):
+def test_by_keyboard_alone(browser, whole):
     with opened(browser, address(whole, "#image=0&patch=1"), 1400, "light") as page:
         settled(page)
         order = []
@@ -212,7 +211,7 @@ def test_by_keyboard_alone(browser: Browser, whole):
         assert page.evaluate(outline) == "solid"
 
 
-def test_epochs_of_a_training(browser: Browser, whole):
+def test_epochs_of_a_training(browser, whole):
     with opened(
         browser, address(whole, "#method=prc&beside=vmoe&kind=epoch"), 1400, "dark"
     ) as page:
@@ -227,7 +226,7 @@ def test_epochs_of_a_training(browser: Browser, whole):
         assert page.locator(".count").first.inner_text().startswith("0 of 9 patches changed")
 
 
-def test_an_address_brings_the_view_back(browser: Browser, whole):
+def test_an_address_brings_the_view_back(browser, whole):
     with opened(browser, address(whole, PICKED + "&expert=1"), 1400, "light") as page:
         found = state(page)
         assert found == dict(parse_qsl(PICKED[1:])) | {"expert": "1"}
@@ -238,7 +237,7 @@ def test_an_address_brings_the_view_back(browser: Browser, whole):
         assert found["kind"] == "noise"
 
 
-def test_a_dense_model_says_that_there_is_nothing_to_see(browser: Browser, whole):
+def test_a_dense_model_says_that_there_is_nothing_to_see(browser, whole):
     with opened(browser, address(whole, "#method=dense&beside=prc"), 1400, "light") as page:
         settled(page)
         first = page.locator(".panel >> nth=0")
@@ -249,7 +248,7 @@ def test_a_dense_model_says_that_there_is_nothing_to_see(browser: Browser, whole
         assert option.inner_text() == "dense (no experts: nothing to see)"
 
 
-def test_volumes_are_three_slices(browser: Browser, folder, tmp_path):
+def test_volumes_are_three_slices(browser, folder, tmp_path):
     path = written(folder / "volumes.html", alone(volumes(tmp_path), OF_VOLUMES))
     with opened(browser, address(path, "#patch=22"), 390, "light") as page:
         settled(page)
@@ -271,7 +270,7 @@ def test_volumes_are_three_slices(browser: Browser, folder, tmp_path):
         assert "of 64 patches changed" in page.locator(".count").first.inner_text()
 
 
-def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder):
+def test_four_hundred_experts_and_a_thousand_classes(browser, folder):
     path = written(folder / "many.html", alone(subject(images(classes=1000), moe(400))))
     with opened(browser, address(path, "#expert=399&step=2"), 390, "dark") as page:
         settled(page)
@@ -284,7 +283,7 @@ def test_four_hundred_experts_and_a_thousand_classes(browser: Browser, folder):
         assert page.locator(".panel .cell").first.inner_text() != ""
 
 
-def test_one_layer_and_large_colour_images(browser: Browser, folder):
+def test_one_layer_and_large_colour_images(browser, folder):
     data = images(size=64, channels=3, number=8)
     path = written(folder / "one.html", alone(subject(data, moe(blocks=(1,)), patch=4)))
     with opened(browser, path, 390, "light") as page:
@@ -294,7 +293,7 @@ def test_one_layer_and_large_colour_images(browser: Browser, folder):
         assert clipped(page) == []
 
 
-def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
+def test_the_true_kind_stands_beside_the_expert(browser, folder):
     """Told that a patch is of kind n the router chooses expert n − 1; noise leaves the truth."""
     model = measured_on_dialects(Told())
     explored = alone(model)
@@ -317,7 +316,7 @@ def test_the_true_kind_stands_beside_the_expert(browser: Browser, folder):
             assert clipped(page) == []
 
 
-def test_of_a_mosaic_every_cells_answer_stands_beside_its_label(browser: Browser, folder):
+def test_of_a_mosaic_every_cells_answer_stands_beside_its_label(browser, folder):
     model = measured_on_dialects(NoisyTopK(k=1), image=MOSAIC)
     path = written(folder / "cells.html", alone(model))
     test, image = model.data.test, 3

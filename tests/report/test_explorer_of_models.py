@@ -2,8 +2,6 @@
 
 import re
 
-from playwright.sync_api import Browser
-
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Result as Explorer
 from moecore.measure.router_regret import RouterRegret
@@ -18,7 +16,7 @@ from tests.report.explored import alone, study, two_seeds
 from tests.report.explorer_page import PICKED, address, numbers, settled, state, written
 
 
-def test_two_seeds_side_by_side(browser: Browser, tmp_path):
+def test_two_seeds_side_by_side(browser, tmp_path):
     """Their experts are matched on the choices of routing.roles; unlike patches are marked."""
     found = two_seeds()
     path = written(tmp_path / "seeds.html", found)
@@ -83,7 +81,7 @@ def test_two_seeds_side_by_side(browser: Browser, tmp_path):
         assert "set routing.roles for" in seed.inner_text()
 
 
-def test_keys_that_no_control_takes(browser: Browser, tmp_path):
+def test_keys_that_no_control_takes(browser, tmp_path):
     start = address(written(tmp_path / "whole.html", study()), "#image=0&patch=1&layer=1&beside=")
     with opened(browser, start, 1400, "light") as page:
         settled(page)
@@ -99,7 +97,7 @@ def test_keys_that_no_control_takes(browser: Browser, tmp_path):
         assert "expert" not in state(page)
 
 
-def test_a_text_is_words_with_their_experts(browser: Browser, tmp_path):
+def test_a_text_is_words_with_their_experts(browser, tmp_path):
     data = text(tmp_path / "words")
     backbone = LanguageModel(width=8, depth=2, heads=2, span=6)
     explored = alone(MeasuredModel(built(backbone, MOE, data, 1.5), data))

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Locator
 
 from moecore.predict import pictures as predicted
 from moecore.predict.pictures import (
@@ -122,7 +121,7 @@ def test_one_paper_at_a_time(browser, written):
         assert "63.04" in panes.first.locator("thead").inner_text(), "the paper's own number"
 
 
-def follow(link: Locator) -> None:
+def follow(link) -> None:
     """Click a link of the bar without scrolling to it first: that would scroll the page below the
     bar, and so change what the bar lists.
     """

@@ -32,14 +32,17 @@ from moecore.study.stages import STAGES
 from tests.project import PARAMS, Project
 
 STAGE = "pretrain@dense-0"
-LONG = PARAMS.replace("pretrain:\n  {epochs: 2,", "pretrain:\n  {epochs: 12,")
+SHORT = "pretrain:\n  {epochs: 2,"
+LONG = SHORT.replace("2", "12")
 RATE = "batch: 64, learning_rate: 0.001, log_every: 5, checkpoint_every: 4,\n"
 OTHER = RATE.replace("0.001", "0.002")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Project:
-    return Project(tmp_path_factory.mktemp("inputs"), LONG).with_dvc()
+@pytest.fixture
+def project(copied) -> Project:
+    """A copy of the finished project whose pretraining takes longer."""
+    copied.edit(SHORT, LONG)
+    return copied
 
 
 def checkpoints(project: Project) -> list[Path]:
@@ -48,6 +51,7 @@ def checkpoints(project: Project) -> list[Path]:
 
 def repro_with_edit(project: Project, edit: Callable[[], None]) -> str:
     """Let ``dvc repro`` train, edit at the first checkpoint; return what the failed run printed."""
+    before = read_dvc_locks(project.folder)[STAGE]
     started = subprocess.Popen(
         ["dvc", "repro", STAGE],
         cwd=project.folder,
@@ -62,7 +66,7 @@ def repro_with_edit(project: Project, edit: Callable[[], None]) -> str:
     edit()
     said, _ = started.communicate()
     assert started.returncode != 0 and "Traceback" not in said, said
-    assert STAGE not in read_dvc_locks(project.folder)
+    assert read_dvc_locks(project.folder)[STAGE] == before
     return said
 
 
@@ -93,10 +97,9 @@ CODE = "moecore/training/settings.py"
 EDIT = "\nEDITED = True\n"
 
 
-def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(tmp_path):
+def test_code_edited_while_a_stage_runs_files_no_result_and_is_named(project):
     """After its imports, at its checkpoints, and where another edit came before it began."""
-    project = Project(tmp_path, LONG).with_dvc()
-    project.repro("teacher_router@dense-0")
+    project.edit("epochs: 12,", "epochs: 13,")  # not what the run cache has of the test before
     project.forked = False  # from now on it runs the code of its own folder, which is edited
     file = project.folder / CODE
     text = file.read_text(encoding="utf-8")
@@ -147,12 +150,11 @@ def test_a_stage_compares_the_code_that_dvc_files_its_result_under(stage, monkey
     assert {*stage_hash_files(what, "pretrain", "vmoe")} == named
 
 
-def test_dvc_tells_settings_apart_that_are_called_size(tmp_path):
+def test_dvc_tells_settings_apart_that_are_called_size(copied):
     """Its run cache does not: dvc/stage/cache.py leaves this name out of its key."""
     sparse = "{kind: group_sparsity, weight: 0.5, size: 2}"
     params = PARAMS.replace("{kind: load, weight: 0.005}", sparse)
-    project = Project(tmp_path, params).with_dvc()
-    runs = {}
+    project, runs = copied, {}
     for size in (1, 2):
         project.write(params.replace("weight: 0.5, size: 2", f"weight: 0.5, size: {size}"))
         runs[size] = project.repro("pretrain@vmoe-0")
@@ -161,7 +163,7 @@ def test_dvc_tells_settings_apart_that_are_called_size(tmp_path):
     assert "pretrain@vmoe-0" in runs[2] and runs["weights 1"] != runs["weights 2"]
 
     card = project.folder / "artifacts/data/finetune/card.json"
-    for size in (24, 32):
+    for size in (16, 32):
         finetune = "finetune: {kind: digits, size: "
         project.write(params.replace(f"{finetune}24", f"{finetune}{size}"))
         assert project.repro("prepare@finetune") == ["code", "prepare@finetune"]

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
 
 from moecore.core.files import UserError
 from moecore.run.run_record import record_run
@@ -64,6 +63,8 @@ def test_the_first_view_has_metrics_data_source_and_live_runs(study, request):
         wait_until(lambda: study.parent("dense/0").info.status == "FINISHED")
         wait_until(lambda: answers(port))
         browser = request.getfixturevalue("browser")
+        from playwright.sync_api import expect
+
         with opened(browser, address, 1800, "light", KNOWN) as page:
             body = page.locator("body")
             for words in ("vmoe seed 0", "dense seed 0", "ece_after", "0.5", "toy", "Source"):

@@ -47,11 +47,11 @@ def record(chosen: torch.Tensor, combine: torch.Tensor | None = None) -> Routing
 
 
 def test_kept_choices_by_hand():
-    """Fixture E1: 0 and 1 in another order, one of two, both; and tokens without a choice."""
-    before = masks("xx..", "x.x.", ".x.x", "....", "x...")
-    after = masks("xx..", "..xx", ".x.x", "....", "....")
+    """Fixture E1: 0 and 1 in another order, one of two, both; no choice; fewer, more."""
+    before = masks("xx..", "x.x.", ".x.x", "....", "x...", "xx..", "x...")
+    after = masks("xx..", "..xx", ".x.x", "....", "....", "x...", "xx..")
     kept = kept_choices(before, after)[0]
-    assert kept.tolist() == [1, 0.5, 1, 1, 0]
+    assert kept.tolist() == [1, 0.5, 1, 1, 0, 1, 0.5]
     assert 1 - float(kept[:3].mean()) == pytest.approx(0.166667, abs=1e-6)
 
 

@@ -1,37 +1,24 @@
-"""dvc.yaml says exactly what its stages read: their params, their data and the code behind them.
-What would run, why and how long.
-"""
+"""dvc.yaml says exactly what its stages read: their params, their data and the code behind them."""
 
 import ast
 import copy
 import importlib
 import inspect
-import json
 import re
 import shlex
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from dvc.repo import Repo
 
-from moecore.core.files import UserError, write_json
-from moecore.core.source_layout import CODE, FAMILIES, ROOT
-from moecore.pipeline.code_hashes import hash_code_files, hash_settings
+from moecore.core.source_layout import FAMILIES, ROOT
+from moecore.pipeline.code_hashes import hash_settings
 from moecore.pipeline.dvc import (
     LARGE_STUDY,
     count_stages,
     main_dvc_yaml_text,
     stage_definitions,
     study_dvc_yaml_texts,
-)
-from moecore.pipeline.plan import (
-    DvcStatus,
-    PlannedStage,
-    plan_stages,
-    query_pipeline_status,
-    stages_changed_by_code,
 )
 from moecore.study import stages as stage_table
 from moecore.study.document import (
@@ -239,94 +226,3 @@ def test_no_lock_file_of_a_study_has_hundreds_of_stages_but_of_one_kind(name, nu
         stages = parse_yaml_document(text).data["stages"]
         assert len(stages) == 1 or count_stages(stages, run) <= LARGE_STUDY, file
     assert (len(texts) > 1) == (name == "ours/ablations")
-
-
-EDGES = [
-    ("prepare", "train@a"),
-    ("prepare", "train@b"),
-    ("train@a", "compare"),
-    ("train@b", "compare"),
-    ("code", "prepare"),
-    ("code", "train@a"),
-    ("code", "train@b"),
-]
-
-
-def test_changes_flow_downstream_in_order():
-    status = {
-        "train@a": [{"changed deps": {"params.yaml": {"methods.a.k": "modified"}}}],
-        "other": [{"changed command": None}, "always changed"],
-    }
-    assert plan_stages(DvcStatus(status, EDGES), {"train@b": 4.0, "compare": 1.0}) == [
-        PlannedStage("other", ("changed command", "always changed"), None),
-        PlannedStage("train@a", ("methods.a.k modified",), 4.0),
-        PlannedStage("compare", ("after train@a",), 1.0),
-    ]
-
-
-EDITED = {"code": [{"changed deps": {"moecore/nn": "modified"}}]}
-
-
-def test_other_code_runs_what_depends_on_it_and_nothing_else():
-    assert [item.stage for item in plan_stages(DvcStatus(EDITED, EDGES), {}, {})] == ["code"]
-    planned = plan_stages(DvcStatus(EDITED, EDGES), {}, {"train@a": ("x.py edited",)})
-    assert [item.stage for item in planned] == ["code", "train@a", "compare"]
-    assert planned[1].reasons == ("x.py edited",)
-    assert len(plan_stages(DvcStatus(EDITED, EDGES), {})) == 5, "where it is not known, all of it"
-
-
-PARAMS = "run: {methods: [a]}\nmethods: {a: {router: {kind: hash}}}\n"
-
-
-def finished(folder: Path) -> dict[str, dict[str, str]]:
-    """What the stages ``code`` and ``train`` leave behind."""
-    (folder / "params.yaml").write_text(PARAMS)
-    files = hash_code_files(parse_yaml_document(PARAMS))
-    for name, hashes in files.items():
-        write_json(CODE / name, hashes)
-    stages = {
-        "train@a": {"deps": [{"path": "artifacts/code/methods/a.json"}]},
-        "transfer": {"deps": [{"path": "artifacts/code/methods"}]},
-        "other": {"deps": [{"path": "artifacts/code/stages/pretrain.json"}]},
-    }
-    (folder / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": stages}))
-    return files
-
-
-def test_which_stages_an_edit_concerns(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    files = finished(tmp_path)
-    assert stages_changed_by_code(DvcStatus(EDITED, EDGES)) == {}
-    assert stages_changed_by_code(DvcStatus({"code": ["always changed"]}, EDGES)) == {}
-    router = "moecore/nn/routers/hash.py"
-    write_json(CODE / "methods/a.json", files["methods/a.json"] | {router: "0"})
-    edges = [*EDGES, ("train@a", "transfer")]
-    found = stages_changed_by_code(DvcStatus(EDITED, edges))
-    assert found == {"train@a": (f"{router} edited",), "transfer": (f"{router} edited",)}
-    assert stages_changed_by_code(DvcStatus({}, EDGES)) == {}, "DVC found nothing to hash again"
-    lost = {"code": [{"changed outs": {"artifacts/code": "deleted"}}]}
-    assert stages_changed_by_code(DvcStatus(lost, EDGES)) is None
-
-
-def test_files_that_a_kill_of_dvc_left_empty_are_named(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Repo.init(no_scm=True).close()
-    Path("dvc.yaml").write_text("stages: {first: {cmd: echo 1 > out, outs: [out]}}\n")
-    with Repo() as repo:
-        repo.reproduce()
-    assert "first" in Path("dvc.lock").read_text()
-    Path("out").unlink()
-    for content in ("", "stages: ["):
-        Path("dvc.lock").write_text(content)
-        with pytest.raises(
-            UserError, match="dvc.lock: is not as DVC writes it .*; delete it: what"
-        ):
-            query_pipeline_status()
-    Path("dvc.lock").unlink()
-    Path(".dvc/tmp/rwlock").write_text("")  # DVC's own words name the file
-    with pytest.raises(UserError, match="dvc: .*rwlock"):
-        query_pipeline_status()
-    Path(".dvc/tmp/rwlock").unlink()
-    with Repo() as repo:
-        repo.reproduce()
-    assert Path("out").read_text() == "1\n"
