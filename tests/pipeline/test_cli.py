@@ -98,7 +98,7 @@ def test_data_that_were_prepared_need_no_raw_ones(place):
     path = place / "params.yaml"
     raw = ImageFolder(root="flowers", size=28, channels=1)
     image_classes(place / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
-    raw.prepare(place / "artifacts/data/pretrain")
+    raw.write(place / "artifacts/data/pretrain")
     shutil.rmtree(place / "flowers")
     own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
     text = path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own)

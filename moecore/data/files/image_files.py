@@ -3,6 +3,7 @@
 import hashlib
 import os
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from moecore.core.files import (
     read_json,
     write_sealed,
 )
+from moecore.data.card import Card, count_classes
 from moecore.data.files.decode import (
     SUFFIXES,
     JpegWithHistogram,
@@ -25,11 +27,11 @@ from moecore.data.files.decode import (
     decode_image,
     recompress_image,
 )
-from moecore.data.sources.base import PlannedData, Source, class_counts
+from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
+from moecore.data.sources.base import Source
 from moecore.data.stored_arrays import new_array, open_array
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads
-from moecore.data.writer import DatasetInfo, PackedJpegFile, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 
 CHUNK = 1024
@@ -234,44 +236,45 @@ class ImageFilesSource(SplitSettings, Source):
             raise ValueError(f"{given}; allowed: {self.size} or more, or null")
         return self
 
-    def facts(self) -> tuple[str, str, str]:
+    @property
+    @abstractmethod
+    def about(self) -> tuple[str, str, str]:
         """Name, licence and source, for the card."""
-        raise NotImplementedError
 
+    @abstractmethod
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
-        raise NotImplementedError
 
     def scratch_folder(self, folder: Path) -> Path:
         """Return where unfinished work lies."""
         return folder / ".decoded"
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def describe(self) -> Card:
+        """Return what ``write`` would write; files are counted."""
+        return self._card().complete_with(lambda: self._count(*self.list_splits()))
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on wrong folders or files."""
         classes, splits = self.list_splits()
-        scratch = self.scratch_folder(Path(folder))
+        card = self._card()._replace(**self._count(classes, splits))
+        scratch = self.scratch_folder(folder)
         cache = DecodeCache(scratch, self.size, self.channels)
         parts = decode_splits(cache, splits, self.on_error, self.short_side)
-        name, licence, source = self.facts()
-        task = Classification(classes=classes)
-        info = DatasetInfo(name, task, self.channels, self.size, licence, source, self)
-        card = write_prepared(folder, info, parts)
+        written = write_images(folder, self, card, parts)
         shutil.rmtree(scratch)
-        return card
+        return written
 
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; files are counted."""
-        known = PlannedData(self.facts()[0], self.channels, self.size, None)
-        return known.complete_with(self._count_files)
+    def _card(self) -> Card:
+        name, licence, source = self.about
+        return Card(name, self.channels, self.size, None, licence, source)
 
-    def _count_files(self) -> dict[str, Any]:
-        classes, splits = self.list_splits()
-        labels = {split: part.labels for split, part in splits.items()}
-        return {
-            "task": Classification(classes=classes),
-            "counts": class_counts(self.facts()[0], classes, labels),
-            "short_side": self.short_side,
-        }
+    def _count(
+        self, classes: tuple[str, ...], splits: Mapping[str, LabelledFiles]
+    ) -> dict[str, Any]:
+        task = Classification(classes=classes)
+        labels = {split: files.labels for split, files in splits.items()}
+        counts = count_classes(self.about[0], task, labels)
+        return {"task": task, "counts": counts, "short_side": self.short_side}
 
     def root_folder(self) -> Path:
         """The first of the folders that ``root`` may be. Raises UserError where there is none."""

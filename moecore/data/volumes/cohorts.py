@@ -14,8 +14,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
-from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import SPLITS, Card
 from moecore.data.stratified_splits import class_quotas
 from moecore.data.volumes.subjects import VolumeSubject, id_problem
 from moecore.tasks.regression import Regression
@@ -209,7 +208,7 @@ PURPOSE = {"test": 5, "validation": 6}
 class CohortSettings(Config):
     """Fields of every cohort: volumes, each with an age."""
 
-    task: ClassVar[type[Regression]] = Regression  # of the labels that ``prepare`` writes
+    task: ClassVar[type[Regression]] = Regression
     volumes: ClassVar[bool] = True
 
     seed: int = Field(
@@ -367,9 +366,18 @@ def _draw_from_groups(
     )
 
 
-def planned_age_cohort_data(
-    name: str, size: tuple[int, int, int], regions: tuple[str, ...]
-) -> PlannedData:
-    """The preview of a cohort whose volumes have ages, before anything is counted."""
+def age_cohort_card(
+    name: str,
+    size: tuple[int, int, int],
+    voxel_mm: float,
+    regions: tuple[str, ...],
+    about: tuple[str, str],
+    simulated: bool = False,
+) -> Card:
+    """The card of a cohort whose volumes have ages, before anything is counted.
+
+    about: licence and source.
+    """
     task = Regression(target="age", unit="years")
-    return PlannedData(name, 1, size, task, regions=regions)
+    more = {"voxel_mm": [voxel_mm] * 3, "simulated": simulated, "skipped": []}
+    return Card(name, 1, size, task, *about, regions=regions, more=more)
