@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, candidate_folders, join_below_root
+from moecore.core.files import UserError, find_raw_folder, join_below_root
 from moecore.data.card import SPLITS, Card
 from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
 from moecore.data.layouts.images import write_images
@@ -111,11 +111,7 @@ class CaptionedSource(Source):
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
         """The files of each split, and what is said of them, after the limits."""
-        roots = candidate_folders(self.root)
-        root = next((one for one in roots if one.is_dir()), None)
-        if root is None:
-            listed = " and ".join(map(str, roots))
-            raise UserError(f"{listed}: no such folder; set `root` to the folder of the images")
+        root = find_raw_folder(self.root, "the folder of the images")
         read = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
         chosen = {}

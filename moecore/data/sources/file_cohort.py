@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, candidate_folders, whole_file
+from moecore.core.files import UserError, candidate_folders, find_raw_folder, whole_file
 from moecore.data.card import Card
 from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.sources.base import Source
@@ -287,12 +287,7 @@ class FileCohort(CohortSettings, Grid, Source):
         return VolumeCache(there[0] if there else Path(self.cache), settings)
 
     def _root(self) -> Path:
-        roots = candidate_folders(self.root)
-        if folder := next((root for root in roots if root.is_dir()), None):
-            return folder
-        raise UserError(
-            f"{' and '.join(map(str, roots))}: no such folder; set `root` to the cohort's folder"
-        )
+        return find_raw_folder(self.root, "the cohort's folder")
 
 
 def write_cohort(

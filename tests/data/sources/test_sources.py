@@ -302,6 +302,17 @@ def test_imagenet_starts_afresh_where_the_files_changed(tmp_path):
     assert (after[3, 0] > 250).all() and np.array_equal(before[:3], after[:3])
 
 
+def test_damaged_unfinished_work_is_made_again(tmp_path):
+    imagenet_folder(tmp_path / "raw")
+    cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
+    for make in (lambda: cache.decode("a", paths)[0], lambda: cache.pack("b", paths, 32)[0].path):
+        file = make()
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        assert make() == file and file.read_bytes() == whole
+
+
 def test_imagenet_folders_are_checked(tmp_path):
     settings = Imagenet(root=str(tmp_path))
     with pytest.raises(UserError, match="found no folders train/ and val/"):
@@ -376,7 +387,8 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
     monkeypatch.setattr(image_files, "recompress_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
         settings.write(tmp_path / "killed")
-    with open(tmp_path / "cache/train.bin", "ab") as torn:
+    (file,) = (tmp_path / "cache/train").glob("*/images.bin")
+    with open(file, "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
     monkeypatch.setattr(
         image_files,
