@@ -14,9 +14,9 @@ from sklearn.datasets import load_sample_images
 from benchmarks.timing import shortest
 from moecore.core.streams import generator_for
 from moecore.data.files.decode import decode_image, decode_jpeg_to_pil, recompress_image
+from moecore.data.layouts.images import channel_moments
 from moecore.data.views.views import CropRanges, ViewSettings, make_random_views
 from moecore.data.views.warping import MixedSizeImageList, crop_images_to_views
-from moecore.data.writer import channel_moments
 
 IMAGENET = 1_281_167  # training images
 PHOTO = (500, 375)  # pixels: what most of them have

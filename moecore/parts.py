@@ -11,11 +11,10 @@ from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
-from moecore.data.sources.base import PlannedData as PlannedData
+from moecore.data.card import Card as Card
+from moecore.data.layouts.images import SplitToWrite as SplitToWrite
+from moecore.data.layouts.images import write_images as write_images
 from moecore.data.sources.base import Source as Source
-from moecore.data.writer import DatasetInfo as DatasetInfo
-from moecore.data.writer import SplitToWrite as SplitToWrite
-from moecore.data.writer import write_prepared as write_prepared
 from moecore.measure.base import MeasuredModel as MeasuredModel
 from moecore.measure.base import Measurement as Measurement
 from moecore.measure.calibrators.base import Calibrator as Calibrator
@@ -60,10 +59,15 @@ else:  # what the page of your own measurement is written with: it loads matplot
         "Shown": "moecore.report.measures.result_display:Shown",
     }
 
+    _OF_OLD_SOURCES = ("DatasetInfo", "PlannedData", "write_prepared")
+
     def __dir__() -> list[str]:
         return sorted([*globals(), *_PAGES])
 
     def __getattr__(name: str) -> Any:
+        if name in _OF_OLD_SOURCES:
+            now = "since 0.3.0 a source has describe and write (see CHANGELOG.md)"
+            raise ImportError(f"found moecore.parts.{name}; allowed: Card, write_images; {now}")
         if name not in _PAGES:
             raise AttributeError(f"module 'moecore.parts' has no attribute {name!r}")
         from pkgutil import resolve_name

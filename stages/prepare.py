@@ -29,7 +29,7 @@ def prepare(name: str) -> None:
         if folders := scan_raw_folders(params.data):  # before they are read
             run.table("raw", [folder._asdict() for folder in folders])
         with whole_folder(target) as folder:
-            card = params.data.prepare(folder)
+            card = params.data.write(folder)
         run.dataset(card)
         run.table(
             "counts", [{"split": split, **counts} for split, counts in card["counts"].items()]

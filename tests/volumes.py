@@ -12,9 +12,11 @@ import numpy as np
 from PIL import Image
 
 from moecore.core.config import Config
+from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
+from moecore.data.volumes.cohorts import age_cohort_card
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
+from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.tasks.regression import Regression
 
@@ -80,10 +82,9 @@ def write_balls(
         parts[split] = VolumeSplitToWrite(
             rows, [(volume, shares if regions else None) for volume, shares in made]
         )
-    facts = VolumeDatasetInfo(
-        "balls", size, (1.0, 1.0, 1.0), "none", "generated", Balls(), simulated=True
-    )
-    return write_volumes(folder, facts if regions else facts._replace(regions=()), parts)
+    tissues = REGIONS if regions else ()
+    card = age_cohort_card("balls", size, 1.0, tissues, ("none", "generated"), simulated=True)
+    return write_volumes(folder, Balls(), card, parts)
 
 
 def balls(folder: Path, **settings) -> Prepared:
@@ -117,16 +118,9 @@ def write_cohort(
             for place, (name, age, sex) in enumerate(zip(names, ages, sexes, strict=True))
         ]
         parts[split] = VolumeSplitToWrite(rows, [volume(age, generator) for age in ages])
-    facts = VolumeDatasetInfo(
-        "small cohort",
-        SHAPE,
-        (3.0, 3.0, 3.0),
-        "none",
-        "made by tests",
-        Settings(),
-        simulated=simulated,
-    )
-    write_volumes(folder, facts, parts)
+    about = ("none", "made by tests")
+    card = age_cohort_card("small cohort", SHAPE, 3.0, REGIONS, about, simulated)
+    write_volumes(folder, Settings(), card, parts)
     return Prepared.open(folder)
 
 

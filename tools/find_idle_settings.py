@@ -151,7 +151,7 @@ def find_idle_leaves(seed: int, folder: Path, raw: Path) -> Iterator[tuple[Leaf,
     study = repair_until_accepted(data, folder)
     if study is None:
         return
-    study.data["pretrain"].prepare(folder / "data")
+    study.data["pretrain"].write(folder / "data")
     trained: dict[str, Any] = {}
     before = train_and_measure(study, folder, trained)
     roots = {("methods", METHOD): study.methods[METHOD], ("model",): study.model}

@@ -16,14 +16,11 @@ from typing import Any
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
-# What disks, rights, and files in the place of folders cause, and how a user mends it
-MENDS = {
-    **dict.fromkeys(NO_ROOM, "free some space and start again"),
-    errno.EROFS: "make it writable and start again",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user read and write it"),
-    **dict.fromkeys(
-        (errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR), "move it away and start again"
-    ),
+# what disks, rights, and files in the place of folders cause
+MENDABLE = {
+    *NO_ROOM,
+    *(errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ELOOP, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
 SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
 
@@ -33,11 +30,7 @@ class UserError(Exception):
 
 
 class UnusableFile(UserError):
-    """A file that the system does not let this process read or write."""
-
-
-class FullDisk(UnusableFile):
-    """A file that there is no room for; what was there before is untouched."""
+    """A file that the system does not let this process read or write: its path and why."""
 
 
 @contextmanager
@@ -69,7 +62,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
     except UnusableFile as error:  # it names the file as it is called at last
         text = str(error).replace(str(temporary or path), str(path))
-        raise type(error)(text) from error.__cause__
+        raise UnusableFile(text) from error.__cause__
     finally:
         if temporary is not None:
             with suppress(OSError):  # the reason is raised above; the next process removes the rest
@@ -78,7 +71,7 @@ def _replace_when_done(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def explain_file_errors(path: Path | None = None) -> Iterator[None]:
-    """Raise UnusableFile for an error of the system that its user can mend; FullDisk without room.
+    """Raise UnusableFile, in the system's own words, for its errors that a user can mend.
 
     path: What the block reads or writes, for errors that name no file.
     """
@@ -91,14 +84,9 @@ def explain_file_errors(path: Path | None = None) -> Iterator[None]:
         where = _failing_file(error) or path
         if number in NO_ROOM:
             where = where or Path.cwd()
-        if number not in MENDS or where is None:
+        if number not in MENDABLE or where is None:
             raise
-        kind, said = UnusableFile, os.strerror(number).lower()
-        if number in NO_ROOM:
-            kind = FullDisk
-        if number in (*NO_ROOM, errno.EROFS):
-            said = f"could not be written, {said}"
-        raise kind(f"{where}: {said}; {MENDS[number]}") from error
+        raise UnusableFile(f"{where}: {os.strerror(number).lower()}") from error
 
 
 def _failing_file(error: Exception) -> str | None:
@@ -268,6 +256,15 @@ def candidate_folders(root: str | tuple[str, ...]) -> list[Path]:
     given = [Path(os.path.expanduser(one)) for one in roots]
     candidates = [place for path in given for place in ((path, home / path) if home else (path,))]
     return list(dict.fromkeys(candidates))  # an absolute one stays as it is in any folder
+
+
+def find_raw_folder(root: str | tuple[str, ...], what: str) -> Path:
+    """The first folder that ``root`` means. Raises UserError, which says what it should be."""
+    folders = candidate_folders(root)
+    if folder := next((path for path in folders if path.is_dir()), None):
+        return folder
+    listed = " and ".join(map(str, folders))
+    raise UserError(f"{listed}: no such folder; set `root` to {what}")
 
 
 def find_raw_file(name: str) -> Path:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moecore.core.files import MENDS, UserError, file_errno, whole_file
+from moecore.core.files import MENDABLE, UserError, file_errno, whole_file
 
 CONTENT = "sha256"  # in the metadata, of files written before: of the tensors alone
 WHOLE = "sha256_of_all"  # of the tensors and of all else in the metadata
@@ -34,7 +34,7 @@ def write_tensors(
             save_file(ready, temporary, metadata=about)
             temporary.chmod(mode)
         except SafetensorError as error:
-            if file_errno(error) in MENDS:
+            if file_errno(error) in MENDABLE:
                 raise  # explained by ``whole_file``
             untouched = "what was there before is untouched"
             raise UserError(f"{path}: could not be written ({error}); {untouched}") from error

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import PlannedData, Source
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.images import SplitToWrite, write_images
+from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
 RULE = 0  # the stream of what all splits share; theirs follow
@@ -67,13 +67,23 @@ class DrawnSource(Source, ABC):
     def draw_images(self, rule: Any, number: int, random: np.random.Generator) -> DrawnImages:
         """Return so many images."""
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def describe(self) -> Card:
+        """Return what ``write`` would write; no image is drawn."""
+        task = Classification(classes=self.classes)
+        counts = {split: (getattr(self, split),) for split in SPLITS}
+        card = Card(
+            self.title, 1, self.side, task, LICENCE, self.paper, counts=counts, truth=self.kinds
+        )
+
+        def draw() -> dict[str, Any]:
+            self._rule()
+            return {}
+
+        return card.complete_with(draw)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError where no rule is possible."""
         rule = self._rule()
-        task = Classification(classes=self.classes)
-        facts = DatasetInfo(
-            self.title, task, 1, self.side, LICENCE, self.paper, self, truth=self.kinds
-        )
         parts = {}
         for stream, name in enumerate(SPLITS, RULE + 1):
             random = np.random.default_rng([self.seed, stream])
@@ -82,19 +92,7 @@ class DrawnSource(Source, ABC):
             truth = np.broadcast_to(drawn.kinds[:, None, None] + 1, grey.shape)
             images = np.stack([grey, truth], axis=1).astype(np.uint8)
             parts[name] = SplitToWrite(drawn.labels, [images])
-        return write_prepared(folder, facts, parts)
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; no image is drawn."""
-        task = Classification(classes=self.classes)
-        counts = {split: (getattr(self, split),) for split in SPLITS}
-        known = PlannedData(self.title, 1, self.side, task, counts, truth=self.kinds)
-
-        def look() -> dict[str, Any]:
-            self._rule()
-            return {}
-
-        return known.complete_with(look)
+        return write_images(folder, self, self.describe(), parts)
 
     def _rule(self) -> Any:
         return self.draw_rule(np.random.default_rng([self.seed, RULE]))

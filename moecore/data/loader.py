@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.streams import FEW_SHOT, generator_for
+from moecore.data.layouts.images import JpegImages
 from moecore.data.prepared import Split
-from moecore.data.stored_arrays import JpegImages
 from moecore.data.views.warping import MixedSizeImageList, to_device_async
 from moecore.tasks.base import Task
 

@@ -1,27 +1,17 @@
-"""Prepared data on disk: ``{train,validation,test}_images.npy``, ``…_labels.npy``, ``card.json``.
+"""Prepared data on disk: the files of a layout (moecore/data/layouts), and ``card.json``.
 
-Images are uint8 (N, C, H, W). The card's ``task`` says what the labels are, and its settings; the
-labels have the shape and dtype that the task stores (see moecore/tasks).
-
-Volumes are float16 (N, 1, D, H, W) in [0, 1] with a background of exactly 0; ``…_regions.npy`` are
-tissue shares × 255, uint8 (N, R, D, H, W), where the card lists ``regions``, ``…_subjects.csv`` has
-a row a volume, and counts are by sex.
-
-Text is ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``; a split's images
-are blocks of M tokens with those that are read before them, int32 (N, C, M), and the labels are the
-next tokens (N, M): see moecore/data/text/words.py.
+The card's ``task`` says what the labels are, and its settings; the labels have the shape and dtype
+that the task stores (see moecore/tasks).
 
 Images whose truth is known have one channel more where the card says ``truth``: n at the pixels
 of a token of kind n, from 1 to that many; no model sees it. Such text has ``…_truth.npy``, uint8
 (n,), each token's kind, and images (N, 2C, M): the kinds of all blocks after their words.
 
-Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
-``train_offsets.npy`` int64 (N + 1,).
-
 The card says: name, kind, task, channels, size, images and counts of each split, mean and std of
 training images, seed, licence, source, sha256 of each file, and the settings that made it.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +19,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, file_checksum, read_json
-from moecore.data.sources.base import parse_card_task
-from moecore.data.stored_arrays import PREPARE_AGAIN, JpegImages, open_array
-from moecore.data.text.words import block_windows
+from moecore.data.card import SPLITS, parse_card_task
+from moecore.data.layouts.images import JpegImages, open_images
+from moecore.data.layouts.text import open_text, open_token_rows
+from moecore.data.layouts.volumes import open_volumes
+from moecore.data.stored_arrays import PREPARE_AGAIN
 from moecore.data.volumes.subjects import read_subject_rows
 from moecore.tasks.base import Task
 
-SPLITS = ("train", "validation", "test")
+# by the axes of an item
+OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {
+    1: open_text,
+    2: open_images,
+    3: open_volumes,
+}
 CARD_KEYS = (
     "name kind task channels size images counts mean std licence source files settings".split()
 )
@@ -106,7 +103,7 @@ class Prepared(NamedTuple):
 
         int32 (R, n).
         """
-        return _text_rows(self.folder, self.card, split)
+        return open_token_rows(self.folder, self.card, split)
 
     @staticmethod
     def open(folder: str | Path, verify: bool = False) -> "Prepared":
@@ -129,59 +126,13 @@ class Prepared(NamedTuple):
         except ValidationError as error:
             why = error.errors()[0]["msg"]
             raise UserError(f"{folder / 'card.json'}: task: {why}; {PREPARE_AGAIN}") from error
-        open_split = {1: _open_text, 2: _open_images, 3: _open_volumes}[axes]
-        train, validation, test = (open_split(folder, card, task, split) for split in SPLITS)
+        train, validation, test = (
+            Split(*OPENERS[axes](folder, card, task, split)) for split in SPLITS
+        )
         paths = [folder / name for name in card["files"]]
         if verify or sum(path.stat().st_size for path in paths if path.is_file()) <= SMALL:
             _verify(folder, card)
         return Prepared(card, train, validation, test, folder)
-
-
-def _open_images(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
-    number = card["images"][split]
-    channels = card["channels"] + bool(card.get("truth"))
-    shape = (number, channels, card["size"], card["size"])
-    if split == "train" and "jpeg" in card:
-        images = JpegImages.open(folder, split, number, card)
-    else:
-        images = open_array(folder / f"{split}_images.npy", shape, np.uint8)
-    return Split(images, _labels(folder, task, split, number))
-
-
-def _open_volumes(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
-    number = card["images"][split]
-    size = tuple(card["size"])
-    shape = (number, card["channels"], *size)
-    images = open_array(folder / f"{split}_images.npy", shape, np.float16)
-    if regions := card["regions"]:
-        open_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
-    subjects = read_subject_rows(folder / f"{split}_subjects.csv")
-    names = np.array([row["participant_id"] for row in subjects], dtype=str)
-    _, people = np.unique(names, return_inverse=True)
-    return Split(images, _labels(folder, task, split, number), people)
-
-
-def _open_text(folder: Path, card: dict[str, Any], task: Task, split: str) -> Split:
-    rows = _text_rows(folder, card, split)
-    block, context = card["size"][0], card["channels"] - 1
-    images, labels = block_windows(rows[0], block, context)
-    task.check(labels, f"{folder / f'{split}_tokens.npy'}: tokens")
-    if len(rows) > 1:
-        images = np.concatenate([images, block_windows(rows[1], block, context)[0]], axis=1)
-    return Split(images, labels)
-
-
-def _text_rows(folder: Path, card: dict[str, Any], split: str) -> np.ndarray:
-    shape = (card["tokens"][split],)
-    tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
-    if "truth" not in card:
-        return tokens[None]
-    kinds = open_array(folder / f"{split}_truth.npy", shape, np.uint8)
-    return np.stack([tokens, kinds.astype(np.int32)])
-
-
-def _labels(folder: Path, task: Task, split: str, number: int) -> np.ndarray:
-    return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))
 
 
 def _verify(folder: Path, card: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from moecore.tasks.classification import Classification
 class SplitSettings(Config):
     """Fields that every data source shares."""
 
-    task: ClassVar[type[Classification]] = Classification  # of the labels that ``prepare`` writes
+    task: ClassVar[type[Classification]] = Classification
 
     seed: int = Field(0, ge=0, description="Seed of the splits and of the limits below")
     validation: float = Field(

@@ -17,14 +17,9 @@ from pydantic import Field
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingRecord
+from moecore.data.layouts.text import END, UNKNOWN, block_windows
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.text.words import (
-    END,
-    UNKNOWN,
-    block_windows,
-    read_vocabulary,
-    stop_word_labels,
-)
+from moecore.data.text.words import read_vocabulary, stop_word_labels
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.layer_metrics import changes_by_image, expert_agreement
 from moecore.measure.values import Chart, Metric, OnPage, Place, Values

@@ -95,7 +95,7 @@ class ZeroShot(Measurement):
         image = subject.model.image
         with tempfile.TemporaryDirectory() as folder:
             sized = self.source.model_copy(update={"size": image.shape[0]})
-            sized.prepare(Path(folder))
+            sized.write(Path(folder))
             data = Prepared.open(folder)
             if data.card["channels"] != image.channels:
                 problem = f"images of {data.card['channels']} channels"

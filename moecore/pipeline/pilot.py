@@ -158,7 +158,7 @@ def open_without_test(source: Source, scratch: Path) -> Prepared:
     folder = PREPARED_DATA.absolute() / "pretrain"
     if read_matching_data_card(folder / "card.json", source) is None:
         folder = scratch
-        source.prepare(folder)
+        source.write(folder)
     data = Prepared.open(folder)
     return data._replace(test=Split(data.test.images[:0], data.test.labels[:0]))
 

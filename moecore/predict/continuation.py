@@ -16,7 +16,8 @@ from moecore.core.config import Config, read_json_settings
 from moecore.core.files import UserError, write_whole
 from moecore.core.routing_records import RoutingRecord
 from moecore.core.streams import generator_for
-from moecore.data.text.words import UNKNOWN, ReadingStyle, read_vocabulary, split_prompt_words
+from moecore.data.layouts.text import UNKNOWN
+from moecore.data.text.words import ReadingStyle, read_vocabulary, split_prompt_words
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.report.figures.drawing import expert_colours

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, read_json
-from moecore.data.sources.base import parse_card_task
+from moecore.data.card import parse_card_task
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.linear_experts import Result as LinearExperts
 from moecore.measure.sizes import Result as Sizes

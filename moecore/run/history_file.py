@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,8 @@ import psutil
 import yaml
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, explain_file_errors
+from moecore.core.files import UserError
+from moecore.core.kept_parts import whole_lines
 from moecore.core.outside_packages import allow_packages, allowed_packages, package_versions
 from moecore.core.plain_values import to_jsonable
 from moecore.core.source_layout import list_project_dvc_files, project_of
@@ -97,37 +98,6 @@ def _run_git(*words: str) -> str | None:
 
 
 HISTORY_FILE = "history.jsonl"
-
-
-def append_line(path: Path, line: str, sync: bool = False) -> None:
-    """Add a line to a file; sync: it is on the disk before this returns.
-
-    What a kill or a full disk leaves of it is a torn tail: readers stop before it, and what is
-    resumed begins by cutting it off. Raises UserError where it cannot be written.
-    """
-    try:
-        with explain_file_errors(path), open(path, "ab") as file:
-            file.write(line.encode())
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: could not be written, {reason}") from error
-
-
-def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
-    """Yield lines of JSON with their values, up to the first torn or without a valid seal."""
-    for line in content.splitlines(keepends=True):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            return
-        if not line.endswith(b"\n") or not is_whole(value):
-            return
-        yield line, value
-
-
 NUMBER = (int, float)
 TEXT_OR_NONE = (str, NoneType)
 LINE_KINDS: dict[str, Any] = {

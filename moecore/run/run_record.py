@@ -15,10 +15,10 @@ from typing import Any
 
 from moecore.core.config import Config
 from moecore.core.files import UnusableFile, whole_folder, write_json, write_sealed, write_whole
+from moecore.core.kept_parts import append_line
 from moecore.core.plain_values import to_jsonable
 from moecore.run.history_file import (
     HISTORY_FILE,
-    append_line,
     encode_line,
     execution_subpath,
     flatten_keys,

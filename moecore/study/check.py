@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from moecore.core.config import KIND, Part, find_class, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import Card
 from moecore.measure.base import Measurement
 from moecore.study import data_rules, method_rules, model_rules, training_rules, trial_rules
 from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
@@ -35,9 +35,7 @@ from moecore.study.study import (
 )
 
 # What a room above this one has to say of a study, its stages and data: keys, and what is wrong.
-ExtraCheck = Callable[
-    [Study, Sequence[str], Mapping[str, PlannedData]], Iterable[tuple[tuple, str]]
-]
+ExtraCheck = Callable[[Study, Sequence[str], Mapping[str, Card]], Iterable[tuple[tuple, str]]]
 LINE_PLACE = re.compile(r"(.*?):(\d+):(\d+): ")
 LARGEST_NUMBERS = {int: 10**15, float: 1e100}  # no setting is larger
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")

@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from moecore.core.files import UserError, read_json
+from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
+from moecore.data.sources.base import Source
 from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.routing_metrics.two_view_augmentations import OF_VOLUMES
 from moecore.study.study import Misfits, Study
@@ -43,23 +44,19 @@ def chdir_to_stages(home: Path) -> Iterator[None]:
                 os.environ.pop(DVC_VARIABLE, None)
 
 
-def load_previews(study: Study) -> dict[str, PlannedData]:
+def load_previews(study: Study) -> dict[str, Card]:
     """Return what each data set will be, by phase, and that of a teacher which has its own.
 
-    A source that cannot say so is left out.
     What is prepared already, with the same settings, counts before the raw data.
     """
-    previews: dict[str, PlannedData] = {}
     sources: dict[str, Source] = {**study.data}
     if study.teacher is not None and study.teacher.data is not None:
         sources["teacher"] = study.teacher.data
-    for phase, source in sources.items():
-        preview = read_matching_data_card(PREPARED_DATA / phase / "card.json", source)
-        if preview is None:
-            preview = source.preview()
-        if preview is not None:
-            previews[phase] = preview
-    return previews
+    return {
+        phase: read_matching_data_card(PREPARED_DATA / phase / "card.json", source)
+        or source.describe()
+        for phase, source in sources.items()
+    }
 
 
 def data_source_key_path(phase: str) -> tuple[str, str]:
@@ -67,7 +64,7 @@ def data_source_key_path(phase: str) -> tuple[str, str]:
     return ("teacher", "data") if phase == "teacher" else ("data", phase)
 
 
-def data_problems(previews: Mapping[str, PlannedData], written: Any) -> Misfits:
+def data_problems(previews: Mapping[str, Card], written: Any) -> Misfits:
     """Yield what is missing or wrong with the data; written: the file as plain data."""
     for phase, preview in previews.items():
         if preview.problem is not None:
@@ -77,7 +74,7 @@ def data_problems(previews: Mapping[str, PlannedData], written: Any) -> Misfits:
             yield (section, key, *(["root"] if named else [])), preview.problem
 
 
-def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def misfits_with_pretrain_images(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield where what was pretrained cannot go on with the images of another phase."""
     first = previews.get("pretrain")
     if first is None:
@@ -102,7 +99,7 @@ def misfits_with_pretrain_images(study: Study, previews: Mapping[str, PlannedDat
     yield from _unknown_answers(study, previews)
 
 
-def _unknown_answers(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def _unknown_answers(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield methods that learn a teacher's decisions for other classes than their own."""
     teacher = previews.get("teacher")
     if teacher is None or teacher.classes == previews["pretrain"].classes:
@@ -113,7 +110,7 @@ def _unknown_answers(study: Study, previews: Mapping[str, PlannedData]) -> Misfi
             yield ("methods", name, "distillation"), f"{text}; allowed: 0"
 
 
-def describe_planned_data(preview: PlannedData) -> str:
+def describe_planned_data(preview: Card) -> str:
     """Return a data set in a line."""
     size = "×".join(map(str, (preview.channels, *preview.shape)))
     words = [preview.name, f"images of {size}"]
@@ -130,7 +127,7 @@ def describe_planned_data(preview: PlannedData) -> str:
     return "; ".join(words)
 
 
-def read_matching_data_card(card: Path, source: Any) -> PlannedData | None:
+def read_matching_data_card(card: Path, source: Any) -> Card | None:
     """Return what the data card says where it is of the same settings."""
     if not card.is_file():
         return None
@@ -138,7 +135,7 @@ def read_matching_data_card(card: Path, source: Any) -> PlannedData | None:
         content = read_json(card)
         # Settings that are younger than the card have their defaults in it.
         if type(source).model_validate(content["settings"]) == source:
-            return planned_data_from_card(content)
+            return card_of_written_data(content)
     except (UserError, KeyError, TypeError, ValidationError):
         return None  # damaged, or of other code: `prepare` writes it anew
     return None

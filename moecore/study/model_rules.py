@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import Card
 from moecore.measure.sizes import PaperModel, build_on_meta
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
@@ -55,7 +55,7 @@ class TrainingPhase(NamedTuple):
     image: ImageSpec
 
 
-def model_misfits(study: Study, previews: Mapping[str, PlannedData]) -> list[tuple[tuple, str]]:
+def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tuple, str]]:
     """Return (keys, what is wrong) of every model that cannot be, each once."""
     phases = [
         TrainingPhase(name, getattr(study, name), image_spec(previews[name]))
@@ -90,7 +90,7 @@ def _try_paper_model(settings: str) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def image_spec(preview: PlannedData) -> ImageSpec:
+def image_spec(preview: Card) -> ImageSpec:
     """Return the images that a model is built for, with any statistics."""
     middle = (0.5,) * preview.channels
     task = preview.task or ANY_CLASSES
@@ -301,7 +301,7 @@ def _missing_block(
     return (*TEACHER_SECTIONS, key), f"{text}; allowed: {near}, or near it"
 
 
-def reduction_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def reduction_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield data that are not those of pretraining, and methods that cannot have fewer experts."""
     for phase in REDUCING_PHASES:
         reduction = getattr(study, phase)

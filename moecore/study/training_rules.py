@@ -10,7 +10,7 @@ from typing import Any
 from moecore.attacks.gradient import DLR_CLASSES, objective_refusal
 from moecore.core.config import part_classes_by_kind
 from moecore.core.files import UserError
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import Card
 from moecore.data.views.views import UNEVEN_REFUSAL, ViewSettings
 from moecore.measure.calibrators.base import Calibrator
 from moecore.study.stages import TRAINING_PHASES
@@ -97,7 +97,7 @@ def _distillation(study: Study, tasks: dict[str, Any]) -> Misfits:
             yield ("methods", name, "distillation"), text
 
 
-def few_class_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def few_class_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield attacks whose objective has no meaning for two classes."""
     for keys, attack in _list_attacks(study):
         for phase in study.run.phases:
@@ -286,7 +286,7 @@ def _problems_of_methods(study: Study, rule: Callable[[tuple, Any], Misfits]) ->
                 yield ("methods", name, "pretrain", *keys), text
 
 
-def training_image_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def training_image_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield batches and shots that the training images of a phase do not give."""
     for keys, phase, training in list_training_settings(study):
         if preview := previews.get(phase):
@@ -302,7 +302,7 @@ def training_image_misfits(study: Study, previews: Mapping[str, PlannedData]) ->
         yield from _batch(("teacher_router", "batch"), study.teacher_router, images, "pretrain")
 
 
-def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
+def _sizes(keys: tuple, phase: str, training: Any, preview: Card) -> Misfits:
     if preview.counts:
         yield from _batches_and_views(keys, phase, training, preview)
     views, place = training.views, (*keys, "views")
@@ -321,7 +321,7 @@ def _sizes(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misf
         yield (*place, "crop"), f"found null, but in data.{phase} {UNEVEN_REFUSAL}"
 
 
-def _batches_and_views(keys: tuple, phase: str, training: Any, preview: PlannedData) -> Misfits:
+def _batches_and_views(keys: tuple, phase: str, training: Any, preview: Card) -> Misfits:
     counts = preview.counts["train"]
     images, why = sum(counts), f"data.{phase}"
     shots = getattr(training, "shots", None)
@@ -366,7 +366,7 @@ def idle_view_misfits(study: Study) -> Misfits:
             yield (*keys, "mix"), text
 
 
-def image_view_misfits(study: Study, previews: Mapping[str, PlannedData]) -> Misfits:
+def image_view_misfits(study: Study, previews: Mapping[str, Card]) -> Misfits:
     """Yield changes that images of one channel do not have, or that would falsify their truth."""
     for keys, phase, views in _list_views(study):
         preview = previews.get(phase)

@@ -18,7 +18,8 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Part
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
-from moecore.data.sources.base import PlannedData, Source
+from moecore.data.card import Card
+from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
@@ -66,9 +67,7 @@ def outside_source_misfits(study: Study, notes: list[str]) -> Misfits:
             yield from _part_misfits(keys, source.kind, attempt, notes)
 
 
-def outside_part_misfits(
-    study: Study, previews: Mapping[str, PlannedData], notes: list[str]
-) -> Misfits:
+def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list[str]) -> Misfits:
     """Yield what every other part from outside breaks, by its keys; notes: as above."""
     for phase, preview in previews.items():
         if preview.task is not None and _is_from_outside(preview.task):

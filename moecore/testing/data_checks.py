@@ -9,8 +9,9 @@ from torch import Tensor
 
 from moecore.core.files import UserError, read_json
 from moecore.core.outside_packages import more_packages, outside_kinds_in_settings
+from moecore.data.card import Card, card_of_written_data
 from moecore.data.prepared import SPLITS, Prepared
-from moecore.data.sources.base import PlannedData, Source, planned_data_from_card
+from moecore.data.sources.base import Source
 from moecore.tasks.base import Task
 from moecore.testing.check_helpers import assert_that, is_close, settings_of
 
@@ -20,12 +21,12 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
 
     source: settings, or their class, whose defaults are then checked: of small data, which are
     prepared twice, below ``folder``. They have the layout of moecore/data/prepared.py and nothing
-    beside it, labels of the task, and what ``preview`` foresaw. The same settings write the same
+    beside it, labels of the task, and what ``describe`` foresaw. The same settings write the same
     bytes, whatever was drawn before.
     """
     settings = settings_of(source)
     planned = check_source_preview(settings)
-    card, again = settings.prepare(folder / "first"), settings.prepare(folder / "second")
+    card, again = settings.write(folder / "first"), settings.write(folder / "second")
     assert_that(settings, again == card, "the same settings write the same bytes")
     try:
         with more_packages({kind.partition(".")[0] for kind in outside_kinds_in_settings(card)}):
@@ -41,13 +42,12 @@ def check_source(source: Source | type[Source], folder: Path) -> Prepared:
         data.task.check(np.asarray(split.labels), f"{type(settings).__name__}: labels")
     volumes = data.test.images.ndim == 5
     assert_that(settings, volumes == settings.volumes, "volumes says whether images have 3 axes")
-    if planned is not None:
-        _check_preview(settings, planned, planned_data_from_card(card))
+    _check_foresight(settings, planned, card_of_written_data(card))
     return data
 
 
-def check_source_preview(source: Source | type[Source]) -> PlannedData | None:
-    """Raise AssertionError, in one line, where ``preview`` breaks a promise; return what it says.
+def check_source_preview(source: Source | type[Source]) -> Card:
+    """Raise AssertionError, in one line, where ``describe`` breaks a promise; return what it says.
 
     source: settings, or their class, whose defaults are then checked; nothing is prepared. It says
     the same twice and draws nothing. Its task is that of the source, ``volumes`` says whether
@@ -55,13 +55,13 @@ def check_source_preview(source: Source | type[Source]) -> PlannedData | None:
     """
     settings = settings_of(source)
     before = torch.get_rng_state()
-    planned, again = settings.preview(), settings.preview()
-    assert_that(settings, planned == again, "preview says the same twice")
-    assert_that(settings, torch.equal(before, torch.get_rng_state()), "preview draws no number")
-    if planned is None or planned.problem is not None:
+    planned, again = settings.describe(), settings.describe()
+    assert_that(settings, planned == again, "describe says the same twice")
+    assert_that(settings, torch.equal(before, torch.get_rng_state()), "describe draws no number")
+    if planned.problem is not None:
         return planned
     fits = planned.task is None or isinstance(planned.task, settings.task)
-    assert_that(settings, fits, "preview foresees labels of its task")
+    assert_that(settings, fits, "describe foresees labels of its task")
     is_volume = len(planned.shape) == 3
     assert_that(settings, is_volume == settings.volumes, "volumes says whether images have 3 axes")
     fits = not planned.counts or set(planned.counts) == set(SPLITS)
@@ -69,15 +69,15 @@ def check_source_preview(source: Source | type[Source]) -> PlannedData | None:
     return planned
 
 
-def _check_preview(settings: Source, planned: PlannedData, written: PlannedData) -> None:
+def _check_foresight(settings: Source, planned: Card, written: Card) -> None:
     problem = planned.problem
-    assert_that(settings, problem is None, f"its preview sees no problem ({problem})")
+    assert_that(settings, problem is None, f"describe sees no problem ({problem})")
     wrong = [
         name
         for name in ("name", "channels", "shape", "classes", "images", "regions", "truth")
         if getattr(planned, name) not in (None, {}, getattr(written, name))
     ]
-    assert_that(settings, not wrong, f"preview foresees {', '.join(wrong)}")
+    assert_that(settings, not wrong, f"describe foresees {', '.join(wrong)}")
 
 
 def check_task(task: Task, prediction: Tensor, labels: np.ndarray, wrong: np.ndarray) -> None:

@@ -18,9 +18,11 @@ from moecore.brain.tissue_ridge import (
     shrink_site_effect,
 )
 from moecore.core.files import UserError
+from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
 from moecore.data.prepared import Prepared
+from moecore.data.volumes.cohorts import age_cohort_card
 from moecore.data.volumes.subjects import VolumeSubject
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
+from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.calibration import TissueRidge
 from moecore.measure.calibrators.gap_on_age import GapOnAge
 from moecore.measure.calibrators.linear import Linear
@@ -211,8 +213,8 @@ def write_sites(folder):
         ]
         made = [ball(age, 100 * number + i) for i, age in enumerate(ages)]
         parts[split] = VolumeSplitToWrite(rows, made)
-    facts = VolumeDatasetInfo("balls", (16, 16, 16), (10.0,) * 3, "none", "made", Balls())
-    write_volumes(folder, facts, parts)
+    card = age_cohort_card("balls", (16, 16, 16), 10.0, REGIONS, ("none", "made"))
+    write_volumes(folder, Balls(), card, parts)
     return Prepared.open(folder)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from moecore.core.files import (
-    FullDisk,
     UnusableFile,
     UserError,
     explain_file_errors,
@@ -21,22 +20,12 @@ from moecore.core.operating_system import available_cores, set_parent_death_sign
 from moecore.data.thread_map import map_in_threads, thread_count
 
 
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (errno.EROFS, "x/y: could not be written, read-only file system; make it writable"),
-        (errno.EACCES, "x/y: permission denied; let this user"),
-        (errno.EPERM, "x/y: operation not permitted; let this user"),
-        (errno.ELOOP, "x/y: too many levels of symbolic links; move it away"),
-        (errno.ENOTDIR, "x/y: not a directory; move it away"),
-        (errno.EISDIR, "x/y: is a directory; move it away"),
-    ],
-)
-def test_what_a_user_can_mend_is_said(number: int, said: str):
-    with pytest.raises(UnusableFile, match=f"^{said}") as error, explain_file_errors():
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ELOOP, errno.EISDIR])
+def test_what_a_user_can_mend_is_said_in_the_systems_words(number: int):
+    said = f"^x/y: {os.strerror(number).lower()}$"
+    with pytest.raises(UnusableFile, match=said), explain_file_errors():
         raise OSError(number, os.strerror(number), "x/y")
-    assert not isinstance(error.value, FullDisk)
-    with pytest.raises(UnusableFile, match=f"^{said}"), explain_file_errors(Path("x/y")):
+    with pytest.raises(UnusableFile, match=said), explain_file_errors(Path("x/y")):
         raise RuntimeError(f"of another library (os error {number})")
     with pytest.raises(RuntimeError), explain_file_errors():  # which file is not known
         raise RuntimeError(f"of another library (os error {number})")
@@ -58,7 +47,7 @@ def test_the_file_is_named_as_it_is_called_at_last(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    name = f"{tmp_path / 'out'}: could not be written, read-only file system"
+    name = f"{tmp_path / 'out'}: read-only file system"
     with pytest.raises(UnusableFile, match=f"^{name}"), whole_file(tmp_path / "out") as temporary:
         refuse(temporary)
 
@@ -88,5 +77,5 @@ def test_a_bare_system_uses_all_cores(bare_system, tmp_path):
     assert available_cores() == thread_count() == os.cpu_count()
     assert list(map_in_threads(str, range(5))) == ["0", "1", "2", "3", "4"]
     set_parent_death_signal()
-    with pytest.raises(FullDisk, match="file too large"), whole_file(tmp_path / "large"):
+    with pytest.raises(UnusableFile, match="file too large"), whole_file(tmp_path / "large"):
         raise OSError(errno.EFBIG, "File too large")

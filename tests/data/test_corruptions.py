@@ -78,7 +78,7 @@ def shapes(number: int, size: int = 28) -> np.ndarray:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> np.ndarray:
     folder = tmp_path_factory.mktemp("digits")
-    Digits(size=28, train_limit=50, test_limit=60).prepare(folder)
+    Digits(size=28, train_limit=50, test_limit=60).write(folder)
     return np.array(Prepared.open(folder).test.images)
 
 

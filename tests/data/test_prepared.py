@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from moecore.core.files import FullDisk, UserError, read_json, whole_folder, write_json
+from moecore.core.files import UnusableFile, UserError, read_json, whole_folder, write_json
 from moecore.data import prepared
+from moecore.data.card import Card
+from moecore.data.layouts.images import SplitToWrite, write_images
 from moecore.data.prepared import Prepared
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.dialects import Dialects
@@ -24,7 +26,6 @@ from moecore.data.sources.phantom import Phantom
 from moecore.data.stored_arrays import new_array
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 from moecore.testing import check_source
 from tests.data.making import cohort, image_classes
@@ -34,7 +35,7 @@ class Made(SplitSettings):
     kind: str = "made"
 
 
-FACTS = DatasetInfo("Made", Classification(classes=("a", "b")), 3, 4, "none", "here", Made())
+CARD = Card("Made", 3, 4, Classification(classes=("a", "b")), "none", "here")
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 3, 4, 4), np.uint8)
 LABELS = np.arange(10) % 2
 
@@ -45,7 +46,7 @@ def parts(**changed):
 
 
 def test_card_and_arrays(tmp_path):
-    card = write_prepared(tmp_path, FACTS, parts())
+    card = write_images(tmp_path, Made(), CARD, parts())
     opened = Prepared.open(tmp_path, verify=True)
     assert (
         opened.card == card
@@ -67,8 +68,8 @@ def test_card_and_arrays(tmp_path):
 
 def test_a_finished_array_is_taken_over(tmp_path):
     np.save(tmp_path / "decoded.npy", IMAGES)
-    write_prepared(
-        tmp_path / "out", FACTS, parts(train=SplitToWrite(LABELS, tmp_path / "decoded.npy"))
+    write_images(
+        tmp_path / "out", Made(), CARD, parts(train=SplitToWrite(LABELS, tmp_path / "decoded.npy"))
     )
     assert not (tmp_path / "decoded.npy").exists() and np.array_equal(
         Prepared.open(tmp_path / "out").train.images, IMAGES
@@ -113,7 +114,7 @@ def no_key(folder):
     ],
 )
 def test_damaged_folders_are_refused(tmp_path, damage, said):
-    write_prepared(tmp_path, FACTS, parts())
+    write_images(tmp_path, Made(), CARD, parts())
     damage(tmp_path)
     with pytest.raises(UserError) as error:
         Prepared.open(tmp_path)
@@ -121,7 +122,7 @@ def test_damaged_folders_are_refused(tmp_path, damage, said):
 
 
 def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeypatch):
-    write_prepared(tmp_path, FACTS, parts())
+    write_images(tmp_path, Made(), CARD, parts())
     path = tmp_path / "train_images.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -135,7 +136,7 @@ def test_one_changed_byte_is_seen_of_large_data_only_by_verify(tmp_path, monkeyp
 
 
 def test_one_changed_digit_of_a_card_is_seen(tmp_path):
-    write_prepared(tmp_path, FACTS, parts())
+    write_images(tmp_path, Made(), CARD, parts())
     path = tmp_path / "card.json"
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace('"seed": ', '"seed": 1'), encoding="utf-8")
@@ -217,7 +218,7 @@ def test_every_source(tmp_path, monkeypatch, kind):
 
 
 def problem(source) -> str:
-    found = source.preview().problem
+    found = source.describe().problem
     assert found is not None
     return found
 
@@ -226,7 +227,7 @@ def problem(source) -> str:
 def test_published_sets_that_are_absent_or_downloaded(tmp_path, kind):
     source = kind(root=str(tmp_path))
     assert str(tmp_path) in problem(source)
-    download = source.model_copy(update={"download": True}).preview()
+    download = source.model_copy(update={"download": True}).describe()
     assert download.problem is None and "will download it into" in download.note
     assert download.images == {"train": 54000 if kind is FashionMnist else 45000} | {
         "validation": 6000 if kind is FashionMnist else 5000,
@@ -244,7 +245,7 @@ def test_a_cohort_names_every_problem_of_its_tables_and_files(tmp_path):
     min(Path(tmp_path, "raw").rglob("*_T1w.nii.gz")).unlink()
     assert "1 problems in the cohort" in problem(source)
     assert "sub-00*_T1w.nii*: no such file" in problem(source)
-    left = source.model_copy(update={"on_error": "skip"}).preview()
+    left = source.model_copy(update={"on_error": "skip"}).describe()
     assert sum(left.images.values()) == 11
     assert left.note == "1 problems; those subjects will be left out"
 
@@ -256,16 +257,16 @@ def content(folder: Path) -> dict[str, bytes]:
 def written(folder: Path) -> dict[str, bytes]:
     """Prepared as by the stage: the folder appears whole."""
     with whole_folder(folder) as target:
-        write_prepared(target, FACTS, parts())
+        write_images(target, Made(), CARD, parts())
     return content(folder)
 
 
 def test_on_a_full_disk_prepared_data_stay_and_are_written_later(tmp_path, limited):
     folder = tmp_path / "data"
     before = written(folder)
-    with limited(400), pytest.raises(FullDisk) as error:
+    with limited(400), pytest.raises(UnusableFile) as error:
         written(folder)
-    assert str(error.value).startswith(f"{folder}: could not be written, file too large; ")
+    assert str(error.value).startswith(f"{folder}: file too large")
     assert content(tmp_path) == before, "all is as it was, and nothing else is there"
     assert written(folder) == before
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from tests.house.sources import syntax_trees
 
 # functions that many files have because a contract of DESIGN calls them
-CONTRACT = "figures measure applies phase_blocks main build prepare preview forward".split()
+CONTRACT = "figures measure applies phase_blocks main build prepare describe forward".split()
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FRAGMENT = re.compile(r"(Of|The same|Those|With|Its|What|Whether|How|Where|Which|As|In|By)\b")
 

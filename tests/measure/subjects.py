@@ -48,7 +48,7 @@ def expert_roles(subject: MeasuredModel, **settings: Any) -> Result:
 def digits(folder: Path) -> Prepared:
     """60 test images of 12 × 12 pixels."""
     folder.mkdir(parents=True, exist_ok=True)
-    Digits(size=12, train_limit=50, test_limit=60).prepare(folder)
+    Digits(size=12, train_limit=50, test_limit=60).write(folder)
     return Prepared.open(folder)
 
 
@@ -117,7 +117,7 @@ def write_digits(folder: Path) -> Prepared:
     """200 training and 60 test images in artifacts/data/pretrain."""
     target = folder / "artifacts/data/pretrain"
     target.mkdir(parents=True)
-    Digits(size=12, train_limit=200, test_limit=60).prepare(target)
+    Digits(size=12, train_limit=200, test_limit=60).write(target)
     return Prepared.open(target)
 
 
@@ -246,7 +246,7 @@ def captioned(folder: Path) -> MeasuredModel:
     """Two towers, untrained but sure, and 30 test mosaics of digits with five captions each."""
     folder.mkdir(parents=True, exist_ok=True)
     source = {"kind": "digits", "size": 8}
-    CaptionedMosaic(source=source, train=60, validation=20, test=30).prepare(folder)
+    CaptionedMosaic(source=source, train=60, validation=20, test=30).write(folder)
     data = Prepared.open(folder)
     torch.manual_seed(0)
     towers = TwoTowers(

@@ -101,7 +101,7 @@ def test_cells_are_answers_and_mosaics_are_resampled():
 
 def test_one_temperature_is_fitted_to_all_cells(tmp_path):
     spoken = {"source": {"kind": "digits"}, "form": "cells", "dialects": 2}
-    Dialects(**spoken, train=50, validation=40, test=30).prepare(tmp_path)
+    Dialects(**spoken, train=50, validation=40, test=30).write(tmp_path)
     data = Prepared.open(tmp_path)
     torch.manual_seed(0)
     backbone = Vit(patch=8, width=16, depth=1, heads=2, pooling="mean")

@@ -63,7 +63,7 @@ def text(folder, lines=60):
         chosen = [" ".join(draws.choice(WORDS, 9)) for _ in range(lines)]
         (folder / f"{name}.txt").write_text("\n".join(chosen) + "\n", encoding="utf-8")
     out = folder / "prepared"
-    Wikitext(root=str(folder), block=6, context=1).prepare(out)
+    Wikitext(root=str(folder), block=6, context=1).write(out)
     return Prepared.open(out)
 
 
@@ -393,7 +393,7 @@ def test_one_image_and_one_prompt_at_a_time(mosaics, tmp_path):
     settings = ZeroShot(source=DIGITS, templates=TEMPLATES)
     found = settings.collect_result(mosaics, compute_without_cache)
     model, task = mosaics.model, mosaics.data.task
-    Digits(size=model.image.shape[0], test_limit=40).prepare(tmp_path)
+    Digits(size=model.image.shape[0], test_limit=40).write(tmp_path)
     test = Prepared.open(tmp_path).test
     words = load_tokenizer(mosaics.data.folder, task)
     ends = []

@@ -62,7 +62,7 @@ def test_a_read_only_project_is_one_line(monkeypatch):
     monkeypatch.setattr("moecore.pipeline.cli.write_json", refuse)
     said = moecore("schema")
     assert said.exit_code == 1 and said.stderr.count("\n") == 1
-    assert "params.schema.json: could not be written, read-only file system" in said.stderr
+    assert "params.schema.json: read-only file system" in said.stderr
 
 
 def test_a_file_in_order_says_what_its_data_are(place):
@@ -98,7 +98,7 @@ def test_data_that_were_prepared_need_no_raw_ones(place):
     path = place / "params.yaml"
     raw = ImageFolder(root="flowers", size=28, channels=1)
     image_classes(place / "flowers", {"aster": 400, "rose": 400}, size=(2, 2))
-    raw.prepare(place / "artifacts/data/pretrain")
+    raw.write(place / "artifacts/data/pretrain")
     shutil.rmtree(place / "flowers")
     own = "{kind: image_folder, root: flowers, size: 28, channels: 1}"
     text = path.read_text(encoding="utf-8").replace("{kind: digits, size: 28}", own)
@@ -280,9 +280,9 @@ def test_a_full_disk_loses_nothing_and_the_run_goes_on_later(project):
     )
     done = project.attempt([sys.executable, "-c", script])
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if "could not be written" in line]
+    (said,) = [line for line in done.stderr.splitlines() if "file too large" in line]
     place = r"pretrain vmoe 0: \.state/pretrain/vmoe/0/\w+/checkpoint.safetensors"
-    assert re.match(f"{place}: could not be written, file too large", said)
+    assert re.match(f"{place}: file too large", said)
     assert not (project.folder / "artifacts/pretrain/vmoe").exists()
     project.stage("pretrain", "vmoe", "0")
     assert (project.folder / "artifacts/pretrain/vmoe/0/model.safetensors").exists()

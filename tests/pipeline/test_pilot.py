@@ -93,14 +93,14 @@ def test_a_small_study_and_its_test_images_that_nobody_reads(study, monkeypatch)
     verdicts = re.findall(r"^(yes|no) ", first.stdout, re.MULTILINE)
     assert len(verdicts) == 3 and first.exit_code == int("no" in verdicts)
     folder = study / "artifacts/data/pretrain"
-    Dialects.model_validate(SOURCE).prepare(folder)
+    Dialects.model_validate(SOURCE).write(folder)
     for name in ("test_images.npy", "test_labels.npy"):
         np.save(folder / name, np.zeros_like(np.load(folder / name)))
     card = read_json(folder / "card.json")
     card["files"] |= {name: file_checksum(folder / name) for name in card["files"]}
     write_sealed(folder / "card.json", card)
     assert not Prepared.open(folder).test.images.any()
-    monkeypatch.setattr(Dialects, "prepare", None)
+    monkeypatch.setattr(Dialects, "write", None)
     second = run_pilot_command(study / "params.yaml", "--seeds", 2)
     scores = [re.findall(r"\d+\.\d\d", one.stdout) for one in (first, second)]
     assert scores[0] == scores[1] and len(scores[0]) > 12

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecore.core.config import Config
-from moecore.core.files import FullDisk, UserError, read_json
+from moecore.core.files import UnusableFile, UserError, read_json
+from moecore.core.kept_parts import KeptParts, append_line
 from moecore.core.source_layout import ROOT
 from moecore.run import progress
 from moecore.run.history_file import (
     HISTORY_FILE,
     GrowingHistory,
-    append_line,
     encode_line,
     flatten_keys,
     keep_numbers,
@@ -33,7 +33,6 @@ from moecore.run.history_file import (
     spent_seconds,
 )
 from moecore.run.progress import format_duration
-from moecore.run.resume import KeptParts
 from moecore.run.run_record import record_run
 
 
@@ -398,9 +397,9 @@ def test_a_line_that_finds_no_room_is_said_and_what_was_there_is_read(limited):
     path = Path(HISTORY_FILE)
     append_line(path, encode_line({"t": 1, "step": 1}))
     before = path.read_bytes()
-    with limited(len(before) + 10), pytest.raises(FullDisk) as error:
+    with limited(len(before) + 10), pytest.raises(UnusableFile) as error:
         append_line(path, encode_line({"t": 2, "text": "x" * 100}))
-    assert str(error.value).startswith(f"{HISTORY_FILE}: could not be written, file too large; ")
+    assert str(error.value).startswith(f"{HISTORY_FILE}: file too large")
     assert [line["t"] for line in read_lines(Path())] == [1]
 
 
@@ -418,9 +417,9 @@ def test_a_history_that_finds_no_room_to_be_published_leaves_the_earlier_one(mon
     before = files_below(OUT)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        with pytest.raises(FullDisk) as error, recorded() as run:
+        with pytest.raises(UnusableFile) as error, recorded() as run:
             run.log(1, {"loss": 2.0})
-        said = f"{OUT}/{HISTORY_FILE}: could not be written, no space left on device; "
+        said = f"{OUT}/{HISTORY_FILE}: no space left on device"
         assert str(error.value).startswith(said)
         assert not capsys.readouterr().err, "of one full disk, one line tells"
         with pytest.raises(ZeroDivisionError), recorded() as run:

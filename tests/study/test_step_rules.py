@@ -143,7 +143,7 @@ SECTION = {  # of params.yaml, each with a part of a family that the others do n
 }
 DIGITS = ("moecore.data.sources.digits", "Digits")
 VIT = ("moecore.nn.backbones.vit", "Vit")
-PLAN = "\n    def preview(self):\n        return super().preview()"
+PLAN = "\n    def describe(self):\n        return super().describe()"
 BUILT = """\
     def build(self, image, moe=None):
         model = super().build(image, moe)
@@ -197,8 +197,8 @@ class Classed(Classification):
 OF_CLASSED = """\
     task = Classed
 
-    def preview(self):
-        plan = super().preview()
+    def describe(self):
+        plan = super().describe()
         return plan._replace(task=Classed(classes=plan.classes))
 """
 DEAF = """\

@@ -181,11 +181,11 @@ class Summed(Regression):
 class Restless(Digits):
     calls: list[int] = []
 
-    def prepare(self, folder):
+    def write(self, folder):
         self.calls.append(1)
-        return self.model_copy(update={"seed": len(self.calls)}).prepare_digits(folder)
+        return self.model_copy(update={"seed": len(self.calls)}).write_digits(folder)
 
-    prepare_digits = Digits.prepare
+    write_digits = Digits.write
 
 
 YEARS = torch.tensor([40.0, 60.0]).numpy()

@@ -8,7 +8,7 @@ from moecore.attacks.base import Attack
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import list_own_names, part_classes_by_kind
-from moecore.data.sources.base import parse_card_task
+from moecore.data.card import parse_card_task
 from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import ImageSpec

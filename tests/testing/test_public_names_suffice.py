@@ -3,22 +3,23 @@
 from typing import ClassVar, Literal
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 import moecore
+from moecore import UserError
 from moecore.parts import (
     Backbone,
     BackboneModel,
+    Card,
     Classification,
-    DatasetInfo,
     Encoded,
     EncodeOptions,
     Experts,
     ExpertsModule,
     ImageSpec,
     MoESettings,
-    PlannedData,
     RoutingContext,
     Rows,
     Score,
@@ -27,7 +28,7 @@ from moecore.parts import (
     Task,
     Teacher,
     TokenLayout,
-    write_prepared,
+    write_images,
 )
 from moecore.testing import (
     check_backbone,
@@ -48,17 +49,17 @@ class Stripes(Source):
     kind: Literal["my_lab.stripes"] = "my_lab.stripes"
     seed: int = 0
 
-    def prepare(self, folder):
+    def describe(self):
+        counts = dict.fromkeys(("train", "validation", "test"), (4, 4))
+        return Card("Stripes", 1, SIDE, STRIPED, "CC0", "drawn", counts)
+
+    def write(self, folder):
         labels = np.arange(8) % 2
         image = np.tile(np.arange(SIDE, dtype=np.uint8) * 30, (SIDE, 1))
         images = np.stack([image if label else image.T for label in labels])[:, None]
-        facts = DatasetInfo("Stripes", STRIPED, 1, SIDE, "CC0", "drawn", self)
         split = SplitToWrite(labels, [images])
-        return write_prepared(folder, facts, dict.fromkeys(("train", "validation", "test"), split))
-
-    def preview(self):
-        counts = dict.fromkeys(("train", "validation", "test"), (4, 4))
-        return PlannedData("Stripes", 1, SIDE, STRIPED, counts)
+        parts = dict.fromkeys(("train", "validation", "test"), split)
+        return write_images(folder, self, self.describe(), parts)
 
 
 class Weight(Task):
@@ -169,6 +170,13 @@ class Untrained(Teacher):
         with torch.random.fork_rng():
             torch.manual_seed(5)
             return moecore.backbones.Vit(patch=4, width=16, depth=1, heads=2).build(image)
+
+
+def test_a_source_of_an_earlier_version_is_told_what_to_write():
+    with pytest.raises(ImportError, match="DatasetInfo; allowed: Card, write_images"):
+        exec("from moecore.parts import DatasetInfo")
+    with pytest.raises(UserError, match="Old: found prepare; allowed: describe, write"):
+        type("Old", (Stripes,), {"__module__": __name__, "prepare": Stripes.write})
 
 
 def test_they_keep_what_their_families_promise(tmp_path):

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from moecore.core.files import UserError
 from moecore.core.routing_records import Batch, ObjectiveInputs, TokenLayout
 from moecore.core.safetensors_files import read_tensors
+from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams, load_split_for_device
 from moecore.data.prepared import Split
-from moecore.data.text.words import block_windows
 from moecore.data.views.views import ViewSettings
 from moecore.measure.routing_metrics.regions import region_rows
 from moecore.nn.backbones.base_model import ImageSpec

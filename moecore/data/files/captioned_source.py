@@ -9,6 +9,7 @@ moecore/tasks/image_text.py; ``vocabulary.txt`` has a word a line in the order o
 
 import json
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -16,18 +17,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import (
-    UserError,
-    candidate_folders,
-    file_checksum,
-    join_below_root,
-    write_sealed,
-)
+from moecore.core.files import UserError, find_raw_folder, join_below_root
+from moecore.data.card import SPLITS, Card
 from moecore.data.files.image_files import DecodeCache, LabelledFiles, decode_splits
-from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import PlannedData, Source
+from moecore.data.layouts.images import write_images
+from moecore.data.sources.base import Source
 from moecore.data.text import tokenizers
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.image_text import NONE, ImageText
 
 SPLIT_STREAM = 6  # a random stream of its own
@@ -74,50 +69,49 @@ class CaptionedSource(Source):
     )
     seed: int = Field(0, ge=0, description="Draws splits and limits")
 
+    @property
+    @abstractmethod
+    def about(self) -> tuple[str, str, str]:
+        """Name, licence and source, for the card."""
+
+    @abstractmethod
     def read(self) -> dict[str, list[ImageCaptions]]:
         """The images of each split, of all files named in the settings."""
-        raise NotImplementedError
 
-    def facts(self) -> tuple[str, str, str]:
-        """Name, licence and source, for the card."""
-        raise NotImplementedError
+    def describe(self) -> Card:
+        """Return what ``write`` would write; the annotations are read, and no word counted."""
+        # its words are not known before
+        card = self._card(tokenizers.WordTokenizer([]))
+        return card.complete_with(
+            lambda: {"counts": {split: (len(part),) for split, part in self._image_files().items()}}
+        )
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on missing or damaged files."""
         splits = self._image_files()
         tokenizer = self.tokenizer.build(
-            text for _, one in splits["train"] for text in one.captions
+            text for _, image in splits["train"] for text in image.captions
         )
-        name, licence, source = self.facts()
-        task = caption_task(self, tokenizer)
-        info = DatasetInfo(name, task, self.channels, self.size, licence, source, self)
+        card = self._card(tokenizer)
         files, counts = {}, {}
         for split, images in splits.items():
-            captions = [one.captions for _, one in images]
-            labels, counts[split] = tokenize_captions(captions, tokenizer, task)
+            captions = [image.captions for _, image in images]
+            labels, counts[split] = tokenize_captions(captions, tokenizer, card.task)
             files[split] = LabelledFiles([path for path, _ in images], labels)
-        scratch = Path(folder) / ".decoded"
+        scratch = folder / ".decoded"
         parts = decode_splits(DecodeCache(scratch, self.size, self.channels), files, self.on_error)
-        card = write_captioned(folder, info, tokenizer, parts, counts)
+        written = write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
         shutil.rmtree(scratch)
-        return card
+        return written
 
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; the annotations are read, and no word counted."""
-        unseen = caption_task(self, tokenizers.WordTokenizer([]))  # its words are not known before
-        known = PlannedData(self.facts()[0], self.channels, self.size, unseen)
-        return known.complete_with(self._count_images)
-
-    def _count_images(self) -> dict[str, Any]:
-        return {"counts": {split: (len(images),) for split, images in self._image_files().items()}}
+    def _card(self, tokenizer: tokenizers.Tokenizer) -> Card:
+        name, licence, source = self.about
+        task = caption_task(self, tokenizer)
+        return Card(name, self.channels, self.size, task, licence, source)
 
     def _image_files(self) -> dict[str, list[tuple[Path, ImageCaptions]]]:
         """The files of each split, and what is said of them, after the limits."""
-        roots = candidate_folders(self.root)
-        root = next((one for one in roots if one.is_dir()), None)
-        if root is None:
-            listed = " and ".join(map(str, roots))
-            raise UserError(f"{listed}: no such folder; set `root` to the folder of the images")
+        root = find_raw_folder(self.root, "the folder of the images")
         read = self.read()
         limits = {"train": self.train_limit, "test": self.test_limit}
         chosen = {}
@@ -231,24 +225,8 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
     )
 
 
-def write_captioned(
-    folder: Path,
-    facts: DatasetInfo,
-    tokenizer: tokenizers.Tokenizer,
-    parts: Mapping[str, SplitToWrite],
-    counts: Mapping[str, Mapping[str, int]],
-) -> dict[str, Any]:
-    """Write the prepared layout to ``folder`` and return its card."""
-    card = write_prepared(folder, facts, parts)
-    name = tokenizer.write(folder)
-    card["counts"] = dict(counts)
-    card["files"][name] = file_checksum(folder / name)
-    write_sealed(folder / "card.json", card)
-    return card
-
-
 def tokenize_captions(
-    captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: ImageText
+    captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Tokens int32 (N, C, M) of the first C captions of each image, NONE where there are fewer,
     and how many captions there are, were cut, and how many of their words are unknown.

@@ -3,21 +3,18 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.core.files import (
-    UserError,
-    candidate_folders,
-    join_below_root,
-    read_json,
-    write_sealed,
-)
+from moecore.core.files import UserError, find_raw_folder, join_below_root
+from moecore.core.kept_parts import KeptParts
+from moecore.data.card import Card, count_classes
 from moecore.data.files.decode import (
     SUFFIXES,
     JpegWithHistogram,
@@ -25,15 +22,14 @@ from moecore.data.files.decode import (
     decode_image,
     recompress_image,
 )
-from moecore.data.sources.base import PlannedData, Source, class_counts
+from moecore.data.layouts.images import PackedJpegFile, SplitToWrite, write_images
+from moecore.data.sources.base import Source
 from moecore.data.stored_arrays import new_array, open_array
 from moecore.data.stratified_splits import SplitSettings
 from moecore.data.thread_map import map_in_threads
-from moecore.data.writer import DatasetInfo, PackedJpegFile, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 
 CHUNK = 1024
-Result = TypeVar("Result")
 
 
 class LabelledFiles(NamedTuple):
@@ -44,7 +40,11 @@ class LabelledFiles(NamedTuple):
 
 
 class DecodeCache(NamedTuple):
-    """Where decoded images are gathered: ``{split}.npy``, and ``{split}.json``, how far."""
+    """Where images are decoded to, in chunks; those that a killed run finished are kept.
+
+    Each split has a folder for each list of files, with their lengths, size and number of channels;
+    what other lists left is removed.
+    """
 
     folder: Path
     size: int
@@ -53,13 +53,16 @@ class DecodeCache(NamedTuple):
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
         """Decode all ``paths``: path of uint8 (N, C, size, size), {row: reason} of the unreadable.
 
-        State is saved every 1,024 files; another file list, file length, size or number of channels
-        starts afresh, and so does a damaged state or array.
+        A damaged array is begun again.
         """
-        array = self.folder / f"{split}.npy"
+        work = self._work_folder(split, f"{self.size}", paths)
+        array = work / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
-        state = self._resume(split, array, shape, np.uint8, _key(f"{self.size}", self, paths))
-        out = new_array(array, np.uint8, shape, begun=state["done"] > 0)
+        kept = KeptParts(work)
+        if kept.parts and not _is_whole_array(array, shape):
+            kept.path.unlink()
+            kept = KeptParts(work)
+        out = new_array(array, np.uint8, shape, begun=bool(kept.parts))
 
         def decode_row(row: int) -> str | None:
             try:
@@ -68,28 +71,27 @@ class DecodeCache(NamedTuple):
                 return str(error)
             return None
 
-        for rows, reasons in _chunks_in_threads(range(state["done"], len(paths)), decode_row):
-            state["failures"] |= {
-                str(row): reason for row, reason in zip(rows, reasons, strict=True) if reason
-            }
+        def decode_rows(rows: range) -> dict[int, str]:
+            reasons = list(map_in_threads(decode_row, rows))
             out.flush()
-            write_sealed(self.folder / f"{split}.json", state | {"done": rows.stop})
-        return array, {int(row): reason for row, reason in state["failures"].items()}
+            return {row: reason for row, reason in zip(rows, reasons, strict=True) if reason}
+
+        bad: dict[str, str] = {}
+        for rows in _chunks(len(paths)):
+            bad |= kept.part(str(rows), partial(decode_rows, rows))
+        return array, {int(row): reason for row, reason in bad.items()}
 
     def pack(
         self, split: str, paths: list[Path], short_side: int
     ) -> tuple[PackedJpegFile, dict[int, str]]:
-        """Encode all ``paths`` into ``{split}.bin``; also {row: reason} of the unreadable ones.
-
-        State is saved as by ``decode``; another short side starts afresh too.
-        """
-        file = self.folder / f"{split}.bin"
-        listed, shape = self.folder / f"{split}_lengths.npy", (len(paths),)
-        key = _key(f"whole {short_side}", self, paths)
-        state: dict[str, Any] = {"bytes": 0} | self._resume(split, listed, shape, np.int64, key)
-        lengths = new_array(listed, np.int64, shape, begun=state["done"] > 0)
-        histogram = np.array(state.get("histogram", np.zeros((self.channels, 256))), np.int64)
-        _append_content(file, state["bytes"], b"")
+        """Encode all ``paths`` into one file; also {row: reason} of the unreadable ones."""
+        work = self._work_folder(split, f"whole {short_side}", paths)
+        file = work / "images.bin"
+        kept = KeptParts(work)
+        written = sum(sum(part["lengths"]) for part in kept.parts.values())
+        if kept.parts and (not file.is_file() or file.stat().st_size < written):
+            kept.path.unlink()
+            kept = KeptParts(work)
 
         def pack_row(row: int) -> JpegWithHistogram | str:
             try:
@@ -97,46 +99,49 @@ class DecodeCache(NamedTuple):
             except UnreadableImage as error:
                 return str(error)
 
-        for rows, packed in _chunks_in_threads(range(state["done"], len(paths)), pack_row):
-            contents = []
-            for row, one in zip(rows, packed, strict=True):
-                if isinstance(one, str):
-                    state["failures"][str(row)] = one
-                    lengths[row] = 0
-                    continue
-                contents.append(one.content)
-                lengths[row] = len(one.content)
-                histogram += one.histogram
-            state["bytes"] = _append_content(file, state["bytes"], b"".join(contents))
-            lengths.flush()
-            state |= {"done": rows.stop, "histogram": histogram.tolist()}
-            write_sealed(self.folder / f"{split}.json", state)
-        bad = {int(row): reason for row, reason in state["failures"].items()}
-        return PackedJpegFile(file, np.delete(lengths, sorted(bad)), histogram, short_side), bad
+        def pack_rows(rows: range, start: int) -> dict[str, Any]:
+            packed = list(zip(rows, map_in_threads(pack_row, rows), strict=True))
+            images = [image for _, image in packed if not isinstance(image, str)]
+            _write_from(file, start, b"".join(image.content for image in images))
+            zeros = np.zeros((self.channels, 256), np.int64)
+            return {
+                "lengths": [len(image.content) for image in images],
+                "histogram": sum((image.histogram for image in images), zeros).tolist(),
+                "bad": {row: reason for row, reason in packed if isinstance(reason, str)},
+            }
 
-    def _resume(
-        self, split: str, array: Path, shape: tuple[int, ...], dtype: type, key: str
-    ) -> dict[str, Any]:
-        """Return how far a killed run of the same ``key`` got, where all that it left is whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = {"key": key, "done": 0, "failures": {}}
-        try:
-            state = read_json(self.folder / f"{split}.json", sealed=True)
-            open_array(array, shape, dtype)
-        except UserError:  # nothing there, or damaged: all of it can be made again
-            return fresh
-        file = self.folder / f"{split}.bin"
-        kept = file.stat().st_size if file.is_file() else 0
-        if state.get("key") != key or kept < state.get("bytes", 0):
-            return fresh
-        return state
+        lengths: list[int] = []
+        end = 0
+        histogram = np.zeros((self.channels, 256), np.int64)
+        bad: dict[str, str] = {}
+        for rows in _chunks(len(paths)):
+            part = kept.part(str(rows), partial(pack_rows, rows, end))
+            lengths += part["lengths"]
+            end += sum(part["lengths"])
+            histogram += part["histogram"]
+            bad |= part["bad"]
+        images = PackedJpegFile(file, np.array(lengths, np.int64), histogram, short_side)
+        return images, {int(row): reason for row, reason in bad.items()}
+
+    def _work_folder(self, split: str, form: str, paths: list[Path]) -> Path:
+        """Return the folder that is named by what is made, of which files, and their lengths."""
+        listing = "\n".join(f"{path} {_file_length(path)}" for path in paths)
+        text = f"{form} {self.channels}\n{listing}"
+        name = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+        work = self.folder / split / name
+        work.mkdir(parents=True, exist_ok=True)
+        for other in work.parent.iterdir():
+            if other != work:
+                shutil.rmtree(other)
+        return work
 
 
-def _key(form: str, cache: DecodeCache, paths: list[Path]) -> str:
-    """Digest of what is made, of which files, and of their lengths."""
-    listing = "\n".join(f"{path} {_file_length(path)}" for path in paths)
-    text = f"{form} {cache.channels}\n{listing}"
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+def _is_whole_array(array: Path, shape: tuple[int, ...]) -> bool:
+    try:
+        open_array(array, shape, np.uint8)
+    except UserError:
+        return False
+    return True
 
 
 def _file_length(path: Path) -> int:
@@ -147,24 +152,18 @@ def _file_length(path: Path) -> int:
         return -1
 
 
-def _append_content(file: Path, start: int, content: bytes) -> int:
-    """Write to the disk what comes after ``start`` bytes of a file, and return where it ends."""
+def _write_from(file: Path, start: int, content: bytes) -> None:
+    """Write to the disk what comes after ``start`` bytes of a file."""
     with open(file, "ab") as out:
         out.truncate(start)  # what a killed run wrote and never said
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
-    return start + len(content)
 
 
-def _chunks_in_threads(
-    rows: range, work: Callable[[int], Result]
-) -> Iterator[tuple[range, Iterator[Result]]]:
-    """Pieces of ``rows`` with what ``work`` makes of each, by several threads."""
-    results = map_in_threads(work, rows)
-    for start in range(rows.start, rows.stop, CHUNK):
-        piece = range(start, min(start + CHUNK, rows.stop))
-        yield piece, islice(results, len(piece))
+def _chunks(number: int) -> Iterator[range]:
+    for start in range(0, number, CHUNK):
+        yield range(start, min(start + CHUNK, number))
 
 
 def decode_splits(
@@ -204,8 +203,8 @@ def decode_splits(
 
 def _stored_rows(array: Path, rows: np.ndarray) -> Iterator[np.ndarray]:
     images = np.load(array, mmap_mode="r", allow_pickle=False)
-    for start in range(0, len(rows), CHUNK):
-        yield images[rows[start : start + CHUNK]]
+    for part in _chunks(len(rows)):
+        yield images[rows[part]]
 
 
 SMALLEST = 32  # pixels: JPEG works on blocks of 8 × 8, or 16 × 16
@@ -234,54 +233,49 @@ class ImageFilesSource(SplitSettings, Source):
             raise ValueError(f"{given}; allowed: {self.size} or more, or null")
         return self
 
-    def facts(self) -> tuple[str, str, str]:
+    @property
+    @abstractmethod
+    def about(self) -> tuple[str, str, str]:
         """Name, licence and source, for the card."""
-        raise NotImplementedError
 
+    @abstractmethod
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, LabelledFiles]]:
         """The classes and the files of each split. Raises UserError on wrong folders."""
-        raise NotImplementedError
 
     def scratch_folder(self, folder: Path) -> Path:
         """Return where unfinished work lies."""
         return folder / ".decoded"
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def describe(self) -> Card:
+        """Return what ``write`` would write; files are counted."""
+        return self._card().complete_with(lambda: self._count(*self.list_splits()))
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on wrong folders or files."""
         classes, splits = self.list_splits()
-        scratch = self.scratch_folder(Path(folder))
+        card = self._card()._replace(**self._count(classes, splits))
+        scratch = self.scratch_folder(folder)
         cache = DecodeCache(scratch, self.size, self.channels)
         parts = decode_splits(cache, splits, self.on_error, self.short_side)
-        name, licence, source = self.facts()
-        task = Classification(classes=classes)
-        info = DatasetInfo(name, task, self.channels, self.size, licence, source, self)
-        card = write_prepared(folder, info, parts)
+        written = write_images(folder, self, card, parts)
         shutil.rmtree(scratch)
-        return card
+        return written
 
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; files are counted."""
-        known = PlannedData(self.facts()[0], self.channels, self.size, None)
-        return known.complete_with(self._count_files)
+    def _card(self) -> Card:
+        name, licence, source = self.about
+        return Card(name, self.channels, self.size, None, licence, source)
 
-    def _count_files(self) -> dict[str, Any]:
-        classes, splits = self.list_splits()
-        labels = {split: part.labels for split, part in splits.items()}
-        return {
-            "task": Classification(classes=classes),
-            "counts": class_counts(self.facts()[0], classes, labels),
-            "short_side": self.short_side,
-        }
+    def _count(
+        self, classes: tuple[str, ...], splits: Mapping[str, LabelledFiles]
+    ) -> dict[str, Any]:
+        task = Classification(classes=classes)
+        labels = {split: files.labels for split, files in splits.items()}
+        counts = count_classes(self.about[0], task, labels)
+        return {"task": task, "counts": counts, "short_side": self.short_side}
 
     def root_folder(self) -> Path:
         """The first of the folders that ``root`` may be. Raises UserError where there is none."""
-        roots = candidate_folders(self.root)
-        if folder := next((root for root in roots if root.is_dir()), None):
-            return folder
-        looked = " and ".join(map(str, roots))
-        raise UserError(
-            f"{looked}: no such folder; set `root` to the folder with the class folders"
-        )
+        return find_raw_folder(self.root, "the folder with the class folders")
 
 
 def class_names(folder: Path) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import http.client
 import urllib.error
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -11,10 +12,11 @@ import torch
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError, candidate_folders, file_checksum, whole_file
+from moecore.data.card import Card, count_classes
 from moecore.data.files.decode import resize_images_in_chunks
-from moecore.data.sources.base import PlannedData, Source, class_counts
+from moecore.data.layouts.images import SplitToWrite, write_images
+from moecore.data.sources.base import Source
 from moecore.data.stratified_splits import SplitSettings, split_train, stratified_limit
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.classification import Classification
 
 LabelledImages = tuple[np.ndarray, np.ndarray]  # images uint8 (N, C, H, W) and labels int64 (N,)
@@ -62,70 +64,58 @@ class PublishedSource(SplitSettings, Source):
         known = self.facts().classes
         return tuple(name for name in known if name in (self.only_classes or known))
 
+    @abstractmethod
     def facts(self) -> PublishedSetFacts:
         """Return what is known of the set."""
-        raise NotImplementedError
 
+    @abstractmethod
     def find_files(self, roots: list[Path]) -> Path | None:
         """The first place that has all files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe_absence(self, roots: list[Path]) -> str:
         """Say what is lacking, and how to get it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fetch_files(self, root: Path) -> Path:
         """Download the files into ``root``, checked; return the place of all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
         """The authors' training and test sets. Raises UserError where a file is damaged."""
-        raise NotImplementedError
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def describe(self) -> Card:
+        """Return what ``write`` would write; no file is read."""
+        facts, kept = self.facts(), self.kept_classes
+        name = facts.name
+        if kept != facts.classes:
+            name += f", {len(kept)} of {len(facts.classes)} classes"
+        task = Classification(classes=kept)
+        card = Card(name, facts.channels, self.size, task, facts.licence, facts.source)
+
+        def count() -> dict[str, Any]:
+            place, root = self._place_and_root()
+            train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
+            labels = self._number_kept_classes(np.concatenate([train, test]))
+            parts = {split: labels[rows] for split, rows in self._split_rows(train, test).items()}
+            return {
+                "counts": count_classes(name, task, parts),
+                "note": None if place else f"prepare will download it into {root}",
+            }
+
+        return card.complete_with(count)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; UserError on missing or damaged files."""
         place, root = self._place_and_root()
         (train, train_labels), (test, test_labels) = self.read_sets(place or self.fetch_files(root))
-        facts = self.facts()
-        info = DatasetInfo(
-            self._title, self._task, facts.channels, self.size, facts.licence, facts.source, self
-        )
         images = np.concatenate([train, test])
         labels = self._number_kept_classes(np.concatenate([train_labels, test_labels]))
         parts = {
             split: SplitToWrite(labels[rows], resize_images_in_chunks(images[rows], self.size))
             for split, rows in self._split_rows(train_labels, test_labels).items()
         }
-        return write_prepared(folder, info, parts)
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; no file is read."""
-        planned = PlannedData(self._title, self.facts().channels, self.size, self._task)
-        return planned.complete_with(self._look)
-
-    def _look(self) -> dict[str, Any]:
-        place, root = self._place_and_root()
-        facts = self.facts()
-        train, test = (np.arange(n) % len(facts.classes) for n in (facts.train, facts.test))
-        labels = self._number_kept_classes(np.concatenate([train, test]))
-        rows = self._split_rows(train, test).items()
-        counted = {split: labels[part] for split, part in rows}
-        return {
-            "counts": class_counts(self._title, self.kept_classes, counted),
-            "note": None if place else f"prepare will download it into {root}",
-        }
-
-    @property
-    def _task(self) -> Classification:
-        return Classification(classes=self.kept_classes)
-
-    @property
-    def _title(self) -> str:
-        """The name of the set, with how many of its classes are kept."""
-        facts, kept = self.facts(), self.kept_classes
-        if kept == facts.classes:
-            return facts.name
-        return f"{facts.name}, {len(kept)} of {len(facts.classes)} classes"
+        return write_images(folder, self, self.describe(), parts)
 
     def _number_kept_classes(self, labels: np.ndarray) -> np.ndarray:
         """The labels (N,) counted among the classes that are kept; −1 for others."""

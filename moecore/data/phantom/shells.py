@@ -9,11 +9,11 @@ from functools import cache
 
 import numpy as np
 
+from moecore.data.layouts.volumes import BRAIN
 from moecore.data.phantom import anatomy
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.thread_map import one_blas_thread
 from moecore.data.volumes.volume_preparation import (
-    BRAIN,
     VolumeWithTissueShares,
     pack_stored_volume,
 )

@@ -3,7 +3,6 @@
 A caption names one layout, and no two test mosaics share one: so it finds one image.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -11,13 +10,13 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moecore.data.files import captioned_source
-from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.base import PlannedData, Source
-from moecore.data.sources.mosaic import CellSource, compose_mosaics
+from moecore.data.card import SPLITS, Card
+from moecore.data.files.captioned_source import caption_task, tokenize_captions
+from moecore.data.layouts.images import SplitToWrite, write_images
+from moecore.data.prepared import Prepared, Split
+from moecore.data.sources.mosaic import CellSourceUser, compose_mosaics
 from moecore.data.text.tokenizers import WordTokenizer
 from moecore.data.text.words import lower_words
-from moecore.data.writer import DatasetInfo, SplitToWrite
 from moecore.tasks.image_text import ImageText
 
 STREAM = 8  # those below are the splits', few_shot's and the mosaics'
@@ -35,14 +34,13 @@ WORDINGS = (
 TEMPLATES = ("a photo of a {0}",)  # words that zero-shot prompts use
 
 
-class CaptionedMosaic(Source):
+class CaptionedMosaic(CellSourceUser):
     """``captions`` wordings of each mosaic; layouts of the test are in no other split."""
 
     task: ClassVar[type[ImageText]] = ImageText
     sided: ClassVar[bool] = True  # captions say left and right
 
     kind: Literal["captioned_mosaic"] = "captioned_mosaic"
-    source: CellSource
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(1000, ge=1, description="Number of mosaics for validation")
     test: int = Field(1000, ge=1, description="Number of mosaics for the test")
@@ -60,44 +58,27 @@ class CaptionedMosaic(Source):
             raise ValueError(f"{given}; allowed: fewer than the {LAYOUTS} layouts of four cells")
         return self
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError on a missing source."""
-        scratch = Path(folder) / ".source"
-        self.source.prepare(scratch)
-        source = Prepared.open(scratch)
-        card = source.card
-        names = source.task.classes
-        layouts = draw_layouts(len(names), self)
-        tokenizer = build_tokenizer(names)
-        task = captioned_source.caption_task(self, tokenizer)
-        parts, counts = {}, {}
-        for split, rows in layouts.items():
-            captions = [layout_captions([names[one] for one in row]) for row in rows]
-            labels, counts[split] = captioned_source.tokenize_captions(captions, tokenizer, task)
-            images = self._images(getattr(source, split), rows, SPLITS.index(split))
-            parts[split] = SplitToWrite(labels, images)
-        info = DatasetInfo(
-            f"{card['name']}, captioned mosaics",
-            task,
-            card["channels"],
-            2 * card["size"],
-            card["licence"],
-            card["source"],
-            self,
-        )
-        written = captioned_source.write_captioned(folder, info, tokenizer, parts, counts)
-        shutil.rmtree(scratch)
-        return written
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write, from what the source says of itself."""
-        source = self.source.preview()
+    def describe(self) -> Card:
+        """Return what ``write`` would write, from what the source says of itself."""
+        source = self.source.describe()
         return source._replace(
             name=f"{source.name}, captioned mosaics",
             size=2 * source.shape[0],
-            task=captioned_source.caption_task(self, build_tokenizer(source.classes or ())),
+            task=caption_task(self, build_tokenizer(source.classes or ())),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
+
+    def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
+        """Write mosaics with captions."""
+        names, card = source.task.classes, self.describe()
+        tokenizer = build_tokenizer(names)
+        parts, counts = {}, {}
+        for split, rows in draw_layouts(len(names), self).items():
+            captions = [layout_captions([names[cell] for cell in row]) for row in rows]
+            labels, counts[split] = tokenize_captions(captions, tokenizer, card.task)
+            images = self._images(getattr(source, split), rows, SPLITS.index(split))
+            parts[split] = SplitToWrite(labels, images)
+        return write_images(folder, self, card, parts, counts, [tokenizer.write(folder)])
 
     def _images(self, split: Split, layouts: np.ndarray, number: int) -> Iterator[np.ndarray]:
         """Mosaics of these layouts (n, 4), each cell another image of its class."""

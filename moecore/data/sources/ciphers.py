@@ -3,16 +3,16 @@
 V words of the vocabulary, D dialects.
 """
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.text import END, UNKNOWN, NumberedText
 from moecore.data.sources.dialects import NAMES, STREAM, check_rarest_dialect, zipf_shares
 from moecore.data.sources.docstrings import DocstringSource
-from moecore.data.text.words import END, SPLITS, UNKNOWN, NumberedText, lower_words, write_text
+from moecore.data.text.words import lower_words
 
 
 class Ciphers(DocstringSource):
@@ -32,14 +32,14 @@ class Ciphers(DocstringSource):
     )
     seed: int = Field(0, ge=0, description="Draws ciphers, and each paragraph's")
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where the source lacks."""
-        return write_text(folder, self, self.encrypt(self.read()))
+    def describe(self) -> Card:
+        """Return what ``write`` would write; how many words there are is not known before."""
+        card = super().describe()
+        return card._replace(name=f"{card.name} in {self.dialects} ciphers", truth=self.dialects)
 
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; how many words there are is not known before."""
-        plain = super().preview()
-        return plain._replace(name=self._title(plain.name), truth=self.dialects)
+    def read(self) -> NumberedText:
+        """Return the text of all splits in ciphers; UserError where a package lacks."""
+        return self.encrypt(super().read())
 
     def identify_paragraph(self, paragraph: str) -> str:
         """Return its words, so that no paragraph of the test is in training in any cipher."""
@@ -61,11 +61,7 @@ class Ciphers(DocstringSource):
             spoken = random.choice(self.dialects, size=paragraphs[-1] + 1, p=shares)[paragraphs]
             tokens[split] = ciphers[spoken, words]
             truth[split] = np.where(ends, 0, spoken + 1).astype(np.uint8)
-        known = {"name": self._title(plain.about["name"]), "truth": self.dialects}
-        return NumberedText(tokens, vocabulary, {**plain.about, **known}, truth)
-
-    def _title(self, name: str) -> str:
-        return f"{name} in {self.dialects} ciphers"
+        return NumberedText(tokens, vocabulary, plain.more, truth)
 
 
 def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:

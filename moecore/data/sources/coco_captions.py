@@ -24,7 +24,8 @@ class CocoCaptions(captioned_source.CaptionedSource):
         ("train2014", "val2014"), description="Of each annotation file's images, below the root"
     )
 
-    def facts(self) -> tuple[str, str, str]:
+    @property
+    def about(self) -> tuple[str, str, str]:
         """Name, licence and source."""
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 

@@ -7,7 +7,6 @@ n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F familie
 dialects with adjacent numbers. A function of the seed.
 """
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -16,15 +15,15 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from moecore.core.files import UserError
-from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.base import PlannedData, Source
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.images import SplitToWrite, write_images
+from moecore.data.prepared import Prepared, Split
 from moecore.data.sources.mosaic import (
-    CellSource,
-    check_images_fill_mosaic,
+    CellSourceUser,
+    check_cells_suffice,
     compose_mosaics,
     draw_mosaic_members,
 )
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.cells import Cells
 from moecore.tasks.class_task import ClassTask
 from moecore.tasks.classification import Classification
@@ -253,7 +252,7 @@ NAMES = 11  # the stream of the exchanges of names
 LEAST = 50  # training images, or paragraphs, of a dialect
 
 
-class Dialects(Source):
+class Dialects(CellSourceUser):
     """Images of ``source``, each in one of D dialects; the label is what its dialect calls it.
 
     ``mosaic``: ``grid`` × ``grid`` cells, each in a dialect of its own; one is marked in a channel
@@ -261,11 +260,10 @@ class Dialects(Source):
     has its label. One more channel, which no model sees, says the dialect of every pixel.
     """
 
-    task: ClassVar[type[Classification]] = Classification  # of the labels that ``prepare`` writes
+    task: ClassVar[type[Classification]] = Classification
     sided: ClassVar[bool] = True
 
     kind: Literal["dialects"] = "dialects"
-    source: CellSource
     change: Change = Field("permutation", description="What a dialect does to an image")
     dialects: int = Field(12, ge=1, le=255, description="Number of dialects D")
     families: int | None = Field(
@@ -323,59 +321,38 @@ class Dialects(Source):
         families = f" of {self.families} families" if self.families else ""
         return f"in {self.dialects} dialects{families} ({self.change}){form}"
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where the source lacks."""
-        scratch = Path(folder) / ".source"
-        self.source.prepare(scratch)
-        source = Prepared.open(scratch)
-        card = source.card
-        change, words = self._vocabulary(card["channels"], card["size"], source.task.outputs)
-        facts = DatasetInfo(
-            f"{card['name']} {self.title}",
-            self._task(source.task.classes),
-            self._channels(card["channels"]),
-            card["size"] * self.side,
-            card["licence"],
-            card["source"],
-            self,
-            truth=self.dialects,
-        )
-        parts = {name: self._part(getattr(source, name), name, change, words) for name in SPLITS}
-        written = write_prepared(folder, facts, parts)
-        shutil.rmtree(scratch)
-        return written
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write, from what the source says of itself."""
-        source = self.source.preview()
-        classes = source.classes or ()
-        known = source._replace(
+    def describe(self) -> Card:
+        """Return what ``write`` would write, from what the source says of itself."""
+        source = self.source.describe()
+        card = source._replace(
             name=f"{source.name} {self.title}",
-            channels=self._channels(source.channels),
+            channels=(3 if has_colours(self.change) else source.channels) + (self.form == "mosaic"),
             size=source.shape[0] * self.side,
-            task=self._task(classes),
+            task=self._task(source.classes or ()),
             counts={},
             truth=self.dialects,
         )
-        if source.problem:
-            return known
-        return known.complete_with(lambda: self._expected(source))
 
-    def _expected(self, source: PlannedData) -> dict[str, Any]:
-        """Return how many images there will be; UserError where ``prepare`` would raise it."""
-        self._vocabulary(source.channels, source.shape[0], len(source.classes or ()))
-        for split in SPLITS:
-            check_images_fill_mosaic(source.images[split], self.cells, split)
-        return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
+        def count() -> dict[str, Any]:
+            if source.problem is not None:
+                return {}
+            self._vocabulary(source.channels, source.shape[0], len(source.classes or ()))
+            check_cells_suffice(source, self.cells)
+            return {"counts": {split: (getattr(self, split),) for split in SPLITS}}
+
+        return card.complete_with(count)
+
+    def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
+        """Write each split in dialects; UserError where there are too many of them."""
+        card = source.card
+        change, words = self._vocabulary(card["channels"], card["size"], source.task.outputs)
+        parts = {name: self._part(getattr(source, name), name, change, words) for name in SPLITS}
+        return write_images(folder, self, self.describe(), parts)
 
     def _task(self, classes: tuple[str, ...]) -> ClassTask:
         if self.form == "cells":
             return Cells(classes=classes, grid=self.grid)
         return Classification(classes=classes)
-
-    def _channels(self, channels: int) -> int:
-        """Return how many channels a model sees of images that have so many."""
-        return (3 if has_colours(self.change) else channels) + (self.form == "mosaic")
 
     def _vocabulary(
         self, channels: int, size: int, classes: int

@@ -7,9 +7,10 @@ import numpy as np
 from pydantic import Field
 
 from moecore.data import stratified_splits
+from moecore.data.card import Card, count_classes
 from moecore.data.files.decode import resize_images_in_chunks
-from moecore.data.sources.base import PlannedData, Source, class_counts
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
+from moecore.data.layouts.images import SplitToWrite, write_images
+from moecore.data.sources.base import Source
 from moecore.tasks.classification import Classification
 
 TASK = Classification(classes=tuple("0123456789"))
@@ -25,7 +26,19 @@ class Digits(stratified_splits.SplitSettings, Source):
     )
     test: float = Field(0.2, gt=0, lt=1, description="Share of each class for the test split")
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def describe(self) -> Card:
+        """Return what ``write`` would write; the numbers of each class are known."""
+        source = "scikit-learn load_digits (UCI, doi 10.24432/C50P49)"
+        card = Card("Digits", 1, self.size, TASK, "CC BY 4.0", source)
+        labels = np.repeat(np.arange(10), IMAGES)
+
+        def count() -> dict[str, Any]:
+            parts = {name: labels[rows] for name, rows in self._splits(labels).items()}
+            return {"counts": count_classes(card.name, TASK, parts)}
+
+        return card.complete_with(count)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout to ``folder`` and return its card."""
         from sklearn.datasets import load_digits  # a second of import, needed only here
 
@@ -33,33 +46,11 @@ class Digits(stratified_splits.SplitSettings, Source):
         grey = np.asarray(flat).reshape(-1, 8, 8)  # 0 to 16
         images = np.rint(grey * (255 / 16)).astype(np.uint8)[:, None]
         labels = np.asarray(classes).astype(np.int64)
-        parts = self._splits(labels)
-        facts = DatasetInfo(
-            "Digits",
-            TASK,
-            1,
-            self.size,
-            "CC BY 4.0",
-            "scikit-learn load_digits (UCI, doi 10.24432/C50P49)",
-            self,
-        )
-        return write_prepared(
-            folder,
-            facts,
-            {
-                name: SplitToWrite(labels[part], resize_images_in_chunks(images[part], self.size))
-                for name, part in parts.items()
-            },
-        )
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; the numbers of each class are known."""
-        return PlannedData("Digits", 1, self.size, TASK).complete_with(self._known)
-
-    def _known(self) -> dict[str, Any]:
-        labels = np.repeat(np.arange(10), IMAGES)
-        parts = {name: labels[rows] for name, rows in self._splits(labels).items()}
-        return {"counts": class_counts("Digits", TASK.classes, parts)}
+        parts = {
+            name: SplitToWrite(labels[rows], resize_images_in_chunks(images[rows], self.size))
+            for name, rows in self._splits(labels).items()
+        }
+        return write_images(folder, self, self.describe(), parts)
 
     def _splits(self, labels: np.ndarray) -> dict[str, np.ndarray]:
         """Rows of each split, int64."""

@@ -13,18 +13,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.text import NumberedText
 from moecore.data.text.words import (
-    SPLITS,
-    NumberedText,
     ReadingStyle,
     TextSource,
     build_vocabulary,
     lower_words,
     number_tokens,
-    write_text,
 )
-from moecore.tasks.next_token import NextToken
 
 PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "scikit-learn", "scipy", "sympy", "timm")
 CODE = (">>>", "---", "===", "::")  # what prose does not have
@@ -58,25 +55,23 @@ class DocstringSource(TextSource):
         vocabulary = build_vocabulary(lines["train"], LEAST)
         numbers = {word: number for number, word in enumerate(vocabulary)}
         tokens = {split: number_tokens(part, numbers) for split, part in lines.items()}
-        about = {
-            "name": "Docstrings",
-            "licence": "BSD and MIT; matplotlib: its own, Apache-2.0: timm",
-            "source": "docstrings of installed packages",
+        more = {
             "packages": versions,
             "lines": {split: len(part) for split, part in lines.items()},
         }
-        return NumberedText(tokens, vocabulary, about)
+        return NumberedText(tokens, vocabulary, more)
 
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; how many words there are is not known before."""
-        task = NextToken(words=2)
-        known = PlannedData("Docstrings", self.context + 1, self.size, task)
-        return known.complete_with(self._look)
+    def describe(self) -> Card:
+        """Return what ``write`` would write; how many words there are is not known before."""
+        licence = "BSD and MIT; matplotlib: its own, Apache-2.0: timm"
+        card = self.text_card("Docstrings", licence, "docstrings of installed packages")
 
-    def _look(self) -> dict[str, Any]:
-        for name in self.packages:
-            find_distribution(name)
-        return {}
+        def look() -> dict[str, Any]:
+            for name in self.packages:
+                find_distribution(name)
+            return {}
+
+        return card.complete_with(look)
 
     def identify_paragraph(self, paragraph: str) -> str:
         """Return what two paragraphs must share for the later one to be left out."""
@@ -99,10 +94,6 @@ class Docstrings(DocstringSource):
     """
 
     kind: Literal["docstrings"] = "docstrings"
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where a package lacks."""
-        return write_text(folder, self, self.read())
 
 
 def find_distribution(name: str) -> Distribution:

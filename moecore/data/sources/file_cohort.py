@@ -1,6 +1,6 @@
 """What cohorts of T1-weighted MRI share, whatever their layout: each subject's files, read once.
 
-What was made of a subject's files is kept for the next ``prepare``.
+What was made of a subject's files is kept for the next ``write``.
 """
 
 import hashlib
@@ -16,14 +16,16 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from moecore.core.config import Config
-from moecore.core.files import UserError, candidate_folders, whole_file
-from moecore.data.sources.base import PlannedData, Source
+from moecore.core.files import UserError, candidate_folders, find_raw_folder, whole_file
+from moecore.data.card import Card
+from moecore.data.layouts.volumes import VolumeSplitToWrite, write_volumes
+from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads
 from moecore.data.volumes.cohorts import (
     CohortSettings,
     CohortTable,
     SubjectProblem,
-    planned_age_cohort_data,
+    age_cohort_card,
     split_cohort,
 )
 from moecore.data.volumes.subjects import VolumeSubject, find_only_file
@@ -34,7 +36,6 @@ from moecore.data.volumes.volume_preparation import (
     VolumeWithTissueShares,
     read_subject_volumes,
 )
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 VERSION = 2  # raise it where reading a subject gives other values than before
 
@@ -160,7 +161,23 @@ class FileCohort(CohortSettings, Grid, Source):
         """Return the subject with what the name of the T1 says of it; nothing, unless said."""
         return subject
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    @property
+    def uncounted_card(self) -> Card:
+        """The card without counts and without who was left out."""
+        about = (self.licence, self.root)
+        return age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
+
+    def describe(self) -> Card:
+        """Return what ``write`` would write; tables are read and files are sought."""
+
+        def look() -> dict[str, Any]:
+            usable, table = self.find_subjects()
+            rows = split_cohort(usable, self, table.splits, table.places)
+            return count_subjects(rows, table.problems)
+
+        return self.uncounted_card.complete_with(look)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout to ``folder`` and return its card.
 
         Raises UserError that lists every problem of the whole cohort (unless ``on_error`` is
@@ -169,20 +186,7 @@ class FileCohort(CohortSettings, Grid, Source):
         ready, table = self.read_volumes()
         rows = split_cohort([one.subject for one in ready], self, table.splits, table.places)
         parts = {split: [ready[place] for place in places] for split, places in rows.items()}
-        return write_cohort(folder, self.facts(self, table.problems), parts)
-
-    def facts(self, settings: Config, problems: Sequence[SubjectProblem]) -> VolumeDatasetInfo:
-        """Return what the card says; settings: of the whole source; problems: who was left out."""
-        return VolumeDatasetInfo(
-            self.name,
-            self.size,
-            (self.voxel_mm,) * 3,
-            self.licence,
-            self.root,
-            settings,
-            self.regions,
-            skipped=[problem._asdict() for problem in problems],
-        )
+        return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
         """Read every subject into the cache; return those that can be used, and the table.
@@ -225,17 +229,6 @@ class FileCohort(CohortSettings, Grid, Source):
                 table.problems.extend(_list_problems(subject, error))
         self._refuse(root, table.problems)
         return usable, table
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; tables are read and files are sought."""
-        known = planned_age_cohort_data(self.name, self.size, self.regions)
-        return known.complete_with(self._look)
-
-    def _look(self) -> dict[str, Any]:
-        usable, table = self.find_subjects()
-        return preview_counts(
-            split_cohort(usable, self, table.splits, table.places), table.problems
-        )
 
     def _refuse(self, root: Path, problems: list[SubjectProblem]) -> None:
         if problems and self.on_error == "stop":
@@ -294,27 +287,30 @@ class FileCohort(CohortSettings, Grid, Source):
         return VolumeCache(there[0] if there else Path(self.cache), settings)
 
     def _root(self) -> Path:
-        roots = candidate_folders(self.root)
-        if folder := next((root for root in roots if root.is_dir()), None):
-            return folder
-        raise UserError(
-            f"{' and '.join(map(str, roots))}: no such folder; set `root` to the cohort's folder"
-        )
+        return find_raw_folder(self.root, "the cohort's folder")
 
 
 def write_cohort(
-    folder: Path, facts: VolumeDatasetInfo, parts: Mapping[str, Sequence[CachedSubject]]
+    folder: Path,
+    settings: Config,
+    card: Card,
+    problems: Sequence[SubjectProblem],
+    parts: Mapping[str, Sequence[CachedSubject]],
 ) -> dict[str, Any]:
-    """Write the prepared layout of subjects in the cache, by split; return the card."""
+    """Write the prepared layout of subjects in the cache, by split; return the card.
+
+    settings: of the whole source; problems: who was left out.
+    """
     written = {}
     for split, part in parts.items():
         # a generator: the volumes of a split are loaded one by one, when written
         volumes = (load_cached_volume(one.path) for one in part)
         written[split] = VolumeSplitToWrite([one.subject for one in part], volumes)
-    return write_volumes(folder, facts, written)
+    skipped = {"skipped": [problem._asdict() for problem in problems]}
+    return write_volumes(folder, settings, card._replace(more={**card.more, **skipped}), written)
 
 
-def preview_counts(
+def count_subjects(
     rows: Mapping[str, Sequence[int]], problems: Sequence[SubjectProblem]
 ) -> dict[str, Any]:
     """Return the counts of each split, and a note on who will be left out."""

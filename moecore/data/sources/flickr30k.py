@@ -19,7 +19,8 @@ class Flickr30k(captioned_source.CaptionedSource):
     )
     karpathy: str | None = Field(None, description="dataset_flickr30k.json")
 
-    def facts(self) -> tuple[str, str, str]:
+    @property
+    def about(self) -> tuple[str, str, str]:
         """Name, licence and source."""
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source

@@ -29,7 +29,8 @@ class ImageFolder(image_files.ImageFilesSource):
     )
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
-    def facts(self) -> tuple[str, str, str]:
+    @property
+    def about(self) -> tuple[str, str, str]:
         """Name, licence and source."""
         name = self.name or os.path.basename(os.path.realpath(candidate_folders(self.root)[0]))
         return name, self.licence, self.root

@@ -30,7 +30,8 @@ class Imagenet(image_files.ImageFilesSource):
         10000, gt=0, description="Of train: below 1 a share, from 1 on a number of images"
     )
 
-    def facts(self) -> tuple[str, str, str]:
+    @property
+    def about(self) -> tuple[str, str, str]:
         """Name, licence and source."""
         licence = "non-commercial research and education only (terms at image-net.org)"
         return "ImageNet", licence, "https://image-net.org"

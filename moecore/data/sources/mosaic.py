@@ -1,6 +1,7 @@
 """Images with several labels: mosaics of another source's images, in JFT's place."""
 
 import shutil
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,11 +10,12 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError
-from moecore.data.prepared import SPLITS, Prepared, Split
-from moecore.data.sources.base import PlannedData, Source
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.images import SplitToWrite, write_images
+from moecore.data.prepared import Prepared, Split
+from moecore.data.sources.base import Source
 from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
-from moecore.data.writer import DatasetInfo, SplitToWrite, write_prepared
 from moecore.tasks.multi_label import MultiLabel
 
 # the random streams below 4 are those of the splits and of few_shot
@@ -25,60 +27,55 @@ CellSource = Annotated[
 ]
 
 
-class Mosaic(Source):
+class CellSourceUser(Source):
+    """A source of images that are made of another source's; its splits are kept apart."""
+
+    source: CellSource
+
+    @abstractmethod
+    def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout, made of the other source's images; return the card."""
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout and return its card; UserError where the source lacks."""
+        scratch = folder / ".source"
+        self.source.write(scratch)
+        card = self.write_from(Prepared.open(scratch), folder)
+        shutil.rmtree(scratch)
+        return card
+
+
+class Mosaic(CellSourceUser):
     """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur.
 
     A mosaic is as large as ``grid`` images of the source, whose ``size`` is that of a cell.
     """
 
-    task: ClassVar[type[MultiLabel]] = MultiLabel  # of the labels that ``prepare`` writes
+    task: ClassVar[type[MultiLabel]] = MultiLabel
 
     kind: Literal["mosaic"] = "mosaic"
-    source: CellSource
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
     train: int = Field(20000, ge=1, description="Number of mosaics for training")
     validation: int = Field(2000, ge=1, description="Number of mosaics for validation")
     test: int = Field(2000, ge=1, description="Number of mosaics for the test")
     seed: int = Field(0, ge=0, description="Draws which images come together")
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where the source lacks."""
-        scratch = Path(folder) / ".source"
-        self.source.prepare(scratch)
-        source = Prepared.open(scratch)
-        card = source.card
-        facts = DatasetInfo(
-            f"{card['name']}, mosaics of {self.grid}×{self.grid}",
-            MultiLabel(classes=source.task.classes),
-            card["channels"],
-            card["size"] * self.grid,
-            card["licence"],
-            card["source"],
-            self,
-        )
-        classes = facts.task.outputs
-        parts = {name: self._part(getattr(source, name), name, classes) for name in SPLITS}
-        written = write_prepared(folder, facts, parts)
-        shutil.rmtree(scratch)
-        return written
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write, from what the source says of itself."""
-        source = self.source.preview()
-        known = source._replace(
+    def describe(self) -> Card:
+        """Return what ``write`` would write, from what the source says of itself."""
+        source = self.source.describe()
+        card = source._replace(
             name=f"{source.name}, mosaics of {self.grid}×{self.grid}",
             size=source.shape[0] * self.grid,
             task=MultiLabel(classes=source.classes or ()),
             counts={split: (getattr(self, split),) for split in SPLITS},
         )
-        if source.problem:
-            return known
-        return known.complete_with(lambda: self._enough(source.images))
+        return card.complete_with(lambda: check_cells_suffice(source, self.grid**2))
 
-    def _enough(self, images: dict[str, int]) -> dict[str, Any]:
-        for split in SPLITS:
-            check_images_fill_mosaic(images[split], self.grid**2, split)
-        return {}
+    def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
+        """Write mosaics of each split."""
+        classes = source.task.outputs
+        parts = {name: self._part(getattr(source, name), name, classes) for name in SPLITS}
+        return write_images(folder, self, self.describe(), parts)
 
     def _part(self, split: Split, name: str, classes: int) -> SplitToWrite:
         cells = draw_mosaic_members(
@@ -111,6 +108,14 @@ def draw_mosaic_members(
         for _ in range(-(-number // per_order))
     ]
     return np.concatenate(orders)[:number]
+
+
+def check_cells_suffice(source: Card, cells: int) -> dict[str, Any]:
+    """Raise UserError where a split of the source, which has no problem, has too few images."""
+    if source.problem is None:
+        for split in SPLITS:
+            check_images_fill_mosaic(source.images[split], cells, split)
+    return {}
 
 
 def check_images_fill_mosaic(total: int, cells: int, name: str) -> None:

@@ -6,22 +6,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.volumes import BRAIN, VolumeSplitToWrite, write_volumes
 from moecore.data.phantom.anatomy import SIDE, VOXEL_MM, Preset, scan_brain
 from moecore.data.phantom.simulated_person import LifelongTraits
-from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import PlannedData, Source
+from moecore.data.sources.base import Source
 from moecore.data.thread_map import map_in_threads, one_blas_thread
-from moecore.data.volumes.cohorts import CohortSettings, planned_age_cohort_data, split_cohort
+from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_preparation import (
-    BRAIN,
     REGIONS,
     VolumeWithTissueShares,
     pack_stored_volume,
     resample_masked_volume,
     resample_volume,
 )
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 
 MOST = 1_000_000  # subjects of one cohort: the seeds of two cohorts never meet
 AGES = (20.0, 90.0)  # drawn evenly between the two
@@ -90,7 +89,20 @@ class Phantom(CohortSettings, Source):
         3, description="Side of a voxel, mm; 2: the scans of 3 mm, resampled to 96³ voxels"
     )
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def describe(self) -> Card:
+        """Return what ``write`` would write; nothing is simulated."""
+        side = round(SIDE * VOXEL_MM / self.voxel_mm)
+        name = f"Simulated ageing cohort (phantom, {self.preset})"
+        size, about = (side, side, side), (LICENCE, SOURCE)
+        card = age_cohort_card(name, size, self.voxel_mm, REGIONS, about, simulated=True)
+
+        def count() -> dict[str, Any]:
+            rows = split_cohort([visit.subject for visit in self.visits()], self)
+            return {"counts": {split: (len(rows[split]),) for split in SPLITS}}
+
+        return card.complete_with(count)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout and return its card; the same settings give the same bytes."""
         visits = self.visits()
         parts = {}
@@ -98,26 +110,7 @@ class Phantom(CohortSettings, Source):
             own = [visits[row] for row in rows]
             volumes = map_in_threads(self._draw_visit, own)
             parts[split] = VolumeSplitToWrite([visit.subject for visit in own], volumes)
-        facts = VolumeDatasetInfo(
-            self._name(), self._size, (self.voxel_mm,) * 3, LICENCE, SOURCE, self, simulated=True
-        )
-        return write_volumes(folder, facts, parts)
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; nothing is simulated."""
-        return planned_age_cohort_data(self._name(), self._size, REGIONS).complete_with(self._known)
-
-    @property
-    def _size(self) -> tuple[int, int, int]:
-        side = round(SIDE * VOXEL_MM / self.voxel_mm)
-        return (side, side, side)
-
-    def _name(self) -> str:
-        return f"Simulated ageing cohort (phantom, {self.preset})"
-
-    def _known(self) -> dict[str, Any]:
-        rows = split_cohort([visit.subject for visit in self.visits()], self)
-        return {"counts": {split: (len(rows[split]),) for split in SPLITS}}
+        return write_volumes(folder, self, self.describe(), parts)
 
     def draw(
         self, age: float, sex: str, seed: int, scan: int = 0, site: int = 0

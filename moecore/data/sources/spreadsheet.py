@@ -67,11 +67,7 @@ def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> coho
         subjects.append(subject)
     if not subjects:
         raise UserError(f"{path}: {cohorts.describe_absent_diagnoses(reading.diagnoses, seen)}")
-    splits, split_problems = cohorts.chosen_splits(path, people)
-    problems += cohorts.duplicate_problems(path, subjects) + split_problems
-    bad = {problem[:2] for problem in problems}
-    usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
-    return cohorts.CohortTable(usable, splits, problems, places)
+    return cohorts.table_of_usable_rows(path, people, subjects, problems, places)
 
 
 def _read_rows(root: Path, path: Path) -> list[dict[str, str]]:

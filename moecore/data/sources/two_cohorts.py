@@ -7,16 +7,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moecore.core.files import UserError
-from moecore.data.sources.base import PlannedData, Source
+from moecore.data.card import Card
+from moecore.data.sources.base import Source
 from moecore.data.sources.bids import Bids
-from moecore.data.sources.file_cohort import preview_counts, write_cohort
+from moecore.data.sources.file_cohort import count_subjects, write_cohort
 from moecore.data.sources.spreadsheet import Spreadsheet
-from moecore.data.volumes.cohorts import (
-    CohortSettings,
-    CohortTable,
-    planned_age_cohort_data,
-    split_cohort,
-)
+from moecore.data.volumes.cohorts import CohortSettings, CohortTable, split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 
 Cohort = Annotated[Bids | Spreadsheet, Field(discriminator="kind")]
@@ -48,7 +44,27 @@ class TwoCohorts(CohortSettings, Source):
             raise ValueError("test_sites: found some; allowed: none, the test is all of second")
         return self
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    @property
+    def _card(self) -> Card:
+        first, second = self.first, self.second
+        return first.uncounted_card._replace(
+            name=f"{first.name}, tested on {second.name}",
+            licence=f"{first.licence}; {second.licence}",
+            source=f"{first.root}, {second.root}",
+        )
+
+    def describe(self) -> Card:
+        """Return what ``write`` would write; tables are read and files are sought."""
+
+        def look() -> dict[str, Any]:
+            usable, table = self.first.find_subjects()
+            others, other_table = self.second.find_subjects()
+            rows = self._split(usable, table, others, other_table)
+            return count_subjects(rows, [*table.problems, *other_table.problems])
+
+        return self._card.complete_with(look)
+
+    def write(self, folder: Path) -> dict[str, Any]:
         """Write the prepared layout to ``folder`` and return its card.
 
         Raises UserError as each cohort does, and where the two meet.
@@ -65,24 +81,8 @@ class TwoCohorts(CohortSettings, Source):
                 raise UserError(f"{place[who]}: {who}: {was}; allowed: other volumes")
         both = [*ready, *others]
         parts = {split: [both[place] for place in places] for split, places in rows.items()}
-        facts = self.first.facts(self, [*table.problems, *other_table.problems])
-        name = f"{self.first.name}, tested on {self.second.name}"
-        source = f"{self.first.root}, {self.second.root}"
-        licence = f"{self.first.licence}; {self.second.licence}"
-        facts = facts._replace(name=name, source=source, licence=licence)
-        return write_cohort(folder, facts, parts)
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; tables are read and files are sought."""
-        first = self.first
-        name = f"{first.name}, tested on {self.second.name}"
-        return planned_age_cohort_data(name, first.size, first.regions).complete_with(self._look)
-
-    def _look(self) -> dict[str, Any]:
-        usable, table = self.first.find_subjects()
-        others, other_table = self.second.find_subjects()
-        rows = self._split(usable, table, others, other_table)
-        return preview_counts(rows, [*table.problems, *other_table.problems])
+        problems = [*table.problems, *other_table.problems]
+        return write_cohort(folder, self, self._card, problems, parts)
 
     def _split(
         self,

@@ -12,17 +12,9 @@ import numpy as np
 from pydantic import Field
 
 from moecore.core.files import UserError, candidate_folders, file_checksum
-from moecore.data.sources.base import PlannedData
-from moecore.data.text.words import (
-    END,
-    SPLITS,
-    UNKNOWN,
-    NumberedText,
-    ReadingStyle,
-    TextSource,
-    write_text,
-)
-from moecore.tasks.next_token import NextToken
+from moecore.data.card import SPLITS, Card
+from moecore.data.layouts.text import END, UNKNOWN, NumberedText
+from moecore.data.text.words import ReadingStyle, TextSource
 
 SPLIT_FILES = {
     "train": ("wiki.train.tokens", "train.txt"),
@@ -45,8 +37,19 @@ class Wikitext(TextSource):
     )
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout; return its card. Raises UserError for files that misfit."""
+    def describe(self) -> Card:
+        """Return what ``write`` would write; words are counted only then."""
+        words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
+        card = self.text_card(self.name, self.licence, self.root, words)
+
+        def look() -> dict[str, Any]:
+            self._files()
+            return {}
+
+        return card.complete_with(look)
+
+    def read(self) -> NumberedText:
+        """Return the text of all splits; UserError for files that misfit."""
         files = self._files()
         numbers: dict[str, int] = {}
         tokens = {split: read_and_number_words(files[split], numbers) for split in SPLITS}
@@ -55,20 +58,8 @@ class Wikitext(TextSource):
         vocabulary = list(numbers)
         if UNKNOWN not in numbers:
             vocabulary.append(UNKNOWN)
-        sources = {path.name: file_checksum(path) for path in files.values()}
-        about = {"name": self.name, "licence": self.licence, "source": self.root, "read": sources}
-        return write_text(folder, self, NumberedText(tokens, vocabulary, about))
-
-    def preview(self) -> PlannedData:
-        """Return what ``prepare`` would write; words are counted only then."""
-        words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
-        task = NextToken(words=words)
-        known = PlannedData(self.name, self.context + 1, self.size, task)
-        return known.complete_with(self._look)
-
-    def _look(self) -> dict[str, Any]:
-        self._files()
-        return {}
+        read = {path.name: file_checksum(path) for path in files.values()}
+        return NumberedText(tokens, vocabulary, {"read": read})
 
     def _files(self) -> dict[str, Path]:
         for root in candidate_folders(self.root):

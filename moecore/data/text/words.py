@@ -1,46 +1,30 @@
-"""Words, vocabularies and the prepared layout of text.
-
-``{train,validation,test}_tokens.npy`` are int32 (n,), ``vocabulary.txt`` has a word a line, in the
-order of the token numbers. A split's items are blocks of M tokens, each read with the C − 1 blocks
-before it: see ``block_windows``. Where each token's kind is known, ``…_truth.npy`` are uint8 (n,).
-"""
+"""Words, vocabularies, and what the sources of text share."""
 
 import re
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from moecore.core.files import UserError, file_checksum, write_sealed, write_whole
+from moecore.core.files import UserError
+from moecore.data.card import Card
+from moecore.data.layouts.text import END, UNKNOWN, NumberedText, write_text
 from moecore.data.sources.base import Source
-from moecore.data.stored_arrays import save_array
 from moecore.tasks.next_token import NextToken
 
-END = "<eos>"
-UNKNOWN = "<unk>"
-SPLITS = ("train", "validation", "test")
 WORD = re.compile(r"[^\W_]+(?:['\-_][^\W_]+)*|[^\w\s]|_")
-NONE = -1  # the token before a text's first
 # How a text becomes words: in lower case with punctuation apart, or apart by blanks as it is.
 ReadingStyle = Literal["prose", "blanks"]
-
-
-class NumberedText(NamedTuple):
-    """The splits of a text, before they are written."""
-
-    tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
-    vocabulary: Sequence[str]
-    about: Mapping[str, Any]  # name, licence and source, and what else the card is to say
-    truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: not known
 
 
 class TextSource(Source):
     """Fields that every source of text shares."""
 
-    task: ClassVar[type[NextToken]] = NextToken  # of what ``prepare`` writes
+    task: ClassVar[type[NextToken]] = NextToken
     reading: ClassVar[ReadingStyle]
 
     block: int = Field(64, ge=1, description="tokens of a block, M: an item of every table")
@@ -55,6 +39,19 @@ class TextSource(Source):
     def size(self) -> tuple[int]:
         """Size that a model is built for: blocks of M tokens."""
         return (self.block,)
+
+    def text_card(self, name: str, licence: str, source: str, words: int = 2) -> Card:
+        """Return the card of a text with so many words; 2, the fewest: they are not known yet."""
+        task, more = NextToken(words=words), {"reading": self.reading}
+        return Card(name, self.context + 1, self.size, task, licence, source, more=more)
+
+    @abstractmethod
+    def read(self) -> NumberedText:
+        """Return the text of all splits; UserError where it is missing or misfits."""
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the prepared layout and return the card."""
+        return write_text(folder, self, self.describe(), self.read())
 
 
 def lower_words(text: str) -> list[str]:
@@ -91,66 +88,6 @@ def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) ->
     unknown = numbers[UNKNOWN]
     every = (numbers.get(word, unknown) for line in lines for word in (*line, END))
     return np.fromiter(every, np.int32)
-
-
-def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks with what is read before them, and the words after each token.
-
-    tokens: (n,). Returns (N, C, M) with C = context + 1, whose last M tokens are the block and of
-    which those before the text's start are −1, and (N, M); N = (n − 1) // M, the incomplete block
-    at the end is left out. Both are views of one array, C·M tokens longer than the text at most.
-    """
-    number = (len(tokens) - 1) // block
-    before = np.full(context * block, NONE, tokens.dtype)
-    padded = np.concatenate([before, tokens]) if context else tokens
-    step = padded.strides[0]
-    shape, strides = (number, context + 1, block), (block * step, block * step, step)
-    images = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)
-    labels = tokens[1 : number * block + 1].reshape(number, block)
-    return images, labels
-
-
-def write_text(folder: Path, settings: TextSource, written: NumberedText) -> dict[str, Any]:
-    """Write the prepared layout to ``folder`` and return its card.
-
-    Raises UserError where a split has no full block.
-    """
-    folder = Path(folder)
-    tokens, vocabulary, about, truth = written
-    folder.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
-        if len(tokens[split]) <= settings.block:
-            short = f"the split {split} has {len(tokens[split])} tokens"
-            raise UserError(f"{about['name']}: {short}; a block of {settings.block} needs more")
-        save_array(folder / f"{split}_tokens.npy", tokens[split])
-        if truth:
-            save_array(folder / f"{split}_truth.npy", truth[split])
-    text = "".join(f"{word}\n" for word in vocabulary)
-    write_whole(folder / "vocabulary.txt", text)
-    files = [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
-    files += [f"{split}_truth.npy" for split in truth]
-    unknown = list(vocabulary).index(UNKNOWN)
-    channels = settings.context + 1
-    card = {
-        **about,
-        "kind": settings.model_dump()["kind"],
-        "reading": settings.reading,
-        "task": NextToken(words=len(vocabulary)).model_dump(mode="json"),
-        "channels": channels,
-        "size": [settings.block],
-        "images": {split: (len(tokens[split]) - 1) // settings.block for split in SPLITS},
-        "tokens": {split: len(tokens[split]) for split in SPLITS},
-        "counts": {
-            split: {"<unk>": int((tokens[split] == unknown).sum()), "tokens": len(tokens[split])}
-            for split in SPLITS
-        },
-        "mean": [0.0] * channels,
-        "std": [1.0] * channels,
-        "files": {name: file_checksum(folder / name) for name in files},
-        "settings": settings.model_dump(mode="json"),
-    }
-    write_sealed(folder / "card.json", card)
-    return card
 
 
 def read_vocabulary(folder: Path, words: int) -> list[str]:

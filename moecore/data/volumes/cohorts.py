@@ -14,8 +14,7 @@ from pydantic import Field
 
 from moecore.core.config import Config
 from moecore.core.files import UserError, join_below_root
-from moecore.data.prepared import SPLITS
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import SPLITS, Card
 from moecore.data.stratified_splits import class_quotas
 from moecore.data.volumes.subjects import VolumeSubject, id_problem
 from moecore.tasks.regression import Regression
@@ -76,14 +75,28 @@ def read_table(root: Path, diagnoses: tuple[str, ...] | None = None) -> CohortTa
                 subjects.append(subject)
     if not subjects and not problems:
         raise UserError(f"{path}: {describe_absent_diagnoses(diagnoses, seen)}")
-    splits, split_problems = chosen_splits(path, people)
-    problems += duplicate_problems(path, subjects) + split_problems
+    table = table_of_usable_rows(path, people, subjects, problems, places)
     for folder in sorted(root.glob("sub-*")):
         if folder.is_dir() and folder.name not in people:
             reason = f"{folder}: a folder without a row in participants.tsv"
-            problems.append(SubjectProblem(folder.name, "", reason))
+            table.problems.append(SubjectProblem(folder.name, "", reason))
+    return table
+
+
+def table_of_usable_rows(
+    path: Path,
+    people: dict[str, list[dict[str, str]]],
+    subjects: list[VolumeSubject],
+    problems: list[SubjectProblem],
+    places: dict[str, str],
+) -> CohortTable:
+    """Return the subjects that have no problem; people: the rows of each participant."""
+    splits, split_problems = _chosen_splits(path, people)
+    problems = problems + _duplicate_problems(path, subjects) + split_problems
     bad = {problem[:2] for problem in problems}
-    usable = [one for one in subjects if not bad & {one[:2], (one.participant_id, "*")}]
+    usable = [
+        subject for subject in subjects if not bad & {subject[:2], (subject.participant_id, "*")}
+    ]
     return CohortTable(usable, splits, problems, places)
 
 
@@ -174,7 +187,7 @@ def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, lis
     return VolumeSubject(*who, diagnosis=row.get("diagnosis", "")), wrong
 
 
-def duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
+def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
     """Return a problem of each participant and session that is there more than once."""
     allowed = "allowed: once for each participant and session"
     return [
@@ -186,7 +199,7 @@ def duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[Subjec
     ]
 
 
-def chosen_splits(
+def _chosen_splits(
     path: Path, people: dict[str, list[dict[str, str]]]
 ) -> tuple[dict[str, str], list[SubjectProblem]]:
     """Return participant → the split of the column ``split``, and what is wrong about it."""
@@ -209,7 +222,7 @@ PURPOSE = {"test": 5, "validation": 6}
 class CohortSettings(Config):
     """Fields of every cohort: volumes, each with an age."""
 
-    task: ClassVar[type[Regression]] = Regression  # of the labels that ``prepare`` writes
+    task: ClassVar[type[Regression]] = Regression
     volumes: ClassVar[bool] = True
 
     seed: int = Field(
@@ -367,9 +380,18 @@ def _draw_from_groups(
     )
 
 
-def planned_age_cohort_data(
-    name: str, size: tuple[int, int, int], regions: tuple[str, ...]
-) -> PlannedData:
-    """The preview of a cohort whose volumes have ages, before anything is counted."""
+def age_cohort_card(
+    name: str,
+    size: tuple[int, int, int],
+    voxel_mm: float,
+    regions: tuple[str, ...],
+    about: tuple[str, str],
+    simulated: bool = False,
+) -> Card:
+    """The card of a cohort whose volumes have ages, before anything is counted.
+
+    about: licence and source.
+    """
     task = Regression(target="age", unit="years")
-    return PlannedData(name, 1, size, task, regions=regions)
+    more = {"voxel_mm": [voxel_mm] * 3, "simulated": simulated, "skipped": []}
+    return Card(name, 1, size, task, *about, regions=regions, more=more)

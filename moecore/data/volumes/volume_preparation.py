@@ -17,6 +17,7 @@ from scipy import ndimage
 
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.data.layouts.volumes import BRAIN, tissue_shares_outside
 
 # two affines are the same where they put every corner of the volume closer than this
 APART_MM = 0.1
@@ -146,7 +147,6 @@ def _header_problem(header: Any) -> str | None:
 
 
 TILE = 16  # voxels: cubes of this side tile every stored volume
-BRAIN = 0.5  # share of tissue from which on a voxel is inside the brain
 FWHM_TO_SD = 2 * np.sqrt(2 * np.log(2))
 SAME_MM = 1e-3  # voxel sizes that differ less are the same
 
@@ -220,9 +220,7 @@ def cut_window(
     return padded[tuple(slice(max(at, 0), max(at, 0) + n) for at, n, _ in axes)]
 
 
-# shares of the head, wide enough for ages 18 to 95 with atrophy
-USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
-BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted image
+# shares of the head
 POSSIBLE = {"wm": (0.1, 0.7), "gm": (0.15, 0.85), "csf": (0.0, 0.7)}
 HEAD_ML = (500, 3000)  # tissue and fluid in an adult's head, with room for any segmentation
 # rounding of a share; of a sum of shares; share of the voxels that may exceed it
@@ -236,23 +234,6 @@ OUTSIDE = 0.15
 # of the voxels that a stripped brain may fill; of the brain that a crop may lose
 FULL = 0.7
 LOST = 0.01
-
-
-def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
-    """Short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W) or None."""
-    texts = []
-    mean = image[image > 0].astype(np.float32).mean()
-    if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
-        texts.append(f"mean intensity unusual ({mean:.2f})")
-    if regions is None:
-        return texts
-    if unusual := _shares_outside(regions, USUAL):
-        texts.append(f"tissue fractions unusual ({unusual})")
-    masks = [part > 255 * BRAIN for part in regions[:2]]
-    white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
-    if not (white > grey and masks[1].any()):
-        texts.append("white matter not brighter than grey matter: not T1-weighted?")
-    return texts
 
 
 def tissue_map_range_problem(region: np.ndarray) -> str | None:
@@ -273,19 +254,10 @@ def tissue_problem(regions: np.ndarray, voxel_ml: float) -> str | None:
     head = float(total.sum(dtype=np.float64)) * voxel_ml
     if not HEAD_ML[0] <= head <= HEAD_ML[1]:
         return f"the tissue maps hold {head:.0f} mL; possible: {HEAD_ML[0]} to {HEAD_ML[1]} mL"
-    if wrong := _shares_outside(regions, POSSIBLE):
+    if wrong := tissue_shares_outside(regions, POSSIBLE):
         limits = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in POSSIBLE.items())
         return f"tissue fractions are impossible: {wrong}; possible: {limits}"
     return None
-
-
-def _shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
-    """Return the tissues whose share of all tissue, in any unit, is not within its limits."""
-    sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
-    shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
-    return ", ".join(
-        f"{name} {share:.2f}" for (name, (low, high)), share in shares if not low <= share <= high
-    )
 
 
 def skull_problem(volume: np.ndarray, mask: np.ndarray, from_maps: bool) -> str | None:

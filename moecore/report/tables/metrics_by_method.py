@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecore.core.files import UserError, read_json
-from moecore.data.sources.base import PlannedData
+from moecore.data.card import Card
 from moecore.measure.base import find_measurement
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.claims import significance
@@ -175,7 +175,7 @@ def read_comparison(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def unfit_metric_problems(
-    study: Study, stages: Collection[str], previews: Mapping[str, PlannedData]
+    study: Study, stages: Collection[str], previews: Mapping[str, Card]
 ) -> Iterator[tuple[tuple, str]]:
     """Metrics that claims and questions name and that cannot answer them, or that a method will not
     have, and measurements that nothing would show: keys, and what is wrong.
@@ -203,7 +203,7 @@ def _lacking_methods(
     stages: Collection[str],
     asked: Comparison,
     metrics: Mapping[str, PlannedMetric],
-    previews: Mapping[str, PlannedData],
+    previews: Mapping[str, Card],
 ) -> Iterator[tuple[str, str]]:
     """Yield a key of a claim or question, and why that method will not have its metric."""
     other = asked.against_metric or asked.metric
@@ -238,7 +238,7 @@ def _refusal_of_model(
     method: str,
     phase: PhaseName,
     planned: PlannedMetric,
-    previews: Mapping[str, PlannedData],
+    previews: Mapping[str, Card],
 ) -> str | None:
     """Return why what measures the metric refuses the method's models; None where it does not."""
     preview = previews.get(phase)

@@ -35,6 +35,6 @@ class Dense(Teacher):
         place = work / "data"
         if current_ranks().first and not place.is_dir():
             with whole_folder(place) as folder:
-                self.data.prepare(folder)
+                self.data.write(folder)
         broadcast_text("prepared")  # for which the other ranks wait
         return Prepared.open(place)

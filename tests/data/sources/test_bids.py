@@ -47,7 +47,7 @@ def everybody(prepared):
 
 
 def test_a_whole_cohort(tmp_path):
-    card = cohort(tmp_path / "raw").prepare(tmp_path / "out")
+    card = cohort(tmp_path / "raw").write(tmp_path / "out")
     opened = Prepared.open(tmp_path / "out", verify=True)
     assert (
         opened.task.kind == "regression"
@@ -83,9 +83,9 @@ def test_a_whole_cohort(tmp_path):
 
 def test_the_same_volumes_as_the_phantom(tmp_path):
     phantom = Phantom(subjects=10, seed=4, age_groups=1)
-    phantom.prepare(tmp_path / "direct")
+    phantom.write(tmp_path / "direct")
     write_phantom(tmp_path / "raw", phantom)
-    Bids(root=str(tmp_path / "raw"), cache=str(tmp_path / "cache"), seed=4, age_groups=1).prepare(
+    Bids(root=str(tmp_path / "raw"), cache=str(tmp_path / "cache"), seed=4, age_groups=1).write(
         tmp_path / "files"
     )
     direct = Prepared.open(tmp_path / "direct")
@@ -148,7 +148,7 @@ def test_every_problem_is_listed_at_once(tmp_path):
     source = cohort(tmp_path / "raw", people=24)
     said = break_everything(tmp_path / "raw")
     with pytest.raises(UserError) as error:
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
     lines = str(error.value).splitlines()
     assert (
         lines[0].startswith("13 problems in the cohort")
@@ -163,7 +163,7 @@ def test_every_problem_is_listed_at_once(tmp_path):
 def test_skip_leaves_out_those_and_writes_them_down(tmp_path):
     source = cohort(tmp_path / "raw", people=24)
     said = break_everything(tmp_path / "raw")
-    card = source.model_copy(update={"on_error": "skip"}).prepare(tmp_path / "out")
+    card = source.model_copy(update={"on_error": "skip"}).write(tmp_path / "out")
     kept = {who for who, _ in everybody(Prepared.open(tmp_path / "out", verify=True))}
     assert kept == {f"sub-{i:02}" for i in range(12, 24)} and {
         row["participant_id"] for row in card["skipped"]
@@ -179,7 +179,7 @@ def test_copies_are_seen(tmp_path):
     for path in sorted((tmp_path / "raw/sub-02/anat").iterdir()):
         shutil.copyfile(path, tmp_path / "raw/sub-09/anat" / path.name.replace("sub-02", "sub-09"))
     with pytest.raises(UserError, match="sub-09: its T1 is a copy of that of sub-02"):
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
 
 
 def test_a_file_that_fits_twice_and_a_map_without_orientation(tmp_path):
@@ -191,7 +191,7 @@ def test_a_file_that_fits_twice_and_a_map_without_orientation(tmp_path):
     blind.header["sform_code"] = blind.header["qform_code"] = 0
     blind.to_filename(tmp_path / "raw/sub-05/anat/sub-05_T1w.nii.gz")
     with pytest.raises(UserError) as error:
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
     assert "found 2 files (sub-04_T1w.nii.gz, sub-04_run-2_T1w.nii.gz)" in str(error.value).replace(
         "sub-04_run-2_T1w.nii.gz, sub-04_T1w.nii.gz", "sub-04_T1w.nii.gz, sub-04_run-2_T1w.nii.gz"
     )
@@ -216,7 +216,7 @@ def test_sessions_stay_together_and_have_their_own_ages(tmp_path):
         (root / f"sub-{i:02}" / f"sub-{i:02}_sessions.tsv").write_text(
             "\n".join(ages if i else ["session_id", "ses-1", "ses-2"]) + "\n"
         )
-    card = Bids(root=str(root), cache=str(tmp_path / "cache"), **SMALL).prepare(tmp_path / "out")
+    card = Bids(root=str(root), cache=str(tmp_path / "cache"), **SMALL).write(tmp_path / "out")
     found = everybody(Prepared.open(tmp_path / "out"))
     assert (
         len(found) == 18
@@ -238,14 +238,14 @@ def test_a_given_split_is_honoured(tmp_path):
     change(tmp_path / "raw", "sub-03", split="validation")
     change(tmp_path / "raw", "sub-11", split="test")
     for seed in range(3):
-        source.model_copy(update={"seed": seed}).prepare(tmp_path / "out")
+        source.model_copy(update={"seed": seed}).write(tmp_path / "out")
         found = everybody(Prepared.open(tmp_path / "out"))
         assert found["sub-03", ""][0] == "validation" and found["sub-11", ""][0] == "test"
     change(tmp_path / "raw", "sub-03", split="valid")
     with pytest.raises(
         UserError, match="sub-03: split is valid; allowed: one of train, validation, test"
     ):
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
 
 
 def test_diagnoses_are_kept_and_choose_the_participants(tmp_path):
@@ -253,19 +253,19 @@ def test_diagnoses_are_kept_and_choose_the_participants(tmp_path):
     for number in range(12):
         change(tmp_path / "raw", f"sub-{number:02}", diagnosis="AD" if number % 4 == 0 else "CN")
     change(tmp_path / "raw", "sub-04", age="n/a")  # wrong, but passed over with his diagnosis
-    source.model_copy(update={"diagnoses": ("CN",)}).prepare(tmp_path / "out")
+    source.model_copy(update={"diagnoses": ("CN",)}).write(tmp_path / "out")
     opened = Prepared.open(tmp_path / "out")
     assert sorted(who for who, _ in everybody(opened)) == [
         f"sub-{number:02}" for number in range(12) if number % 4
     ]
     assert {row["diagnosis"] for _, _, row in everybody(opened).values()} == {"CN"}
     with pytest.raises(UserError, match=r"one of MCI, LMCI .*found: AD \(3\), CN \(9\)"):
-        source.model_copy(update={"diagnoses": ("MCI", "LMCI")}).prepare(tmp_path / "out")
+        source.model_copy(update={"diagnoses": ("MCI", "LMCI")}).write(tmp_path / "out")
 
 
 def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
     source = cohort(tmp_path / "raw")
-    first = source.prepare(tmp_path / "a")
+    first = source.write(tmp_path / "a")
     read = []
     real = file_cohort.read_subject_volumes
     monkeypatch.setattr(
@@ -273,21 +273,21 @@ def test_what_is_in_the_cache_is_not_read_again(tmp_path, monkeypatch):
         "read_subject_volumes",
         lambda files, *rest: read.append(files["t1"].name) or real(files, *rest),
     )
-    assert source.prepare(tmp_path / "b")["files"] == first["files"] and not read
+    assert source.write(tmp_path / "b")["files"] == first["files"] and not read
     # one file changes: one subject is read
     save(tmp_path / "raw/sub-04/anat/sub-04_T1w.nii.gz", (head(4)[0] ** 2).astype(np.float32))
-    changed = source.prepare(tmp_path / "c")
+    changed = source.write(tmp_path / "c")
     assert read == ["sub-04_T1w.nii.gz"] and changed["files"] != first["files"]
     read.clear()
-    source.model_copy(update={"voxel_mm": 7.0}).prepare(tmp_path / "d")  # another grid: all
+    source.model_copy(update={"voxel_mm": 7.0}).write(tmp_path / "d")  # another grid: all
     assert len(read) == 12
-    source.model_copy(update={"seed": 5}).prepare(tmp_path / "e")  # other splits: none
+    source.model_copy(update={"seed": 5}).write(tmp_path / "e")  # other splits: none
     assert len(read) == 12
 
 
 def test_label_map_mask_and_derivatives(tmp_path):
     source = cohort(tmp_path / "raw")
-    source.prepare(tmp_path / "maps")
+    source.write(tmp_path / "maps")
     for i in range(12):
         t1, regions = head(i)
         folder = tmp_path / f"raw/derivatives/seg/sub-{i:02}/anat"
@@ -307,16 +307,16 @@ def test_label_map_mask_and_derivatives(tmp_path):
     other = source.model_copy(
         update={"maps": None, "dseg": dseg, "mask": f"{below}_desc-brain_mask.nii*"}
     )
-    other.prepare(tmp_path / "labels")
+    other.write(tmp_path / "labels")
     one = Prepared.open(tmp_path / "maps")
     two = Prepared.open(tmp_path / "labels")
     assert np.array_equal(one.train.images, two.train.images) and np.array_equal(
         one.regions("test"), two.regions("test")
     )
     with pytest.raises(UserError, match="12 problems.*"):
-        other.model_copy(update={"mask": None}).prepare(tmp_path / "skull")
+        other.model_copy(update={"mask": None}).write(tmp_path / "skull")
     plain = other.model_copy(update={"dseg": None})
-    card = plain.prepare(tmp_path / "none")
+    card = plain.write(tmp_path / "none")
     assert card["regions"] == [] and np.array_equal(
         Prepared.open(tmp_path / "none").train.images, one.train.images
     )
@@ -329,14 +329,14 @@ def test_settings_that_contradict(tmp_path):
     with pytest.raises(ValidationError, match="one of them"):
         read({"kind": "bids", "root": "x", "maps": {}, "dseg": {}})
     with pytest.raises(UserError, match="nowhere: no such folder"):
-        Bids(root=str(tmp_path / "nowhere")).prepare(tmp_path / "out")
+        Bids(root=str(tmp_path / "nowhere")).write(tmp_path / "out")
     with pytest.raises(UserError, match=r"participants\.tsv: no such file"):
-        Bids(root=str(tmp_path)).prepare(tmp_path / "out")
+        Bids(root=str(tmp_path)).write(tmp_path / "out")
     (tmp_path / "participants.tsv").write_text("participant_id,age,sex\nsub-01,30,F\n")
     with pytest.raises(
         UserError, match="lacks the columns participant_id, age, sex; found: participant_id,age,sex"
     ):
-        Bids(root=str(tmp_path)).prepare(tmp_path / "out")
+        Bids(root=str(tmp_path)).write(tmp_path / "out")
 
 
 ODD = ["../../evil", "/etc/passwd", "sub-*", "x" * 300, "=cmd()", "{folder}"]
@@ -359,7 +359,7 @@ def test_an_id_is_no_path_and_no_pattern(tmp_path, monkeypatch, column, name):
     exists = Path.is_file
     monkeypatch.setattr(Path, "is_file", lambda path: asked.append(str(path)) or exists(path))
     with pytest.raises(UserError, match=rf"{column} is .*; allowed: up to 100 letters") as error:
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
     lines = str(error.value).splitlines()
     assert len(lines) == 1 + int(lines[0].split()[0]) == 2 + (column == "participant_id")
     assert not any("evil" in path or "passwd" in path or ".." in path for path in asked)
@@ -372,15 +372,15 @@ def test_links_and_tables_that_are_none(tmp_path):
     volume.rename(tmp_path / "elsewhere.nii.gz")
     volume.symlink_to(tmp_path / "elsewhere.nii.gz")
     with pytest.raises(UserError, match="found 'sub-01/anat/sub-01_T1w.nii.gz', which leads out"):
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
     table = tmp_path / "raw/participants.tsv"
     whole = table.read_bytes()
     for content in (whole.replace(b"sub-01", b"sub-\xff"), whole + b"one\ttoo\tmany" * 9, b""):
         table.write_bytes(content)
         with pytest.raises(UserError, match="participants.tsv: no table of values between tabs: "):
-            source.prepare(tmp_path / "out")
+            source.write(tmp_path / "out")
     table.unlink()
     (tmp_path / "people.tsv").write_bytes(whole)
     table.symlink_to(tmp_path / "people.tsv")
     with pytest.raises(UserError, match="found 'participants.tsv', which leads out"):
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")

@@ -95,9 +95,9 @@ WRITERS = {"freesurfer": write_freesurfer, "ixi": write_ixi, "ukb": write_ukb}
 def test_a_layout_of_others_becomes_the_same_volumes(preset, tmp_path):
     names, sites = WRITERS[preset](tmp_path / "raw")
     cohort = source(preset, tmp_path / "raw")
-    card = cohort.prepare(tmp_path / "out")
+    card = cohort.write(tmp_path / "out")
     opened = Prepared.open(tmp_path / "out", verify=True)
-    assert cohort.preview().counts == {split: (card["images"][split],) for split in SPLITS}
+    assert cohort.describe().counts == {split: (card["images"][split],) for split in SPLITS}
     met = set()
     for split in SPLITS:
         rows = opened.subjects(split)
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path):
     whole = table.read_text()
     table.write_text(whole.replace("100003,1,41,", "100003,9,,") + "100001,1,50,11025\n")
     with pytest.raises(UserError) as error:
-        source("ukb", root).prepare(tmp_path / "out")
+        source("ukb", root).write(tmp_path / "out")
     for said in (
         "participants.csv:5: 100003: age is ''; allowed: 0 to 120 years",
         "participants.csv:5: 100003: sex is '9'; allowed: F, M, n/a",
@@ -133,9 +133,9 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path):
         assert said in str(error.value)
     table.write_text(whole.replace("54-2.0", "54-3.0"))
     with pytest.raises(UserError, match=r"lacks the columns 54-2.0; found: eid, .*54-3.0"):
-        source("ukb", root).prepare(tmp_path / "out")
+        source("ukb", root).write(tmp_path / "out")
     with pytest.raises(UserError, match=r"found a file that ends in '.xls'; allowed: .*\.csv"):
-        source("ukb", root, table="UKB.xls").prepare(tmp_path / "out")
+        source("ukb", root, table="UKB.xls").write(tmp_path / "out")
     with pytest.raises(ValidationError, match="found 0 groups; allowed: one"):
         source("ixi", root, site_in_name="Guys")
 
@@ -157,7 +157,7 @@ def people(columns):
 
 def prepared(source, folder, name):
     """split → what a column says of its volumes."""
-    source.prepare(folder)
+    source.write(folder)
     opened = Prepared.open(folder)
     return {split: [row[name] for row in opened.subjects(split)] for split in SPLITS}
 
@@ -171,7 +171,7 @@ def test_sites_are_held_out_and_nobody_else_is_tested(tmp_path):
     assert set(sites["train"]) | set(sites["validation"]) == {"a", "c"}
     participants(tmp_path / "raw", people({"site": "abc", "split": ["", "train"]}))
     with pytest.raises(UserError) as error:
-        held.prepare(tmp_path / "out")
+        held.write(tmp_path / "out")
     # sub-01 (line 3) and sub-07 (line 9) are of b and said to be of train
     assert str(error.value).splitlines() == [
         f"{tmp_path}/raw/participants.tsv:{line}: sub-{line - 2:02}: split is train, but its site "
@@ -180,9 +180,9 @@ def test_sites_are_held_out_and_nobody_else_is_tested(tmp_path):
     ]
     participants(tmp_path / "raw", people({"site": "abc", "split": ["test", "", ""]}))
     with pytest.raises(UserError, match="tsv:2: sub-00: split is test, but its site is none of"):
-        held.prepare(tmp_path / "out")
+        held.write(tmp_path / "out")
     with pytest.raises(UserError, match="found z; allowed: sites of the cohort: a, b, c"):
-        source.model_copy(update={"test_sites": ("z",)}).prepare(tmp_path / "out")
+        source.model_copy(update={"test_sites": ("z",)}).write(tmp_path / "out")
 
 
 def test_a_person_at_sites_of_both_sides_and_a_simulated_site():
@@ -213,14 +213,14 @@ def test_two_cohorts(tmp_path):
         save(tmp_path / f"two/sub-{i:02}/anat/sub-{i:02}_T1w.nii.gz", head(i)[0] ** 2)
     both = TwoCohorts(first=first, second=second, age_groups=1)
     sites = prepared(both, tmp_path / "out", "site")
-    assert both.preview().counts == {split: (len(sites[split]),) for split in SPLITS}
+    assert both.describe().counts == {split: (len(sites[split]),) for split in SPLITS}
     assert set(sites["test"]) == {"c", "d"} and len(sites["test"]) == 12
     assert set(sites["train"] + sites["validation"]) == {"a", "b"}
     save(tmp_path / "two/sub-05/anat/sub-05_T1w.nii.gz", head(5)[0])
     with pytest.raises(UserError, match="two/participants.tsv:7: sub-05: its T1 is a copy"):
-        both.prepare(tmp_path / "out")
+        both.write(tmp_path / "out")
     participants(tmp_path / "two", people({"site": "b"}))
     with pytest.raises(UserError, match="tsv:2: sub-00: site b is in first, too; allowed: a site"):
-        both.prepare(tmp_path / "out")
+        both.write(tmp_path / "out")
     with pytest.raises(ValidationError, match="voxel_mm: found 6.0 of first, 3.0 of second"):
         TwoCohorts(first=first, second=second.model_copy(update={"voxel_mm": 3.0}))

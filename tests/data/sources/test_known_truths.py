@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 
 from moecore.core.files import UserError
 from moecore.data.drawn_images import DrawnSource
+from moecore.data.layouts.text import END, UNKNOWN, NumberedText, write_text
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared, Split
 from moecore.data.sources import ciphers
@@ -18,8 +19,8 @@ from moecore.data.sources.ciphers import Ciphers, draw_word_ciphers
 from moecore.data.sources.clusters import Clusters
 from moecore.data.sources.dialects import CHANGES, Dialects, draw_change
 from moecore.data.sources.digits import Digits
+from moecore.data.sources.docstrings import DocstringSource
 from moecore.data.sources.subspaces import Subspaces
-from moecore.data.text.words import END, UNKNOWN, NumberedText, write_text
 from moecore.testing import check_source
 
 SMALL = {"train": 900, "validation": 300, "test": 400}
@@ -33,7 +34,7 @@ def dialects(**settings) -> Dialects:
 
 def prepared(folder, **settings) -> tuple[Dialects, Prepared]:
     source = dialects(**settings)
-    source.prepare(folder)
+    source.write(folder)
     return source, Prepared.open(folder)
 
 
@@ -99,7 +100,7 @@ def test_a_family_shares_its_names():
 @pytest.mark.parametrize("change", CHANGES)
 def test_undone_each_image_is_of_its_split_and_has_its_dialects_name(change, tmp_path):
     source, data = prepared(tmp_path / "dialects", change=change, zipf=0.5)
-    Digits().prepare(tmp_path / "digits")
+    Digits().write(tmp_path / "digits")
     digits = Prepared.open(tmp_path / "digits")
     drawn, words = spoken(source)
     for name in SPLITS:
@@ -149,7 +150,7 @@ def test_a_mosaics_cells_have_their_dialects_and_its_label_is_the_marked_cells(t
     for plane in (mark, truth):
         assert (plane == plane[..., :1, :1]).all()
     assert ((mark[..., 0, 0] == 255).sum(axis=1) == 1).all()
-    Digits().prepare(tmp_path / "digits")
+    Digits().write(tmp_path / "digits")
     digits = Prepared.open(tmp_path / "digits").test
     drawn, words = spoken(source)
     marked = mark[:, :, 0, 0].argmax(axis=1)
@@ -165,7 +166,7 @@ def test_every_cell_has_the_label_that_its_dialect_gives_it(tmp_path):
     assert (data.card["channels"], data.card["size"], data.task.kind) == (1, 16, "cells")
     images = np.asarray(data.test.images)
     cells = images.reshape(-1, 2, 2, 8, 2, 8).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 2, 8, 8)
-    Digits().prepare(tmp_path / "digits")
+    Digits().write(tmp_path / "digits")
     digits = Prepared.open(tmp_path / "digits").test
     drawn, words = spoken(source)
     which = cells[:, 1, 0, 0].astype(int) - 1
@@ -190,9 +191,9 @@ def test_every_cell_has_the_label_that_its_dialect_gives_it(tmp_path):
 )
 def test_what_cannot_be_is_said_before_and_by_prepare(settings, said, tmp_path):
     source = dialects(**settings)
-    assert source.preview().problem.startswith(said)
+    assert source.describe().problem.startswith(said)
     with pytest.raises(UserError, match=said):
-        source.prepare(tmp_path)
+        source.write(tmp_path)
 
 
 def test_two_seeds_are_other_dialects(tmp_path):
@@ -208,10 +209,7 @@ SMALL_TEXT = {"block": 4, "context": 1}
 def numbered(lines: list[list[int]] = LINES, times: int = 60) -> NumberedText:
     """Return the same paragraphs, over and over, in each split."""
     words = np.array([word for line in lines for word in line] * times, dtype=np.int32)
-    return NumberedText(dict.fromkeys(SPLITS, words), VOCABULARY, dict.fromkeys(ABOUT, "x"))
-
-
-ABOUT = ("name", "licence", "source")
+    return NumberedText(dict.fromkeys(SPLITS, words), VOCABULARY, {})
 
 
 def test_a_cipher_exchanges_all_words_but_the_special_ones():
@@ -242,13 +240,12 @@ def test_words_and_truth_by_hand(monkeypatch):
         assert kinds.tolist() == [kind if word else 0 for line, kind in expected for word in line]
         said.append(own)
     assert 60 < sum(kind == 2 for kind in said[0]) < 120 and said[0] != said[1]
-    assert written.about["truth"] == 2 and written.about["name"] == "x in 2 ciphers"
 
 
 def test_undone_each_split_is_the_docstrings_own(tmp_path):
     source = Ciphers(packages=("networkx",), dialects=3, zipf=0.5, **SMALL_TEXT)
-    source.prepare(tmp_path)
-    data, plain = Prepared.open(tmp_path, verify=True), source.read()
+    source.write(tmp_path)
+    data, plain = Prepared.open(tmp_path, verify=True), DocstringSource.read(source)
     back = draw_word_ciphers(3, data.task.outputs, [0, 1], 0).argsort(axis=1)
     lines = {}
     for split in SPLITS:
@@ -259,7 +256,7 @@ def test_undone_each_split_is_the_docstrings_own(tmp_path):
         lines[split] = {tuple(line) for line in paragraphs if 1 not in line}
         assert (np.diff(np.bincount(kinds)[1:]) < 0).all(), "a later cipher is rarer"
     assert not lines["train"] & lines["test"], "no test paragraph in training, in any cipher"
-    foreseen = source.preview()
+    foreseen = source.describe()
     assert foreseen.problem is None
     assert (foreseen.name, foreseen.truth, foreseen.channels, list(foreseen.size)) == (
         *(data.card[key] for key in ("name", "truth", "channels", "size")),
@@ -268,7 +265,8 @@ def test_undone_each_split_is_the_docstrings_own(tmp_path):
 
 def test_windows_and_streams_say_the_kinds_after_the_words(tmp_path):
     written = Ciphers(dialects=2, **SMALL_TEXT).encrypt(numbered())
-    write_text(tmp_path, Ciphers(dialects=2, **SMALL_TEXT), written)
+    source = Ciphers(dialects=2, **SMALL_TEXT)
+    write_text(tmp_path, source, source.describe(), written)
     data = Prepared.open(tmp_path)
     words, kinds = written.tokens["test"], written.truth["test"]
     assert data.test.images.shape == (149, 4, 4)
@@ -301,7 +299,7 @@ FEW = {"train": 3000, "validation": 300, "test": 1000}
 
 
 def prepared_vectors(source: DrawnSource, folder) -> Prepared:
-    source.prepare(folder)
+    source.write(folder)
     return Prepared.open(folder)
 
 
@@ -381,6 +379,6 @@ def test_splits_are_apart_and_as_foreseen(source, tmp_path):
     ],
 )
 def test_drawn_vectors_that_cannot_be_are_refused_before_and_by_prepare(source, problem, tmp_path):
-    assert source.preview().problem.startswith(problem)
+    assert source.describe().problem.startswith(problem)
     with pytest.raises(UserError, match=problem):
-        source.prepare(tmp_path)
+        source.write(tmp_path)

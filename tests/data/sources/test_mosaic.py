@@ -38,8 +38,8 @@ SETTINGS = Mosaic(source=SOURCE, train=300, validation=60, test=70, seed=1)
 def folder(tmp_path_factory):
     """The mosaics, and their source prepared alone."""
     home = tmp_path_factory.mktemp("mosaic")
-    SETTINGS.prepare(home / "mosaic")
-    Digits.model_validate(SOURCE).prepare(home / "source")
+    SETTINGS.write(home / "mosaic")
+    Digits.model_validate(SOURCE).write(home / "source")
     return home
 
 
@@ -135,15 +135,15 @@ def test_splits_of_one_size_are_drawn_apart(tmp_path, monkeypatch):
         "moecore.data.sources.mosaic.draw_mosaic_members",
         lambda *words: seen.setdefault(tuple(words[3]), draw_mosaic_members(*words)),
     )
-    SETTINGS.prepare(tmp_path)
+    SETTINGS.write(tmp_path)
     assert len(seen) == 3
 
 
 def test_a_grid_of_one_and_of_three(tmp_path):
-    one = Mosaic(source=SOURCE, grid=1, train=200, validation=100, test=100).prepare(tmp_path / "1")
+    one = Mosaic(source=SOURCE, grid=1, train=200, validation=100, test=100).write(tmp_path / "1")
     assert one["size"] == 6 and sum(one["counts"]["train"].values()) == 200
     assert (
-        Mosaic(source=SOURCE, grid=3, train=40, validation=40, test=40).prepare(tmp_path / "3")[
+        Mosaic(source=SOURCE, grid=3, train=40, validation=40, test=40).write(tmp_path / "3")[
             "size"
         ]
         == 18
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(
         UserError, match="a mosaic has 64 cells, but train of the source has 50 images"
     ):
-        Mosaic(source=SOURCE | {"train_limit": 50}, grid=8, train=2, validation=2, test=2).prepare(
+        Mosaic(source=SOURCE | {"train_limit": 50}, grid=8, train=2, validation=2, test=2).write(
             tmp_path
         )
     for wrong in (
@@ -317,8 +317,8 @@ def test_odd_annotations_are_refused(tmp_path, edit, says):
         root=str(tmp_path), annotations=(str(path),), folders=("train2014",), size=8
     )
     with pytest.raises(UserError, match=says):
-        settings.prepare(tmp_path / "out")
-    assert says.split()[-1] in str(settings.preview().problem)
+        settings.write(tmp_path / "out")
+    assert says.split()[-1] in str(settings.describe().problem)
 
 
 def test_files_that_are_none_are_named(tmp_path):

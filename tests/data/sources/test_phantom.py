@@ -175,7 +175,7 @@ def test_voxels_of_2_mm_hold_the_same_head(tmp_path):
         for made, side in ((coarse, 3), (fine, 2))
     ]
     np.testing.assert_allclose(middles[1] + 1, middles[0] + 1.5, atol=0.2)  # mm from the first edge
-    card = Phantom(**SMALL, voxel_mm=2).prepare(tmp_path)
+    card = Phantom(**SMALL, voxel_mm=2).write(tmp_path)
     assert card["size"] == [96] * 3 and card["voxel_mm"] == [2.0] * 3
 
 
@@ -192,7 +192,7 @@ def test_prepare_does_not_depend_on_threads(tmp_path, monkeypatch):
     cards = []
     for threads in ("1", "3"):
         monkeypatch.setenv("MOECORE_THREADS", threads)
-        cards.append(Phantom(**SMALL, seed=2).prepare(tmp_path / threads))
+        cards.append(Phantom(**SMALL, seed=2).write(tmp_path / threads))
     assert cards[0] == cards[1] and cards[0]["simulated"] is True and "imulated" in cards[0]["name"]
     opened = Prepared.open(tmp_path / "1", verify=True)
     phantom = Phantom(**SMALL, seed=2)

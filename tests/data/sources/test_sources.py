@@ -15,6 +15,7 @@ from moecore.core.files import UserError, file_checksum
 from moecore.data import prepared
 from moecore.data.files import image_files
 from moecore.data.files.decode import UnreadableImage, decode_image
+from moecore.data.layouts.images import JpegImages
 from moecore.data.prepared import Prepared
 from moecore.data.raw_data_changes import scan_raw_folders
 from moecore.data.sources import cifar, fashion_mnist
@@ -23,12 +24,11 @@ from moecore.data.sources.digits import Digits
 from moecore.data.sources.fashion_mnist import FashionMnist
 from moecore.data.sources.image_folder import ImageFolder
 from moecore.data.sources.imagenet import Imagenet
-from moecore.data.stored_arrays import JpegImages
 from tests.data.making import cifar_content, fashion_folder, image_classes, photo_classes
 
 
 def test_digits(tmp_path):
-    Digits(size=16, seed=1).prepare(tmp_path)
+    Digits(size=16, seed=1).write(tmp_path)
     opened = Prepared.open(tmp_path)
     assert (
         sum(map(len, (opened.train.labels, opened.validation.labels, opened.test.labels))) == 1797
@@ -42,7 +42,7 @@ def test_digits(tmp_path):
 def test_digits_at_their_own_size_are_scaled_to_bytes(tmp_path):
     from sklearn.datasets import load_digits
 
-    Digits().prepare(tmp_path)
+    Digits().write(tmp_path)
     whole = {
         (image * (255 / 16)).round().astype(np.uint8).tobytes() for image in load_digits().images
     }
@@ -55,7 +55,7 @@ def test_fashion_mnist(tmp_path, monkeypatch, packed):
     settings = FashionMnist(
         root=(str(tmp_path / "absent"), str(tmp_path / "raw")), train_limit=50, test_limit=20
     )
-    card = settings.prepare(tmp_path / "out")
+    card = settings.write(tmp_path / "out")
     opened = Prepared.open(tmp_path / "out", verify=True)
     assert [len(split.labels) for split in opened[1:4]] == [50, 20, 20]
     assert set(card["counts"]["train"].values()) == {5} and card["settings"]["train_limit"] == 50
@@ -68,7 +68,7 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     settings = FashionMnist(
         root=str(tmp_path / "raw"), train_limit=50, only_classes=kept, test_unused=True
     )
-    assert settings.prepare(tmp_path / "out")["name"] == "Fashion-MNIST, 5 of 10 classes"
+    assert settings.write(tmp_path / "out")["name"] == "Fashion-MNIST, 5 of 10 classes"
     splits = Prepared.open(tmp_path / "out")[1:4]
     # Of all 200 training images 20 validate and 50 train: 130 join the 60 test images. Then half of
     # the classes go.
@@ -82,11 +82,11 @@ def test_some_classes_and_test_images_that_training_leaves_over(tmp_path, monkey
     assert all(names[known[image]] == settings.kept_classes[label] for image, label in seen)
     assert len(dict(seen)) == 130, "no image is in two splits"
     whole = settings.model_copy(update={"only_classes": ()})
-    whole.prepare(tmp_path / "whole")
+    whole.write(tmp_path / "whole")
     trained = {bytes(image) for image in Prepared.open(tmp_path / "whole").train.images}
     tested = {image for image, _ in seen[-95:]}
     assert not trained & tested, "who trains on all classes has seen no test image"
-    assert settings.preview().images == {"train": 25, "validation": 3000, "test": 31975}
+    assert settings.describe().images == {"train": 25, "validation": 3000, "test": 31975}
 
 
 def test_classes_that_the_set_has_not_are_refused():
@@ -98,7 +98,7 @@ def test_classes_that_the_set_has_not_are_refused():
 def test_fashion_mnist_is_checked_by_content(tmp_path):
     fashion_folder(tmp_path)
     with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: its content has sha256"):
-        FashionMnist(root=str(tmp_path)).prepare(tmp_path / "out")
+        FashionMnist(root=str(tmp_path)).write(tmp_path / "out")
 
 
 def small_cifar(folder, monkeypatch, classes):
@@ -124,7 +124,7 @@ def small_cifar(folder, monkeypatch, classes):
 def test_cifar_from_folder_and_archive(tmp_path, monkeypatch, classes):
     small = small_cifar(tmp_path / "raw", monkeypatch, classes)
     settings = Cifar(classes=classes, root=str(tmp_path / "raw"), validation=0.5)
-    card = settings.prepare(tmp_path / "a")
+    card = settings.write(tmp_path / "a")
     opened = Prepared.open(tmp_path / "a")
     record = (tmp_path / "raw" / small.folder / next(iter(small.test))).read_bytes()
     assert (
@@ -136,7 +136,7 @@ def test_cifar_from_folder_and_archive(tmp_path, monkeypatch, classes):
         tar.add(tmp_path / "raw" / small.folder, small.folder)
     monkeypatch.setitem(cifar.SETS, classes, small._replace(md5=file_checksum(archive, "md5")))
     shutil.rmtree(tmp_path / "raw" / small.folder)
-    assert settings.prepare(tmp_path / "b") == card and len(card["task"]["classes"]) == classes
+    assert settings.write(tmp_path / "b") == card and len(card["task"]["classes"]) == classes
 
 
 def test_cifar_damage_is_named(tmp_path, monkeypatch):
@@ -148,14 +148,14 @@ def test_cifar_damage_is_named(tmp_path, monkeypatch):
     for damaged, said in ((content[:-5], f"{path}: expected {len(content)}"), (foreign, "0 to 10")):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=said):
-            settings.prepare(tmp_path / "out")
+            settings.write(tmp_path / "out")
     path.unlink()
     with pytest.raises(UserError, match="CIFAR-10 is not in"):
-        settings.prepare(tmp_path / "out")
+        settings.write(tmp_path / "out")
     archive = tmp_path / small.archive
     archive.write_bytes(b"no archive")
     with pytest.raises(UserError, match=f"{archive}: has md5 .*; published: {small.md5}"):
-        settings.prepare(tmp_path / "out")
+        settings.write(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_the_python_version_of_cifar_is_refused(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"cos\nsystem\n")
     with pytest.raises(UserError, match="python version of CIFAR is refused: it is pickle"):
-        Cifar(root=str(tmp_path)).prepare(tmp_path / "out")
+        Cifar(root=str(tmp_path)).write(tmp_path / "out")
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_image_folder_without_splits(tmp_path, channels):
     image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
     settings = ImageFolder(root=str(tmp_path / "raw"), size=8, channels=channels, licence="ours")
-    card = settings.prepare(tmp_path / "out")
+    card = settings.write(tmp_path / "out")
     assert card["counts"] == {
         "train": {"cat": 14, "dog": 22},
         "validation": {"cat": 2, "dog": 2},
@@ -186,7 +186,7 @@ def test_image_folder_without_splits(tmp_path, channels):
 def test_image_folder_with_splits(tmp_path, name):
     for part, number in (("train", 9), (name, 4), ("test", 3)):
         image_classes(tmp_path / part, {"a": number, "b": number}, suffix=".jpg")
-    card = ImageFolder(root=str(tmp_path), size=8, test_limit=4, train_limit=10).prepare(
+    card = ImageFolder(root=str(tmp_path), size=8, test_limit=4, train_limit=10).write(
         tmp_path / "out"
     )
     assert [list(card["counts"][split].values()) for split in ("train", "validation", "test")] == [
@@ -204,7 +204,7 @@ def test_every_bad_image_is_listed_or_skipped(tmp_path):
     Image.new("F", (9, 9)).save(tmp_path / "raw/b/003.tif")
     (tmp_path / "raw/b/003.png").unlink()
     with pytest.raises(UserError) as error:
-        ImageFolder(root=str(tmp_path / "raw"), size=8).prepare(tmp_path / "out")
+        ImageFolder(root=str(tmp_path / "raw"), size=8).write(tmp_path / "out")
     for word in (
         "3 image files cannot be read",
         "a/001.png: ",
@@ -212,7 +212,7 @@ def test_every_bad_image_is_listed_or_skipped(tmp_path):
         "b/003.tif: has mode F; allowed: 8 or 16 bits",
     ):
         assert word in str(error.value)
-    card = ImageFolder(root=str(tmp_path / "raw"), size=8, validation=0.3, on_error="skip").prepare(
+    card = ImageFolder(root=str(tmp_path / "raw"), size=8, validation=0.3, on_error="skip").write(
         tmp_path / "out"
     )
     assert sum(sum(counts.values()) for counts in card["counts"].values()) == 37
@@ -222,17 +222,17 @@ def test_wrong_folders_are_named(tmp_path):
     image_classes(tmp_path / "raw/train", {"a": 9, "b": 9})
     image_classes(tmp_path / "raw/test", {"a": 3, "c": 3})
     with pytest.raises(UserError, match="test: class folders differ; lacking: b; unknown: c"):
-        ImageFolder(root=str(tmp_path / "raw")).prepare(tmp_path / "out")
+        ImageFolder(root=str(tmp_path / "raw")).write(tmp_path / "out")
     (tmp_path / "empty/a").mkdir(parents=True)
     (tmp_path / "empty/b").mkdir()
     with pytest.raises(UserError, match="no image in class a, b"):
-        ImageFolder(root=str(tmp_path / "empty")).prepare(tmp_path / "out")
+        ImageFolder(root=str(tmp_path / "empty")).write(tmp_path / "out")
     (tmp_path / "itself").symlink_to(tmp_path / "itself")
     for name in ("nowhere", "itself"):
         source = ImageFolder(root=str(tmp_path / name))
-        assert source.facts()[0] == name and not scan_raw_folders(source)
+        assert source.about[0] == name and not scan_raw_folders(source)
         with pytest.raises(UserError, match="no such folder"):
-            source.prepare(tmp_path / "out")
+            source.write(tmp_path / "out")
 
 
 def test_short_side_and_centre_crop(tmp_path):
@@ -262,7 +262,7 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
     settings = Imagenet(
         root=str(tmp_path / "raw"), cache=str(tmp_path / "cache"), size=8, validation=4
     )
-    card = settings.prepare(tmp_path / "whole")
+    card = settings.write(tmp_path / "whole")
     assert [sum(card["counts"][split].values()) for split in ("train", "validation", "test")] == [
         20,
         4,
@@ -281,13 +281,13 @@ def test_imagenet_goes_on_after_a_kill(tmp_path, monkeypatch):
 
     monkeypatch.setattr(image_files, "decode_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
-        settings.prepare(tmp_path / "killed")
+        settings.write(tmp_path / "killed")
     monkeypatch.setattr(
         image_files,
         "decode_image",
         lambda path, *rest: (decoded.append(path), real(path, *rest))[1],
     )
-    assert settings.prepare(tmp_path / "resumed") == card
+    assert settings.write(tmp_path / "resumed") == card
     # at most the chunk that was being written and the next one were decoded twice
     assert 32 <= len(decoded) <= 32 + 10
 
@@ -302,18 +302,29 @@ def test_imagenet_starts_afresh_where_the_files_changed(tmp_path):
     assert (after[3, 0] > 250).all() and np.array_equal(before[:3], after[:3])
 
 
+def test_damaged_unfinished_work_is_made_again(tmp_path):
+    imagenet_folder(tmp_path / "raw")
+    cache = image_files.DecodeCache(tmp_path / "cache", 8, 3)
+    paths = sorted((tmp_path / "raw/val").rglob("*.JPEG"))
+    for make in (lambda: cache.decode("a", paths)[0], lambda: cache.pack("b", paths, 32)[0].path):
+        file = make()
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        assert make() == file and file.read_bytes() == whole
+
+
 def test_imagenet_folders_are_checked(tmp_path):
     settings = Imagenet(root=str(tmp_path))
     with pytest.raises(UserError, match="found no folders train/ and val/"):
-        settings.prepare(tmp_path / "out")
+        settings.write(tmp_path / "out")
     imagenet_folder(tmp_path)
     shutil.rmtree(tmp_path / "val")
     (tmp_path / "val").mkdir()
     with pytest.raises(UserError, match="val: holds no class folders"):
-        settings.prepare(tmp_path / "out")
+        settings.write(tmp_path / "out")
     (tmp_path / "val/goldfish").mkdir()
     with pytest.raises(UserError, match="folder goldfish is not a wnid"):
-        settings.prepare(tmp_path / "out")
+        settings.write(tmp_path / "out")
 
 
 def test_folders_are_sought_from_the_repository(tmp_path, monkeypatch):
@@ -321,7 +332,7 @@ def test_folders_are_sought_from_the_repository(tmp_path, monkeypatch):
     (tmp_path / "study").mkdir()
     monkeypatch.chdir(tmp_path / "study")
     monkeypatch.setenv("DVC_ROOT", str(tmp_path / "home"))
-    ImageFolder(root="raw", size=8).prepare(tmp_path / "out")
+    ImageFolder(root="raw", size=8).write(tmp_path / "out")
 
 
 def kept(root, **settings) -> Imagenet:
@@ -335,7 +346,7 @@ def kept(root, **settings) -> Imagenet:
 
 def test_whole_images_are_kept_as_jpeg(tmp_path):
     settings = kept(tmp_path, short_side=36)
-    card = settings.prepare(tmp_path / "out")
+    card = settings.write(tmp_path / "out")
     data = Prepared.open(tmp_path / "out", verify=True)
     images = data.train.images
     assert isinstance(images, JpegImages) and images.shape == (24, 3, 32, 32)
@@ -363,7 +374,7 @@ def test_whole_images_are_kept_as_jpeg(tmp_path):
 
 def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch):
     settings = kept(tmp_path, short_side=40)
-    card = settings.prepare(tmp_path / "whole")
+    card = settings.write(tmp_path / "whole")
     monkeypatch.setattr(image_files, "CHUNK", 5)
     real, packed = image_files.recompress_image, []
 
@@ -375,24 +386,25 @@ def test_packing_goes_on_after_a_kill_with_the_same_bytes(tmp_path, monkeypatch)
 
     monkeypatch.setattr(image_files, "recompress_image", until_killed)
     with pytest.raises(KeyboardInterrupt):
-        settings.prepare(tmp_path / "killed")
-    with open(tmp_path / "cache/train.bin", "ab") as torn:
+        settings.write(tmp_path / "killed")
+    (file,) = (tmp_path / "cache/train").glob("*/images.bin")
+    with open(file, "ab") as torn:
         torn.write(b"half a file")  # written, but never said to be there
     monkeypatch.setattr(
         image_files,
         "recompress_image",
         lambda *given: (packed.append(given[0]), real(*given))[1],
     )
-    assert settings.prepare(tmp_path / "resumed") == card
+    assert settings.write(tmp_path / "resumed") == card
     assert 24 <= len(packed) <= 24 + 10
     before = len(packed)
-    kept(tmp_path, short_side=44).prepare(tmp_path / "other")
+    kept(tmp_path, short_side=44).write(tmp_path / "other")
     assert len(packed) == before + 24
 
 
 def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "SMALL", 0)
-    kept(tmp_path, short_side=40).prepare(tmp_path / "out")
+    kept(tmp_path, short_side=40).write(tmp_path / "out")
     images = Prepared.open(tmp_path / "out").train.images
     assert isinstance(images, JpegImages)
     start, stop = images.offsets[3:5]
@@ -415,7 +427,7 @@ def test_a_damaged_jpeg_store_is_named(tmp_path, monkeypatch):
 
 def test_the_defaults_write_the_bytes_that_they_always_wrote(tmp_path):
     image_classes(tmp_path / "raw", {"cat": 20, "dog": 30})
-    card = ImageFolder(root=str(tmp_path / "raw"), size=8).prepare(tmp_path / "out")
+    card = ImageFolder(root=str(tmp_path / "raw"), size=8).write(tmp_path / "out")
     said = "".join(card["files"][f"{split}_images.npy"] for split in ("train", "test"))
     assert (
         hashlib.sha256(said.encode()).hexdigest()[:16] == "bf0a7dc432ff0397" and "jpeg" not in card
@@ -445,10 +457,10 @@ def test_class_folders_keep_to_their_root(tmp_path, edit, said):
     image_classes(tmp_path / "raw", {"a": 20, "b": 20})
     source = ImageFolder(root=str(tmp_path / "raw"), size=8)
     (tmp_path / "raw/b/again.png").symlink_to(tmp_path / "raw/b/000.png")  # stays inside
-    assert sum(source.prepare(tmp_path / "fine")["images"].values()) == 41
+    assert sum(source.write(tmp_path / "fine")["images"].values()) == 41
     edit(tmp_path / "raw")
     with pytest.raises(UserError, match=said):
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
 
 
 def test_only_pictures_are_decoded_and_large_ones_in_little_memory(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 
 from moecore.core.files import UserError
 from moecore.data.files.captioned_source import tokenize_captions
+from moecore.data.layouts.text import block_windows
 from moecore.data.loader import TextStreams
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.data.sources import docstrings, wikitext
@@ -25,7 +26,6 @@ from moecore.data.text.tokenizers import (
     load_tokenizer,
 )
 from moecore.data.text.words import (
-    block_windows,
     build_vocabulary,
     lower_words,
     number_tokens,
@@ -122,8 +122,8 @@ def test_a_test_text_too_short_for_the_batch_is_refused_before_the_training():
 
 def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
     source = Docstrings(packages=("networkx",), block=8, context=1)
-    card = source.prepare(tmp_path / "one")
-    assert source.prepare(tmp_path / "two")["files"] == card["files"]
+    card = source.write(tmp_path / "one")
+    assert source.write(tmp_path / "two")["files"] == card["files"]
     data = Prepared.open(tmp_path / "one", verify=True)
     words = read_vocabulary(tmp_path / "one", data.task.outputs)
     assert len(words) == data.task.outputs == len(set(words))
@@ -140,8 +140,8 @@ def test_docstrings_are_the_same_twice_and_every_file_has_one_split(tmp_path):
 
 def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(UserError, match="packages: found no-such-thing, which is not installed"):
-        Docstrings(packages=("no-such-thing",)).prepare("nowhere")
-    assert "no-such-thing" in Docstrings(packages=("no-such-thing",)).preview().problem
+        Docstrings(packages=("no-such-thing",)).write("nowhere")
+    assert "no-such-thing" in Docstrings(packages=("no-such-thing",)).describe().problem
 
 
 def written(folder, train="the cat\n\n the cat sat\n", valid="a cat\n", test="the end\n"):
@@ -154,7 +154,7 @@ def written(folder, train="the cat\n\n the cat sat\n", valid="a cat\n", test="th
 
 def test_wikitext_is_counted_as_papers_count_it(tmp_path):
     source = written(tmp_path / "raw")
-    card = source.prepare(tmp_path / "out")
+    card = source.write(tmp_path / "out")
     assert read_vocabulary(tmp_path / "out", 7) == [
         *["the", "cat", "<eos>", "sat", "a", "end", "<unk>"]
     ]
@@ -175,17 +175,17 @@ def test_wikitext_is_counted_as_papers_count_it(tmp_path):
 )
 def test_damaged_text_is_refused(tmp_path, files, said):
     with pytest.raises(UserError, match=said):
-        written(tmp_path / "raw", **files).prepare(tmp_path / "out")
+        written(tmp_path / "raw", **files).write(tmp_path / "out")
 
 
 def test_wikitext_103_must_have_its_words(tmp_path):
     source = written(tmp_path / "raw").model_copy(update={"name": "wikitext-103"})
     said = "found 6 words and 8 training tokens; allowed with name wikitext-103: 267,735 and"
     with pytest.raises(UserError, match=said):
-        source.prepare(tmp_path / "out")
+        source.write(tmp_path / "out")
     assert wikitext.PRINTED_COUNTS["wikitext-103"] == (267_735, 103_227_021)
     missing = Wikitext(root=str(tmp_path / "nowhere"))
-    assert "where a file is missing" in missing.preview().problem
+    assert "where a file is missing" in missing.describe().problem
 
 
 SETTINGS = CaptionedMosaic(
@@ -196,7 +196,7 @@ SETTINGS = CaptionedMosaic(
 @pytest.fixture(scope="module")
 def mosaics(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mosaics")
-    SETTINGS.prepare(folder)
+    SETTINGS.write(folder)
     return Prepared.open(folder, verify=True)
 
 
@@ -217,7 +217,7 @@ def test_captions_say_what_lies_where(mosaics):
 
 
 def test_cells_are_images_of_the_class_that_the_caption_names(mosaics, tmp_path):
-    SETTINGS.source.prepare(tmp_path)
+    SETTINGS.source.write(tmp_path)
     source = Prepared.open(tmp_path)
     layouts = draw_layouts(10, SETTINGS)["test"]
     images = np.asarray(source.test.images)

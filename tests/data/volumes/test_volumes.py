@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 
 from moecore.core.files import UserError
 from moecore.data import prepared
+from moecore.data.layouts.volumes import (
+    VolumeSplitToWrite,
+    unusual_volume_flags,
+    write_volumes,
+)
 from moecore.data.loader import few_shot_indices, load_split_for_device
 from moecore.data.prepared import Prepared
 from moecore.data.sources.file_cohort import VolumeCache, load_cached_volume, save_cached_volume
-from moecore.data.volumes.cohorts import CohortSettings, split_cohort
+from moecore.data.volumes.cohorts import CohortSettings, age_cohort_card, split_cohort
 from moecore.data.volumes.subjects import VolumeSubject
 from moecore.data.volumes.volume_preparation import (
+    REGIONS,
     Grid,
     VolumeWithTissueShares,
     brain_window_start,
@@ -32,9 +38,7 @@ from moecore.data.volumes.volume_preparation import (
     read_volume,
     resample_masked_volume,
     resample_volume,
-    unusual_volume_flags,
 )
-from moecore.data.volumes.volume_writer import VolumeDatasetInfo, VolumeSplitToWrite, write_volumes
 from moecore.report.figures.dataset_samples import draw_dataset_samples, middle_slices
 from moecore.tasks.regression import Regression
 from tests.data.making import head, save
@@ -300,10 +304,8 @@ def written(folder, **changed):
         split: VolumeSplitToWrite(rows[2 * i : 2 * i + 2], volumes[2 * i : 2 * i + 2])
         for i, split in enumerate(("train", "validation", "test"))
     }
-    facts = VolumeDatasetInfo(
-        "Made", (16, 16, 32), (3.0, 3.0, 3.0), "none", "here", Made(), simulated=True
-    )
-    return write_volumes(folder, facts, parts | changed), volumes, rows
+    card = age_cohort_card("Made", (16, 16, 32), 3.0, REGIONS, ("none", "here"), simulated=True)
+    return write_volumes(folder, Made(), card, parts | changed), volumes, rows
 
 
 def test_card_and_arrays_of_volumes(tmp_path):

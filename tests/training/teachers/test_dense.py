@@ -12,7 +12,7 @@ SETTINGS = {
 
 
 def test_its_own_data_are_prepared_once(tmp_path):
-    Digits(size=16).prepare(tmp_path / "pretrain")
+    Digits(size=16).write(tmp_path / "pretrain")
     first = Prepared.open(tmp_path / "pretrain")
     assert Dense(**SETTINGS).open_data(first, tmp_path) is first
     own = Dense(**SETTINGS, data=Clusters(patch=8, grid=2, train=40, validation=10, test=10))

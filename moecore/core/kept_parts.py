@@ -1,0 +1,91 @@
+"""What survives a kill: lines of JSON in a file that only grows, and parts of a result in them."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moecore.core.files import (
+    UserError,
+    explain_file_errors,
+    sealed_object,
+    verify_and_remove_seal,
+    write_whole,
+)
+
+
+def append_line(path: Path, line: str, sync: bool = False) -> None:
+    """Add a line to a file; sync: it is on the disk before this returns.
+
+    What a kill or a full disk leaves of it is a torn tail: readers stop before it, and what is
+    resumed begins by cutting it off. Raises UserError where it cannot be written.
+    """
+    try:
+        with explain_file_errors(path), open(path, "ab") as file:
+            file.write(line.encode())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: could not be written, {reason}") from error
+
+
+def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tuple[bytes, Any]]:
+    """Yield lines of JSON with their values, up to the first torn or without a valid seal."""
+    for line in content.splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if not line.endswith(b"\n") or not is_whole(value):
+            return
+        yield line, value
+
+
+class KeptParts:
+    """Parts by key in ``folder``/kept.jsonl, which lives as long as the folder.
+
+    From the first line on that is torn or damaged they are computed again.
+    """
+
+    def __init__(self, folder: Path, inputs: Any = None) -> None:
+        """inputs: those of the stage, compared before a part is kept; None: never."""
+        self.folder = Path(folder)
+        self.inputs = inputs
+        self.path = self.folder / "kept.jsonl"
+        self.bar: Any = None
+        try:
+            content = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            mend = "remove it, and the stage starts again"
+            raise UserError(f"{self.path}: cannot be read, {why}; {mend}") from error
+        lines = list(whole_lines(content, verify_and_remove_seal))
+        self.parts: dict[str, Any] = {part["key"]: part["part"] for _, part in lines}
+        whole = b"".join(line for line, _ in lines)
+        if whole != content:
+            write_whole(self.path, whole)
+
+    def show_progress(self, bar: Any) -> None:
+        """Have ``bar`` told of every part from now on."""
+        self.bar = bar
+
+    def part(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The part kept under ``name``, or what ``compute`` returns, once it is on the disk.
+
+        Either way it has been JSON, so a resumed stage ends with the same bits.
+        """
+        if name not in self.parts:
+            part = compute()
+            if self.inputs is not None:
+                self.inputs.refuse_edited_code()
+            line = json.dumps(sealed_object({"key": name, "part": part})) + "\n"
+            append_line(self.path, line, sync=True)
+            if self.inputs is not None:
+                self.inputs.refuse_edited_settings()
+            self.parts[name] = json.loads(line)["part"]
+        if self.bar is not None:
+            self.bar.update(len(self.parts))
+        return self.parts[name]

@@ -1,0 +1,268 @@
+"""Flat images: ``{train,validation,test}_images.npy``, uint8 (N, C, H, W), and ``…_labels.npy``.
+
+Training images may be JPEG files in one, where the card says ``jpeg``: ``train_images.bin``,
+``train_offsets.npy`` int64 (N + 1,).
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.card import SPLITS, Card, count_classes, write_card
+from moecore.data.files.decode import UnreadableImage, decode_jpeg_to_pil, resize_centre_square
+from moecore.data.stored_arrays import PREPARE_AGAIN, new_array, open_array, open_labels, save_array
+from moecore.data.thread_map import map_in_threads, thread_count
+from moecore.tasks.base import Task
+
+
+class PackedJpegFile(NamedTuple):
+    """A finished file of N JPEG files, one after the other, that is taken over."""
+
+    path: Path
+    lengths: np.ndarray  # int64 (N,), bytes
+    histogram: np.ndarray  # int64 (C, 256) of all pixels before they were compressed
+    short_side: int
+
+
+class SplitToWrite(NamedTuple):
+    """One split to write: its labels, as the task stores them, and the images in the same order.
+
+    images: chunks uint8 (n, C, H, W) whose n add up to N, or a finished .npy or JPEG file that is
+    taken over.
+    """
+
+    labels: np.ndarray
+    images: Iterable[np.ndarray] | Path | PackedJpegFile
+
+
+def write_images(
+    folder: Path,
+    settings: Config,
+    card: Card,
+    parts: Mapping[str, SplitToWrite],
+    counts: Mapping[str, Mapping[str, int]] | None = None,
+    files: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write the three splits and ``card.json`` to ``folder`` (made where missing).
+
+    Args:
+        folder: Where to write.
+        settings: Those of the source, with a kind and a seed.
+        card: What the source says of its data; its ``counts`` are counted again.
+        parts: The splits train, validation and test.
+        counts: Of each split, for the card, where they are not those of classes.
+        files: Names of other files of ``folder`` that belong to the data.
+
+    Returns:
+        The content of card.json.
+
+    Raises:
+        UserError: For a card with a problem, labels that are not the task's, classes without an
+            image, and images that do not fit the labels or the size.
+    """
+    task = card.without_problem().task
+    assert task is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(set(task.classes)) != len(task.classes):
+        raise UserError(f"{card.name}: two classes have the same name")
+    for split in SPLITS:
+        task.check(parts[split].labels, f"{card.name}: labels of {split}")
+    counted = count_classes(card.name, task, {split: parts[split].labels for split in SPLITS})
+    names = list(files)
+    for split in SPLITS:
+        labels, images = parts[split]
+        if isinstance(images, PackedJpegFile):
+            names += _write_jpegs(folder, split, len(labels), images)
+        else:
+            names.append(f"{split}_images.npy")
+            _write_array(folder / names[-1], card, len(labels), images)
+        names.append(f"{split}_labels.npy")
+        save_array(folder / names[-1], labels.astype(task.storage_format(len(labels))[1]))
+    if counts is None:
+        counts = {split: dict(zip(task.classes, counted[split], strict=True)) for split in SPLITS}
+    return write_card(
+        folder,
+        settings,
+        card,
+        names,
+        images={split: len(parts[split].labels) for split in SPLITS},
+        counts=counts,
+        seed=settings.model_dump()["seed"],
+        **_describe_training_images(folder, card, parts["train"].images),
+    )
+
+
+def _describe_training_images(
+    folder: Path, card: Card, images: Iterable[np.ndarray] | Path | PackedJpegFile
+) -> dict[str, Any]:
+    """Return the card's entries on their values, and on the size of those that are kept whole."""
+    if isinstance(images, PackedJpegFile):
+        mean, std = _moments_of(images.histogram)
+        return {"mean": mean, "std": std, "jpeg": {"side": images.short_side}}
+    stored = np.load(folder / "train_images.npy", mmap_mode="r", allow_pickle=False)
+    mean, std = channel_moments(stored[:, : card.channels])
+    return {"mean": mean, "std": std}
+
+
+def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
+    """Mean and population standard deviation per channel of images uint8 (N, C, H, W), in [0, 1].
+
+    Exact, from histograms, which PIL counts several times as quickly as numpy.
+    """
+    channels, width = images.shape[1], images.shape[-1]
+
+    def counted(start: int) -> np.ndarray:
+        block = images[start : start + chunk]
+        planes = [block[:, channel].reshape(-1, width) for channel in range(channels)]
+        return np.array([Image.fromarray(plane).histogram() for plane in planes], np.int64)
+
+    histogram = np.zeros((channels, 256), np.int64)
+    for counts in map_in_threads(counted, range(0, len(images), chunk)):
+        histogram += counts
+    return _moments_of(histogram)
+
+
+def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
+    values = np.arange(256) / 255
+    share = histogram / histogram.sum(1, keepdims=True)
+    mean = share @ values
+    return mean.tolist(), np.sqrt(np.maximum(share @ values**2 - mean**2, 0)).tolist()
+
+
+def _jpeg_file_names(split: str) -> list[str]:
+    """Return the names of a split's JPEG files in one, and of its offsets."""
+    return [f"{split}_images.bin", f"{split}_offsets.npy"]
+
+
+def _write_jpegs(folder: Path, split: str, labels: int, images: PackedJpegFile) -> list[str]:
+    """Return the names of the two files."""
+    if len(images.lengths) != labels:
+        raise UserError(f"{split}: {len(images.lengths)} images for {labels} labels")
+    content, offsets = names = _jpeg_file_names(split)
+    shutil.move(images.path, folder / content)
+    save_array(folder / offsets, np.concatenate([[0], images.lengths.cumsum()]))
+    return names
+
+
+def _write_array(path: Path, card: Card, labels: int, images: Iterable[np.ndarray] | Path) -> None:
+    shape = (labels, card.stored_channels, *card.shape)
+    if isinstance(images, Path):
+        shutil.move(images, path)
+        open_array(path, shape, np.uint8)
+        return
+    out = new_array(path, np.uint8, shape)
+    row = 0
+    for chunk in images:
+        if chunk.dtype != np.uint8 or chunk.shape[1:] != shape[1:] or row + len(chunk) > shape[0]:
+            wrong = f"images {row} on are {chunk.dtype} {chunk.shape}"
+            raise UserError(f"{path.name}: {wrong}; expected uint8 {shape} in all")
+        out[row : row + len(chunk)] = chunk
+        row += len(chunk)
+    if row != shape[0]:
+        raise UserError(f"{path.name}: {row} images for {shape[0]} labels")
+    out.flush()
+
+
+def open_images(
+    folder: Path, card: Mapping[str, Any], task: Task, split: str
+) -> "tuple[np.ndarray | JpegImages, np.ndarray]":
+    """Return images and labels of a split; UserError where they are not what card.json says."""
+    number = card["images"][split]
+    channels = card["channels"] + bool(card.get("truth"))
+    shape = (number, channels, card["size"], card["size"])
+    if split == "train" and "jpeg" in card:
+        images = JpegImages.open(folder, split, number, card)
+    else:
+        images = open_array(folder / f"{split}_images.npy", shape, np.uint8)
+    return images, open_labels(folder, task, split, number)
+
+
+@dataclass(frozen=True)
+class JpegImages:
+    """N images of different shapes, kept as JPEG files in one file.
+
+    Looks like an array uint8 (N, C, S, S) of their centre squares; several indices give the same
+    of fewer images, and nothing is decoded before ``numpy.asarray``. ``whole`` has all pixels.
+    """
+
+    path: Path
+    content: np.ndarray  # uint8 (bytes,), memory-mapped
+    places: np.ndarray  # int64 (N,): which of the file's images
+    offsets: np.ndarray  # int64 (all + 1,): where each begins, and the last one ends
+    size: int  # S
+    channels: int
+    dtype = np.dtype(np.uint8)
+    ndim = 4
+
+    @classmethod
+    def open(cls, folder: Path, split: str, number: int, card: Mapping[str, Any]) -> "JpegImages":
+        """Open those of a prepared folder; UserError where a length is not what offsets say."""
+        path, offsets = (folder / name for name in _jpeg_file_names(split))
+        starts = np.array(open_array(offsets, (number + 1,), np.int64))
+        size = path.stat().st_size if path.is_file() else 0
+        if size != starts[-1]:
+            raise UserError(f"{path}: expected {starts[-1]} bytes, found {size}; {PREPARE_AGAIN}")
+        content = np.memmap(path, np.uint8, "r")
+        return cls(path, content, np.arange(number), starts, card["size"], card["channels"])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the array that they look like."""
+        return (len(self.places), self.channels, self.size, self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array that they look like."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, key: Any) -> Any:
+        """One centre square uint8 (C, S, S), or fewer images of the same kind."""
+        if isinstance(key, (int, np.integer)):
+            return self._square(self.places[key])
+        return replace(self, places=self.places[key])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        squares = list(_decoding_threads(thread_count()).map(self._square, self.places))
+        array = np.stack(squares) if squares else np.empty(self.shape, np.uint8)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """All pixels of the images at ``rows``, decoded in threads: uint8 (H, W, C) each.
+
+        Raises UserError where one is damaged, naming the file and the image.
+        """
+        return list(_decoding_threads(thread_count()).map(self._pixels, self.places[rows]))
+
+    def _pixels(self, place: int) -> np.ndarray:
+        pixels = np.asarray(self._open_picture(place))
+        return pixels.reshape(*pixels.shape[:2], self.channels)
+
+    def _square(self, place: int) -> np.ndarray:
+        return resize_centre_square(self._open_picture(place), self.size).transpose(2, 0, 1)
+
+    def _open_picture(self, place: int) -> Image.Image:
+        start, stop = self.offsets[place : place + 2]
+        where = f"{self.path}: image {place} (bytes {start} to {stop})"
+        try:
+            image = decode_jpeg_to_pil(self.content[start:stop].tobytes(), self.channels)
+        except UnreadableImage as error:
+            raise UserError(f"{where} cannot be decoded: {error}; {PREPARE_AGAIN}") from error
+        return image
+
+
+@lru_cache(maxsize=1)
+def _decoding_threads(number: int) -> ThreadPoolExecutor:
+    """Threads that decode; kept, as every batch needs them."""
+    return ThreadPoolExecutor(number, "jpeg")

@@ -1,0 +1,109 @@
+"""Text: ``{train,validation,test}_tokens.npy``, int32 (n,), and ``vocabulary.txt``, a word a line.
+
+Words stand in the order of the token numbers. A split's items are blocks of M tokens, each read
+with the C − 1 blocks before it: see ``block_windows``. Where each token's kind is known,
+``…_truth.npy`` are uint8 (n,).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moecore.core.config import Config
+from moecore.core.files import UserError, write_whole
+from moecore.data.card import SPLITS, Card, write_card
+from moecore.data.stored_arrays import open_array, save_array
+from moecore.tasks.base import Task
+from moecore.tasks.next_token import NextToken
+
+END = "<eos>"
+UNKNOWN = "<unk>"
+NONE = -1  # the token before a text's first
+
+
+class NumberedText(NamedTuple):
+    """The splits of a text, before they are written."""
+
+    tokens: Mapping[str, np.ndarray]  # split → int32 (n,)
+    vocabulary: Sequence[str]
+    more: Mapping[str, Any]  # what the card is to say of what was read
+    truth: Mapping[str, np.ndarray] = {}  # split → uint8 (n,), each token's kind; 0: not known
+
+
+def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -> dict[str, Any]:
+    """Write the prepared layout to ``folder`` and return the content of card.json.
+
+    Raises UserError for a card with a problem, and where a split has no full block.
+    """
+    card = card.without_problem()
+    tokens, vocabulary, more, truth = text
+    (block,) = card.shape
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        if len(tokens[split]) <= block:
+            short = f"the split {split} has {len(tokens[split])} tokens"
+            raise UserError(f"{card.name}: {short}; a block of {block} needs more")
+        save_array(folder / f"{split}_tokens.npy", tokens[split])
+        if truth:
+            save_array(folder / f"{split}_truth.npy", truth[split])
+    write_whole(folder / "vocabulary.txt", "".join(f"{word}\n" for word in vocabulary))
+    files = [*(f"{split}_tokens.npy" for split in SPLITS), "vocabulary.txt"]
+    files += [f"{split}_truth.npy" for split in truth]
+    unknown = list(vocabulary).index(UNKNOWN)
+    return write_card(
+        folder,
+        settings,
+        card._replace(task=NextToken(words=len(vocabulary))),
+        files,
+        images={split: (len(tokens[split]) - 1) // block for split in SPLITS},
+        tokens={split: len(tokens[split]) for split in SPLITS},
+        counts={
+            split: {"<unk>": int((tokens[split] == unknown).sum()), "tokens": len(tokens[split])}
+            for split in SPLITS
+        },
+        mean=[0.0] * card.channels,
+        std=[1.0] * card.channels,
+        **more,
+    )
+
+
+def open_text(
+    folder: Path, card: Mapping[str, Any], task: Task, split: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the blocks of a split and their labels; UserError where they misfit card.json."""
+    rows = open_token_rows(folder, card, split)
+    block, context = card["size"][0], card["channels"] - 1
+    images, labels = block_windows(rows[0], block, context)
+    task.check(labels, f"{folder / f'{split}_tokens.npy'}: tokens")
+    if len(rows) > 1:
+        images = np.concatenate([images, block_windows(rows[1], block, context)[0]], axis=1)
+    return images, labels
+
+
+def open_token_rows(folder: Path, card: Mapping[str, Any], split: str) -> np.ndarray:
+    """Tokens of a split, int32 (R, n); the second row has their kinds, where they are known."""
+    shape = (card["tokens"][split],)
+    tokens = open_array(folder / f"{split}_tokens.npy", shape, np.int32)
+    if "truth" not in card:
+        return tokens[None]
+    kinds = open_array(folder / f"{split}_truth.npy", shape, np.uint8)
+    return np.stack([tokens, kinds.astype(np.int32)])
+
+
+def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks with what is read before them, and the words after each token.
+
+    tokens: (n,). Returns (N, C, M) with C = context + 1, whose last M tokens are the block and of
+    which those before the text's start are −1, and (N, M); N = (n − 1) // M, the incomplete block
+    at the end is left out. Both are views of one array, C·M tokens longer than the text at most.
+    """
+    number = (len(tokens) - 1) // block
+    before = np.full(context * block, NONE, tokens.dtype)
+    padded = np.concatenate([before, tokens]) if context else tokens
+    step = padded.strides[0]
+    shape, strides = (number, context + 1, block), (block * step, block * step, step)
+    images = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)
+    labels = tokens[1 : number * block + 1].reshape(number, block)
+    return images, labels

@@ -1,0 +1,148 @@
+"""Volumes with a number each: ``{train,validation,test}_images.npy``, float16 (N, 1, D, H, W).
+
+Values lie in [0, 1] with a background of exactly 0; ``…_regions.npy`` are tissue shares × 255,
+uint8 (N, R, D, H, W), where the card lists ``regions``, ``…_subjects.csv`` has a row per volume,
+and counts are by sex.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moecore.core.config import Config
+from moecore.core.files import UserError
+from moecore.data.card import SPLITS, Card, write_card
+from moecore.data.stored_arrays import new_array, open_array, open_labels, save_array
+from moecore.data.volumes.subjects import (
+    VolumeSubject,
+    read_subject_rows,
+    sex_counts,
+    write_subject_table,
+)
+from moecore.tasks.base import Task
+from moecore.tasks.regression import Regression
+
+BRAIN = 0.5  # share of tissue from which on a voxel is inside the brain
+# shares of the head, wide enough for ages 18 to 95 with atrophy
+USUAL = {"wm": (0.2, 0.5), "gm": (0.3, 0.7), "csf": (0.03, 0.45)}
+BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted image
+
+
+class VolumeSplitToWrite(NamedTuple):
+    """One split to write: the subjects, and in the same order their volumes float16 (1, D, H, W) in
+    [0, 1] with regions uint8 (R, D, H, W).
+
+    The layout sets the subjects' ``qc_flags``.
+    """
+
+    subjects: Sequence[VolumeSubject]
+    volumes: Iterable[tuple[np.ndarray, np.ndarray | None]]
+
+
+def write_volumes(
+    folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
+) -> dict[str, Any]:
+    """Write the splits and ``card.json`` to ``folder`` (made where missing); return its content.
+
+    settings: of the source, with a kind and a seed. Raises UserError where all ages of train are
+    the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ages = _ages(parts["train"].subjects).astype(np.float64)
+    if np.ptp(ages) == 0:
+        raise UserError(f"{card.name}: all ages of train are {ages[0]:g}; nothing can be learned")
+    sums = [_write_split(folder, split, card, parts[split]) for split in SPLITS]
+    count, total, squares = sums[0]
+    mean = float(total / count)
+    task = Regression(
+        target="age", unit="years", mean=float(ages.mean()), deviation=float(ages.std())
+    )
+    subjects = {split: parts[split].subjects for split in SPLITS}
+    kinds = ("images.npy", "labels.npy", *(["regions.npy"] if card.regions else []), "subjects.csv")
+    return write_card(
+        folder,
+        settings,
+        card._replace(task=task),
+        [f"{split}_{kind}" for split in SPLITS for kind in kinds],
+        images={split: len(rows) for split, rows in subjects.items()},
+        counts={split: sex_counts([row.sex for row in rows]) for split, rows in subjects.items()},
+        mean=[mean],
+        std=[float(np.sqrt(max(squares / count - mean**2, 0)))],
+        target_range=[float(ages.min()), float(ages.max())],
+        regions=list(card.regions or ()),
+        dtype="float16",
+        seed=settings.model_dump()["seed"],
+    )
+
+
+def _ages(subjects: Sequence[VolumeSubject]) -> np.ndarray:
+    return np.array([row.age for row in subjects], np.float32)
+
+
+def _write_split(folder: Path, split: str, card: Card, part: VolumeSplitToWrite) -> np.ndarray:
+    """Write one split; number, sum and sum of squares of its values inside the brain, fp64 (3,)."""
+    shape = (len(part.subjects), 1, *card.shape)
+    images = new_array(folder / f"{split}_images.npy", np.float16, shape)
+    regions = None
+    if card.regions:
+        shape = (len(part.subjects), len(card.regions), *card.shape)
+        regions = new_array(folder / f"{split}_regions.npy", np.uint8, shape)
+    sums = np.zeros(3)
+    subjects = []
+    for row, (subject, (volume, shares)) in enumerate(
+        zip(part.subjects, part.volumes, strict=True)
+    ):
+        images[row] = volume
+        if regions is not None:
+            regions[row] = shares
+        inside = volume[volume > 0].astype(np.float64)
+        sums += [inside.size, inside.sum(), (inside**2).sum()]
+        subjects.append(subject._replace(qc_flags="; ".join(unusual_volume_flags(volume, shares))))
+    save_array(folder / f"{split}_labels.npy", _ages(subjects))
+    write_subject_table(folder / f"{split}_subjects.csv", subjects)
+    return sums
+
+
+def open_volumes(
+    folder: Path, card: Mapping[str, Any], task: Task, split: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return volumes, labels and people of a split; UserError where they misfit card.json."""
+    number = card["images"][split]
+    size = tuple(card["size"])
+    images = open_array(
+        folder / f"{split}_images.npy", (number, card["channels"], *size), np.float16
+    )
+    if regions := card["regions"]:
+        open_array(folder / f"{split}_regions.npy", (number, len(regions), *size), np.uint8)
+    subjects = read_subject_rows(folder / f"{split}_subjects.csv")
+    names = np.array([row["participant_id"] for row in subjects], dtype=str)
+    _, people = np.unique(names, return_inverse=True)
+    return images, open_labels(folder, task, split, number), people
+
+
+def unusual_volume_flags(image: np.ndarray, regions: np.ndarray | None) -> list[str]:
+    """Short texts on what to look at: image (1, D, H, W), regions uint8 (3, D, H, W) or None."""
+    texts = []
+    mean = image[image > 0].astype(np.float32).mean()
+    if not BRIGHTNESS[0] <= mean <= BRIGHTNESS[1]:
+        texts.append(f"mean intensity unusual ({mean:.2f})")
+    if regions is None:
+        return texts
+    if unusual := tissue_shares_outside(regions, USUAL):
+        texts.append(f"tissue fractions unusual ({unusual})")
+    masks = [part > 255 * BRAIN for part in regions[:2]]
+    white, grey = (image[0][mask].sum(dtype=np.float64) / max(mask.sum(), 1) for mask in masks)
+    if not (white > grey and masks[1].any()):
+        texts.append("white matter not brighter than grey matter: not T1-weighted?")
+    return texts
+
+
+def tissue_shares_outside(regions: np.ndarray, limits: Mapping[str, tuple[float, float]]) -> str:
+    """Return the tissues whose share of all tissue, in any unit, is not within its limits."""
+    sums = regions.sum(axis=(1, 2, 3), dtype=np.float64)
+    shares = zip(limits.items(), sums / max(sums.sum(), 1e-12), strict=True)
+    return ", ".join(
+        f"{name} {share:.2f}" for (name, (low, high)), share in shares if not low <= share <= high
+    )
