@@ -57,8 +57,7 @@ class MetricColumns(NamedTuple):
         def read(result: Found) -> float | Interval | None:
             if metric.of_dense:
                 return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
-            value = result.find(key, **at)
-            return None if value is None else value.interval
+            return result.interval(key, **at)
 
         def items(result: Found) -> np.ndarray | None:
             value = result.find(key, **at)

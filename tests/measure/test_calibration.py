@@ -15,7 +15,6 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import more_packages
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
-from moecore.measure import cohort_checks
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
     Calibrate,
@@ -31,6 +30,7 @@ from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
@@ -222,29 +222,29 @@ def subject(cohort) -> MeasuredModel:
 
 
 @pytest.fixture(scope="module")
-def found(subject) -> cohort_checks.Result:
-    assert cohort_checks.CohortChecks.applies(subject) is None
+def found(subject) -> Found:
+    assert CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ageing_and_rescans, "RESCAN_YEARS", 200)
         return check_measurement(settings(), subject)
 
 
 def test_a_real_cohort(found):
-    assert found.ageing is None
-    assert "kind: phantom" in found.reasons["ageing"]
-    assert list(found.isolated) == ["wm", "gm", "csf"]
-    assert found.rescan.mean_abs_difference > 0
+    assert found.find("monotone") is None
+    assert "kind: phantom" in found.facts["not_checked"]["ageing"]
+    assert all(found.find(f"isolated_{name}") for name in ("wm", "gm", "csf"))
+    assert found.find("rescan").value > 0
 
 
 def test_the_batch_plays_no_part(subject, found):
-    again = settings(batch=5).measure(subject, compute_without_cache)
-    for region, row in found.isolated.items():
-        assert again.isolated[region].mae == pytest.approx(row.mae, rel=1e-5)
+    again = settings(batch=5).collect_result(subject, compute_without_cache)
+    for name in ("isolated_wm", "isolated_gm", "isolated_csf"):
+        assert again.find(name).value == pytest.approx(found.find(name).value, rel=1e-5)
 
 
 def test_sessions_that_are_too_far_apart_are_no_rescan(subject):
-    reasons = settings().measure(subject, compute_without_cache).reasons
-    assert "no test participant has two sessions" in reasons["rescan"]
+    found = settings().collect_result(subject, compute_without_cache)
+    assert "no test participant has two sessions" in found.facts["not_checked"]["rescan"]
 
 
 def drawn(
