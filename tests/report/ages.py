@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.brain.age_measurement import AgeResult as Ages
+from moecore.brain.age_measurement import METRICS
 from moecore.core.files import write_json
 from moecore.measure.cohort_checks import CohortChecks, put_agreements
 from moecore.measure.probes.expert_tissue_agreement import TissueAgreement
@@ -113,7 +113,7 @@ def probe(epoch: int) -> list[dict[str, Any]]:
     return rows
 
 
-def calibrated(number: int, seed: int, simulated: bool) -> Ages:
+def calibrated(number: int, seed: int, simulated: bool) -> Found:
     """Raw MAE as trained, corrected 3.5 + method + 0.1 · seed, median predictor 10."""
     generator = np.random.default_rng(seed)
     ages = generator.uniform(45, 85, 40)
@@ -124,40 +124,41 @@ def calibrated(number: int, seed: int, simulated: bool) -> Ages:
         "raw": raw.tolist(),
         "pooled": ((raw - 15) / 0.75).tolist(),
     }
-    return Ages(
-        unit="years",
-        simulated=simulated,
-        n_test=40,
-        n_fit=60,
-        fit_on="out_of_fold",
-        refused=None,
-        raw=s1(4 + number + 0.1 * seed, -0.6, 0.75),
-        pooled=s1(3.5 + number + 0.1 * seed, -0.1, 0.95),
-        sex_specific=s1(3.6 + number + 0.1 * seed, -0.125, 0.94),
-        median_mae=10.0,
-        age_range=(45.0, 85.0),
-        by_sex=groups("FM"),
-        by_decade=groups(("50–59", "60–69")),
-        by_site=groups("a"),
-        interval={
-            "level": 0.9,
-            "radius": 7.0,
-            "n": 20,
-            "coverage": limits(0.9, 0.05),
-            "method": "split conformal",
-        },
-        predictor_sha256="",
-        points=points,
-    )
-
-
-def s1(mae: float, corr: float, slope: float) -> dict[str, Any]:
-    return {
-        "mae": limits(mae),
-        "corr": limits(corr),
-        "slope": limits(slope),
-        "intercept": limits(60 - 60 * slope),
+    out = Values(METRICS, TASK, lambda name, compute: compute())
+    out.put("median_mae", 10.0)
+    for name, (mae, corr, slope) in {
+        "raw": (4.0, -0.6, 0.75),
+        "pooled": (3.5, -0.1, 0.95),
+        "sex_specific": (3.6, -0.125, 0.94),
+    }.items():
+        error = mae + number + 0.1 * seed
+        out.put(f"mae_{name}", half_a_year(error))
+        out.put(f"corr_{name}", half_a_year(corr))
+        out.put(f"corr_size_{name}", -corr)
+        out.put(f"slope_{name}", half_a_year(slope))
+        out.put(f"intercept_{name}", half_a_year(60 - 60 * slope))
+        if name == "raw":
+            out.put("mae_of_median", error / 10)
+    out.put("interval_radius", 7.0)
+    out.put("interval_coverage", Interval(0.9, 0.85, 0.95))
+    out.facts |= {
+        "uses_age": False,
+        "simulated": simulated,
+        "n_test": 40,
+        "fit_on": "out_of_fold",
+        "refused": None,
+        "age_range": [45.0, 85.0],
+        "by_sex": groups("FM"),
+        "by_decade": groups(("50–59", "60–69")),
+        "by_site": groups("a"),
+        "diagnosis_gaps": [],
+        "points": points,
     }
+    return out.found()
+
+
+def half_a_year(value: float) -> Interval:
+    return Interval(value, value - 0.5, value + 0.5)
 
 
 def groups(names) -> list[dict[str, Any]]:

@@ -294,8 +294,11 @@ def test_a_refused_correction_is_told(tmp_path):
     write_ages(tmp_path, METHODS, [0])
     path = tmp_path / "artifacts/measured/calibrate/pretrain/vmoe/0.json"
     stored = json.loads(path.read_text())
-    stored |= {"pooled": None, "sex_specific": None, "refused": "found a slope of 0.01"}
-    stored["points"]["pooled"] = None
+    corrected = ("pooled", "sex_specific")
+    kept = [value for value in stored["values"] if not value["metric"].endswith(corrected)]
+    stored["values"] = kept
+    stored["facts"]["refused"] = "found a slope of 0.01"
+    stored["facts"]["points"]["pooled"] = None
     path.write_text(json.dumps(stored))
     found = read_results(
         Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, STAGES
