@@ -1,8 +1,6 @@
 """``moecore.stages.calibrate PHASE METHOD SEED``: a calibrator, and what it changes on test."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.core.config import Config
@@ -33,11 +31,6 @@ class Params(Config):
     calibrate: Calibrate
 
 
-def keep_nothing(name: str, compute: Callable[[], Any]) -> Any:
-    """Return what ``compute`` returns: the stage takes seconds."""
-    return compute()
-
-
 def calibrate(phase: Phase, method: str, seed: int) -> None:
     params = read_params(Params)
     settings = params.calibrate
@@ -57,7 +50,8 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
     ) as run:
         model = load_model(files.model).to(tune_runtime().device)
         calibration = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
-        run.result(calibration.collect_result(MeasuredModel(model, data), keep_nothing))
+        subject = MeasuredModel(model, data)
+        run.result(calibration.collect_result(subject, lambda name, compute: compute()))
 
 
 if __name__ == "__main__":
