@@ -2,12 +2,17 @@
 
 from pathlib import Path
 
-from moecore.brain import age_calibration
+from moecore.brain.age_calibration import AgeCalibration
 from moecore.core.config import Config
 from moecore.data.prepared import Prepared
-from moecore.measure import calibration
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import Calibrate, CalibrationFiles, check_calibrator_fits_task
+from moecore.measure.calibration import (
+    Calibrate,
+    CalibrationFiles,
+    ClassCalibration,
+    ModelCalibration,
+    check_calibrator_fits_task,
+)
 from moecore.run.inputs import read_stage_inputs
 from moecore.run.run_record import record_run
 from moecore.run.stage_entry import run_stage
@@ -16,10 +21,9 @@ from moecore.study.settings import read_params
 from moecore.training.artifacts import load_model
 from moecore.training.runtime import tune_runtime
 
-# By what it predicts; each fits, writes its folder and returns what it measured.
-CALIBRATED = {
-    "classes": calibration.calibrate_classes,
-    "numbers": age_calibration.calibrate_ages,
+CALIBRATED: dict[str, type[ModelCalibration]] = {  # by what the calibrator predicts
+    "classes": ClassCalibration,
+    "numbers": AgeCalibration,
 }
 
 
@@ -45,9 +49,9 @@ def calibrate(phase: Phase, method: str, seed: int) -> None:
         "calibrate", params, phase=phase, method=method, seed=seed, inputs=inputs
     ) as run:
         model = load_model(files.model).to(tune_runtime().device)
-        run.result(
-            CALIBRATED[settings.calibrator.predicts](MeasuredModel(model, data), settings, files)
-        )
+        calibration = CALIBRATED[settings.calibrator.predicts](settings=settings, files=files)
+        subject = MeasuredModel(model, data)
+        run.result(calibration.collect_result(subject, lambda name, compute: compute()))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 from moecore.brain import prediction_table
 from moecore.brain.age_errors import AgeErrors, DiagnosisGap
 from moecore.brain.age_measurement import (
+    METRICS,
     AgeResult,
     Ages,
     CalibratorFit,
@@ -21,29 +22,36 @@ from moecore.core.files import whole_folder, write_sealed, write_whole
 from moecore.core.plain_values import to_jsonable
 from moecore.data.prepared import SPLITS
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import Calibrate, CalibrationFiles
+from moecore.measure.calibration import ModelCalibration
+from moecore.measure.values import Values
 from moecore.nn.predict import predict_in_batches
 from moecore.statistics.intervals import Estimate
 
 
-def calibrate_ages(
-    subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles
-) -> AgeResult:
-    """A line from the split that the calibrator names; writes the folder ``files.out``."""
-    data = subject.data
-    predicted = {}
-    for split in SPLITS:
-        volumes = getattr(data, split).images
-        outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
-        predicted[split] = outputs[:, 0].double().numpy()
-    ages = Ages.of(data, predicted, files.model / "model.safetensors")
-    line = fit_age_line(ages, settings.calibrator, files.out_of_fold, settings.on_refusal)
-    result = summarize_age_errors(ages, line)
-    if settings.tissue_ridge is not None:
-        ridge = measure_tissue_ridge(data, settings.tissue_ridge)
-        result = result.model_copy(update={"tissue_ridge": ridge})
-    write_calibration_folder(files.out, ages, line, result, files.item)
-    return result
+class AgeCalibration(ModelCalibration):
+    """Of ages: a line from the split that the calibrator names."""
+
+    metrics = METRICS
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Fit, write the folder ``files.out``, and put errors as predicted and corrected.
+
+        facts: the fields of ``AgeResult`` that are no numbers of metrics.
+        """
+        data, settings = subject.data, self.settings
+        predicted = {}
+        for split in SPLITS:
+            volumes = getattr(data, split).images
+            outputs, _ = predict_in_batches(subject.model, volumes, settings.batch, routing=False)
+            predicted[split] = outputs[:, 0].double().numpy()
+        ages = Ages.of(data, predicted, self.files.model / "model.safetensors")
+        line = fit_age_line(ages, settings.calibrator, self.files.out_of_fold, settings.on_refusal)
+        result = summarize_age_errors(ages, line)
+        if settings.tissue_ridge is not None:
+            result = result._replace(tissue_ridge=measure_tissue_ridge(data, settings.tissue_ridge))
+        write_calibration_folder(self.files.out, ages, line, result, self.files.item)
+        out.people = data.test.people
+        result.put(out)
 
 
 def write_calibration_folder(

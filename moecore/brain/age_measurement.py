@@ -12,7 +12,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from moecore.brain import age_errors
 from moecore.brain.prediction_table import (
@@ -22,13 +21,12 @@ from moecore.brain.prediction_table import (
     read_predictions,
 )
 from moecore.brain.tissue_ridge import RidgeResult
-from moecore.core.config import Config
 from moecore.core.files import UserError, file_checksum
 from moecore.data.prepared import SPLITS, Prepared
 from moecore.measure.calibration import OnRefusal
 from moecore.measure.calibrators.base import Calibrator, FitOn, FittedCalibrator
-from moecore.statistics.crossed import encode_item_values
-from moecore.statistics.intervals import Estimate, mean_share
+from moecore.measure.values import Metric, Values
+from moecore.statistics.intervals import Estimate, Interval, mean_share
 from moecore.tasks.regression import Regression, median_mae
 
 
@@ -127,49 +125,155 @@ def _read_training_predictions(ages: Ages, path: Path) -> list[dict[str, str]]:
 INTERVAL_LEVEL = 0.9  # of the interval of a single prediction
 
 
-class AgePoints(Config):
+PREDICTIONS = {"raw": "as predicted", "pooled": "corrected", "sex_specific": "corrected per sex"}
+METRICS = {
+    "median_mae": Metric(
+        "Median predictor's MAE", note="of always answering with the median age of training"
+    ),
+    "mae_of_median": Metric(
+        "MAE / median predictor's",
+        "lower",
+        note="test MAE / the median predictor's; below 0.5 is less than half its error",
+    ),
+    "mae_pooled": Metric("MAE, corrected", "lower", note="one line for all, (ŷ − a)/b"),
+    "mae_sex_specific": Metric(
+        "MAE, corrected per sex", "lower", note="a line for each sex", paper="ages"
+    ),
+    "mae_raw": Metric(""),
+}
+METRICS |= {
+    f"corr_{name}": Metric(
+        f"Corr., {words}", note="of the error with age; 0 is no leaning", paper="ages"
+    )
+    for name, words in PREDICTIONS.items()
+}
+METRICS |= {
+    f"corr_size_{name}": Metric(
+        f"|Corr.|, {words}",
+        "lower",
+        note="of the error with age, without its sign",
+        paper="ages",
+        detail=True,
+    )
+    for name, words in PREDICTIONS.items()
+}
+METRICS |= {
+    f"{number}_{name}": Metric(
+        f"{number.title()}, {words}", note="of predicted on known age", paper="ages", detail=True
+    )
+    for name, words in PREDICTIONS.items()
+    for number in ("slope", "intercept")
+}
+METRICS |= {
+    "gap": Metric(
+        "Gap, {}",
+        note="its mean minus that of the diagnosis of most training volumes, years",
+        paper="ages",
+        over="diagnosis",
+    ),
+    "gap_adjusted": Metric(
+        "Gap at equal age and sex, {}",
+        note="minus that of the diagnosis of most training volumes, years",
+        paper="ages",
+        over="diagnosis",
+    ),
+    "gap_auc": Metric(
+        "AUC of the gap, {}",
+        note="against the diagnosis of most training volumes; ½ is chance",
+        paper="ages",
+        over="diagnosis",
+    ),
+    "ridge_mae": Metric(
+        "Ridge's MAE, years",
+        "lower",
+        note="of ridge regression on the volumes of the three tissues, of the same data",
+        paper="ages",
+    ),
+    "interval_radius": Metric(
+        "90 % interval, ± years",
+        "lower",
+        note="split conformal, of a single prediction",
+        paper="ages",
+    ),
+    "interval_coverage": Metric(
+        "Interval's coverage",
+        form="share",
+        note="share of the test volumes inside the 90 % interval of a single prediction",
+        paper="ages",
+        limits="wilson",
+        detail=True,
+    ),
+}
+
+
+class AgePoints(NamedTuple):
     """Every test volume, for pictures."""
 
-    age: tuple[float, ...]
-    sex: tuple[str, ...]
-    raw: tuple[float, ...]
-    pooled: tuple[float, ...] | None
+    age: np.ndarray
+    sex: list[str]
+    raw: np.ndarray
+    pooled: np.ndarray | None
 
 
-class AgeResult(Config):
+class AgeResult(NamedTuple):
     """Errors of predicted ages before and after correction, in years."""
 
-    kind: str = Field("linear", description="of the calibrator")
-    uses_age: bool = Field(
-        False, description="whether the correction takes the known age: then it predicts none"
-    )
+    kind: str  # of the calibrator
+    uses_age: bool  # whether the correction takes the known age: then it predicts none
     unit: str
     simulated: bool
-    n_test: int = Field(description="volumes")
-    n_fit: int = Field(description="pairs that the line was fitted to")
+    n_test: int  # volumes
+    n_fit: int  # pairs that the line was fitted to
     fit_on: FitOn
-    refused: str | None = Field(description="why no line was fitted; null where one was")
+    refused: str | None  # why no line was fitted; None where one was
     raw: age_errors.AgeErrors
     pooled: age_errors.AgeErrors | None
     sex_specific: age_errors.AgeErrors | None
-    median_mae: float = Field(description="of always saying the training's median age")
+    median_mae: float  # of always saying the training's median age
     age_range: tuple[float, float]
     by_sex: tuple[age_errors.GroupErrors, ...]
     by_decade: tuple[age_errors.GroupErrors, ...]
     by_site: tuple[age_errors.GroupErrors, ...]
-    by_diagnosis: tuple[age_errors.GroupErrors, ...] = ()
-    diagnosis_gaps: tuple[age_errors.DiagnosisGap, ...] = Field(
-        (), description="of each diagnosis against the one that most training volumes have"
-    )
+    by_diagnosis: tuple[age_errors.GroupErrors, ...]
+    # of each diagnosis against the one that most training volumes have
+    diagnosis_gaps: tuple[age_errors.DiagnosisGap, ...]
     interval: ConformalInterval
-    tissue_ridge: RidgeResult | None = Field(
-        None, description="the same data's ridge regression on tissue volumes; null: not asked for"
-    )
     predictor_sha256: str
     points: AgePoints
-    items: dict[str, str] = Field(
-        {}, description="of each variant's MAE one number a person (``encode_item_values``)"
-    )
+    absolute: dict[str, np.ndarray]  # of each variant that predicts, |error| of each volume
+    # the same data's ridge regression on tissue volumes; None: not asked for
+    tissue_ridge: RidgeResult | None = None
+
+    def put(self, out: Values) -> None:
+        """Put all numbers; facts: the other fields, as pages need them."""
+        out.put("median_mae", self.median_mae)
+        if self.raw.mae is not None:
+            ratio = Interval(self.raw.mae.value / self.median_mae)
+            out.put("mae_of_median", self.absolute["raw"] / self.median_mae, ratio)
+        for name in PREDICTIONS:
+            errors: age_errors.AgeErrors | None = getattr(self, name)
+            if errors is None:
+                continue
+            if errors.mae is not None:
+                out.put(f"mae_{name}", self.absolute[name], errors.mae.interval)
+            out.put(f"corr_{name}", errors.corr.interval)
+            out.put(f"corr_size_{name}", abs(errors.corr.value))
+            out.put(f"slope_{name}", errors.slope.interval)
+            out.put(f"intercept_{name}", errors.intercept.interval)
+        for one in self.diagnosis_gaps:
+            out.put("gap", one.difference.interval, diagnosis=one.diagnosis)
+            out.put("gap_adjusted", one.adjusted.interval, diagnosis=one.diagnosis)
+            out.put("gap_auc", one.auc.interval, diagnosis=one.diagnosis)
+        if (ridge := self.tissue_ridge) is not None and ridge.errors.mae is not None:
+            mae = ridge.errors.mae.interval
+            out.put("ridge_mae", mae if ridge.absolute is None else ridge.absolute, mae)
+        out.put("interval_radius", self.interval.radius)
+        if self.interval.coverage is not None:
+            out.put("interval_coverage", self.interval.coverage.interval)
+        kept = {"raw", "pooled", "sex_specific", "median_mae", "absolute", "tissue_ridge"}
+        out.facts |= {name: value for name, value in self._asdict().items() if name not in kept}
+        if ridge is not None:
+            out.facts["tissue_ridge"] = ridge._replace(absolute=None)
 
 
 def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
@@ -215,16 +319,8 @@ def summarize_age_errors(ages: Ages, line: CalibratorFit) -> AgeResult:
         ),
         interval=fit_conformal_interval(ages, line),
         predictor_sha256=ages.sha256,
-        points=AgePoints(
-            age=test_ages.tolist(),
-            sex=sexes,
-            raw=test.raw.tolist(),
-            pooled=None if test.pooled is None else test.pooled.tolist(),
-        ),
-        items={
-            name: encode_item_values(np.abs(said - test_ages), ages.data.test.people)
-            for name, said in predictions.items()
-        },
+        points=AgePoints(test_ages, sexes, test.raw, test.pooled),
+        absolute={name: np.abs(said - test_ages) for name, said in predictions.items()},
     )
 
 

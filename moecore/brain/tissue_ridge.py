@@ -24,14 +24,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from moecore.brain.age_errors import AgeErrors, measure_age_errors
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
 from moecore.measure.calibration import TissueRidge
-from moecore.statistics.crossed import encode_item_values
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -151,20 +148,17 @@ def shrink_site_effect(residuals: np.ndarray) -> SiteEffect:
 PENALTIES = np.logspace(-3, 3, 25)
 
 
-class RidgeResult(Config):
+class RidgeResult(NamedTuple):
     """How well tissue volumes alone tell age, in years."""
 
     errors: AgeErrors
-    penalty: float = Field(description="of features and ages in their deviations")
-    n_train: int = Field(description="volumes")
-    n_test: int = Field(description="volumes, without those of reference parts")
-    reference: dict[str, int] = Field(
-        description="site → its participants that harmonisation used, who are not in the error"
-    )
+    penalty: float  # of features and ages in their deviations
+    n_train: int  # volumes
+    n_test: int  # volumes, without those of reference parts
+    # site → its participants that harmonisation used, who are not in the error
+    reference: dict[str, int]
     harmonise: str
-    items: str | None = Field(
-        description="|error| of one number a person, where all of the test are in it"
-    )
+    absolute: np.ndarray | None  # |error| of each volume, where all of the test are in it
 
 
 class SplitFeatures(NamedTuple):
@@ -218,8 +212,6 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
         said_of = said_of._replace(features=fitted.harmonise(said_of.features, said_of.sites))
     ridge = fit_ridge(learned, train.ages)
     said = np.asarray(ridge.predict(said_of.features))
-    people = np.unique(said_of.people, return_inverse=True)[1]
-    items = None if reference else encode_item_values(np.abs(said - said_of.ages), people)
     return RidgeResult(
         errors=measure_age_errors(said_of.ages, {"ridge": said}, said_of.people)["ridge"],
         penalty=float(ridge[-1].alpha_),
@@ -227,7 +219,7 @@ def measure_tissue_ridge(data: Prepared, settings: TissueRidge) -> RidgeResult:
         n_test=len(said_of.ages),
         reference=reference,
         harmonise=settings.harmonise,
-        items=items,
+        absolute=None if reference else np.abs(said - said_of.ages),
     )
 
 

@@ -4,6 +4,7 @@ N images, K classes. Of a mosaic each cell has an answer; intervals are over mos
 calibrated by moecore.brain.age_calibration.
 """
 
+from abc import ABC
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, cast
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.files import UserError, write_sealed
-from moecore.measure.base import MeasuredModel
+from moecore.measure.base import MeasuredModel, Measurement
 from moecore.measure.calibrators.base import Calibrator, FittedCalibrator
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
+from moecore.measure.values import Metric, Values
 from moecore.measure.word_confidence import FITTED, TokenLossAndConfidence, final_tokens
 from moecore.nn.backbones.language_model import LanguageTransformer
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import Estimate, bootstrap_interval
+from moecore.statistics.intervals import Interval, bootstrap_interval
 from moecore.tasks.base import Task
 from moecore.tasks.class_task import (
     ReliabilityBins,
@@ -78,31 +80,34 @@ class CalibrationFiles(NamedTuple):
     out: Path  # the folder that it writes
 
 
-class PredictionQuality(Config):
+class ModelCalibration(Measurement, ABC):
+    """What the stage ``calibrate`` does with one model: it fits, writes files and puts values."""
+
+    settings: Calibrate
+    files: CalibrationFiles
+
+
+METRICS = {
+    "ece_before": Metric("ECE", "lower", note="expected calibration error, 15 bins"),
+    "ece_after": Metric("ECE, calibrated", "lower", note="fitted to the validation split"),
+    "nll_after": Metric("NLL, calibrated", "lower"),  # nats an image
+    "brier_after": Metric("Brier, calibrated", "lower"),
+    "nll_before": Metric(""),
+    "brier_before": Metric(""),
+    "score_before": Metric(""),
+    "score_after": Metric(""),
+    "temperature": Metric(""),  # of no other calibrator
+}
+
+
+class PredictionQuality(NamedTuple):
     """How good predictions are, and how well their confidence says so."""
 
-    score: Estimate
-    nll: Estimate = Field(description="nats an image")
-    brier: Estimate
-    ece: Estimate
+    score: Interval
+    nll: Interval  # nats an image
+    brier: Interval
+    ece: Interval
     bins: ReliabilityBins
-
-
-class Result(Config):
-    """The temperature, and the test split before and after it."""
-
-    kind: Literal["temperature"] = "temperature"
-    temperature: float | None = Field(None, description="null of another calibrator")
-    at_limit: bool = False
-    test_images: int
-    scores: str | tuple[float, ...] = Field(
-        description="one a test image, as the task packs them; both before and after"
-    )
-    top5: str | tuple[float, ...] | None = Field(
-        None, description="likewise, whether the class is among the five largest"
-    )
-    before: PredictionQuality
-    after: PredictionQuality
 
 
 def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> None:
@@ -122,59 +127,72 @@ def check_calibrator_fits_task(settings: Calibrate, task: Task, phase: str) -> N
     )
 
 
-def calibrate_classes(
-    subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles
-) -> Result:
-    """The calibrator, fitted to the validation split and written to ``files.out``."""
-    calibrator = settings.calibrator
-    if subject.data.task.long and isinstance(calibrator, Temperature):
-        return _calibrate_words(subject, settings, calibrator, files)
-    data = subject.data
-    said = {
-        name: predict_in_batches(subject.model, split.images, settings.batch, routing=False)[0]
-        for name, split in (("validation", data.validation), ("test", data.test))
-    }
-    known = labels_as_tensor(data.validation.labels)
-    fitted = calibrator.fit(logits_by_answer(said["validation"], known), known.flatten())
-    _write_fit(fitted, files)
-    labels = labels_as_tensor(data.test.labels)
-    task = data.task
-    among = task.top5(said["test"], labels)
-    after = fitted.apply(logits_by_answer(said["test"], labels)).view_as(said["test"])
-    return Result(
-        temperature=fitted.temperature if isinstance(fitted, FittedTemperature) else None,
-        at_limit=isinstance(fitted, FittedTemperature) and fitted.at_limit,
-        test_images=len(said["test"]),
-        scores=task.encode_scores(task.scores(said["test"], labels)),
-        top5=None if among is None else task.encode_scores(among),
-        before=prediction_quality(task, said["test"], labels),
-        after=prediction_quality(task, after, labels),
-    )
+class ClassCalibration(ModelCalibration):
+    """Of classes, or of the next words of a text."""
+
+    metrics = METRICS
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Fit to the validation split, and put the quality of the test split before and after.
+
+        facts: at_limit, whether the temperature is the largest or smallest that is tried; bins,
+        before and after; scores, one of each of test_images as the task packs them, the same before
+        and after; top5, likewise, whether the class is among the five largest.
+        """
+        calibrator = self.settings.calibrator
+        if subject.data.task.long and isinstance(calibrator, Temperature):
+            self._measure_words(subject, calibrator, out)
+            return
+        data = subject.data
+        predictions = {
+            name: predict_in_batches(
+                subject.model, split.images, self.settings.batch, routing=False
+            )[0]
+            for name, split in (("validation", data.validation), ("test", data.test))
+        }
+        known = labels_as_tensor(data.validation.labels)
+        fitted = calibrator.fit(logits_by_answer(predictions["validation"], known), known.flatten())
+        self._write_fit(fitted, out)
+        labels, before = labels_as_tensor(data.test.labels), predictions["test"]
+        task = data.task
+        among = task.top5(before, labels)
+        after = fitted.apply(logits_by_answer(before, labels)).view_as(before)
+        put_quality(prediction_quality(task, before, labels), "before", out)
+        put_quality(prediction_quality(task, after, labels), "after", out)
+        out.facts["test_images"] = len(before)
+        out.facts["scores"] = task.encode_scores(task.scores(before, labels))
+        out.facts["top5"] = None if among is None else task.encode_scores(among)
+
+    def _measure_words(self, subject: MeasuredModel, calibrator: Temperature, out: Values) -> None:
+        """Calibrate the next words of a text: an item is a block, and intervals are over blocks."""
+        data = subject.data
+        model = cast(LanguageTransformer, subject.model)
+        known = final_tokens(model, data.validation, self.settings.batch, FITTED)
+        fitted = calibrator.fit_slope(known.nll_slope, tolerance=1e-7)
+        self._write_fit(fitted, out)
+        test = final_tokens(model, data.test, self.settings.batch)
+        before, after = test.answers(1.0, fitted.temperature)
+        for when, answers in (("before", before), ("after", after)):
+            nats = answers.nats.mean(dim=1)
+            put_quality(quality_from_losses(data.task, nats, answers), when, out)
+        out.facts["test_images"] = len(test.labels)
+        out.facts["scores"] = data.task.encode_scores(before.nats.mean(dim=1))
+        out.facts["top5"] = None
+
+    def _write_fit(self, fitted: FittedCalibrator, out: Values) -> None:
+        write_sealed(self.files.out / "calibrator.json", fitted.model_dump(mode="json"))
+        if isinstance(fitted, FittedTemperature):
+            out.put("temperature", fitted.temperature)
+            out.facts["at_limit"] = fitted.at_limit
 
 
-def _calibrate_words(
-    subject: MeasuredModel, settings: Calibrate, calibrator: Temperature, files: CalibrationFiles
-) -> Result:
-    """Calibrate the next words of a text: an item is a block, and intervals are over blocks."""
-    data = subject.data
-    model = cast(LanguageTransformer, subject.model)
-    known = final_tokens(model, data.validation, settings.batch, FITTED)
-    fitted = calibrator.fit_slope(known.nll_slope, tolerance=1e-7)
-    _write_fit(fitted, files)
-    test = final_tokens(model, data.test, settings.batch)
-    before, after = test.answers(1.0, fitted.temperature)
-    return Result(
-        temperature=fitted.temperature,
-        at_limit=fitted.at_limit,
-        test_images=len(test.labels),
-        scores=data.task.encode_scores(before.nats.mean(dim=1)),
-        before=quality_from_losses(data.task, before.nats.mean(dim=1), before),
-        after=quality_from_losses(data.task, after.nats.mean(dim=1), after),
-    )
-
-
-def _write_fit(fitted: FittedCalibrator, files: CalibrationFiles) -> None:
-    write_sealed(files.out / "calibrator.json", fitted.model_dump(mode="json"))
+def put_quality(quality: PredictionQuality, when: str, out: Values) -> None:
+    """Put the numbers before, or after, calibration, and keep the bins."""
+    for name, value in quality._asdict().items():
+        if isinstance(value, ReliabilityBins):
+            out.facts.setdefault("bins", {})[when] = value
+        else:
+            out.put(f"{name}_{when}", value)
 
 
 def prediction_quality(task: Task, logits: Tensor, labels: Tensor) -> PredictionQuality:
@@ -205,11 +223,11 @@ def quality_from_losses(
     losses, squares = answers.nats.numpy(), answers.squares.numpy()
     sure, hits = answers.sure, answers.hits
 
-    def resampled(statistic: Callable[[np.ndarray], float]) -> Estimate:
-        return Estimate.of(bootstrap_interval(statistic, len(scores), lowest=0.0))
+    def resampled(statistic: Callable[[np.ndarray], float]) -> Interval:
+        return bootstrap_interval(statistic, len(scores), lowest=0.0)
 
     return PredictionQuality(
-        score=Estimate.of(task.interval(scores)),
+        score=task.interval(scores),
         nll=resampled(lambda chosen: float(losses[chosen].mean())),
         brier=resampled(lambda chosen: float(squares[chosen].mean())),
         ece=resampled(

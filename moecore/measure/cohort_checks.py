@@ -3,53 +3,143 @@
 Ageing needs subjects that change in age alone, which only a simulation (phantom) has.
 """
 
-from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
-from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
+from moecore.data.volumes.volume_preparation import REGIONS
+from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.probes.ageing_and_rescans import (
     PEOPLE,
     RESCAN_YEARS,
-    Ageing,
-    Rescan,
     UnseenPeopleSimulator,
     compare_sessions,
     measure_simulated_rescans,
     predict_ageing,
+    rank_correlations,
+    rising_step_share,
     session_pairs,
 )
+from moecore.measure.probes.expert_tissue_agreement import TissueAgreement
 from moecore.measure.probes.region_experts_on_new_data import (
-    RegionExpertResult,
+    RegionExperts,
     RegionGeneralisationSettings,
     has_generator_voxel_grid,
     measure_generalisation,
 )
 from moecore.measure.probes.single_tissue_errors import (
-    MeanAgeErrors,
     ModelAndProbeErrors,
-    TissueErrorDifference,
     model_and_probe_errors,
-    summarize_errors,
     tissue_error_differences,
 )
+from moecore.measure.values import Metric, OnPage, Place, Values
 
 SIMULATED_ONLY = (
     "only a simulated cohort (kind: phantom) can age a subject and leave all else as it is"
 )
 NO_MAPS = "the cohort has no tissue maps"
 Age = Annotated[float, Field(gt=0, le=120)]
+NEW = {  # volumes on which region experts were not taught
+    "mixed": "two tissues mixed",
+    "whole": "whole volumes",
+    "other_generator": "another generator's whole volumes",
+}
+METRICS = {
+    f"isolated_{name}": Metric(
+        f"MAE, {name.upper()} alone",
+        "lower",
+        note="MAE in years where only this tissue is left of a volume",
+        paper="ages",
+    )
+    for name in REGIONS
+}
+METRICS |= {
+    f"probe_{name}": Metric(
+        f"MAE, {name.upper()} alone, probe",
+        "lower",
+        note="MAE in years where only this tissue is left of a volume, of a linear probe: a new "
+        "linear head, fitted on such volumes of the training split, reads age from a model that "
+        "stays as it is; a model may be far off on such volumes, and still know much of age from "
+        "them",
+        paper="ages",
+    )
+    for name in REGIONS
+}
+METRICS |= {
+    f"{more}_over_{less}": Metric(
+        f"{more.upper()} − {less.upper()}, probe",
+        note=f"years by which the probe errs more on {words}",
+        paper="ages",
+    )
+    for more, less, words in (
+        ("gm", "csf", "grey matter alone than on fluid alone"),
+        ("wm", "gm", "white matter alone than on grey matter alone"),
+    )
+}
+METRICS |= {
+    "monotone": Metric(
+        "Ageing, rising steps",
+        "higher",
+        "share",
+        note="steps from one age to the next in which the prediction for the same simulated "
+        "subject rises",
+        paper="ages",
+    ),
+    "ageing_rank": Metric(
+        "Ageing, rank correlation", "higher", note="of age and prediction", paper="ages"
+    ),
+    "rescan": Metric(
+        "Rescan, years apart",
+        "lower",
+        note="mean |difference| of two scans of one subject",
+        paper="ages",
+    ),
+}
+METRICS |= {
+    key: metric
+    for name, words in NEW.items()
+    for key, metric in {
+        f"{name}_agreement": Metric(
+            f"Own tissue, {words}",
+            "higher",
+            "share",
+            note="tokens whose first region expert is that of the tissue most of the cube is; on "
+            "isolated volumes experts follow the labels they were taught: no finding",
+            paper="ages",
+        ),
+        f"{name}_over_chance": Metric(
+            f"Own tissue, {words} − chance",
+            "higher",
+            note="the same, less what is expected with the person's cubes (of all mixtures) in "
+            "another order; at 0 the experts do not tell them apart",
+            paper="ages",
+        ),
+    }.items()
+}
+# The other numbers of a ``TissueAgreement``, of these volumes and of others; see ``put_agreement``.
+METRICS |= {
+    f"{name}_{number}": Metric("")
+    for name in (*NEW, "isolated", "other_generator_isolated", "mixture")
+    for number in TissueAgreement._fields
+    if f"{name}_{number}" not in METRICS
+}
+METRICS |= {
+    "whole_mae": Metric(""),  # nothing is left out of the volumes
+    "whole_probe_mae": Metric(""),
+    "rescan_other_site": Metric(""),  # two scans of one simulated subject
+    "expert_correlation": Metric(""),  # of a tissue's share of a cube and its expert's score
+}
 
 
 class CohortChecks(Measurement):
     """How many simulated subjects are aged and scanned again."""
 
+    metrics = METRICS
+    page = OnPage("checks on the cohort", place=16)
     regions: ClassVar[bool] = True
 
     subjects: int = Field(
@@ -84,64 +174,43 @@ class CohortChecks(Measurement):
             return "the labels are classes, not ages; a cohort (kind: phantom or bids) is needed"
         return None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """The errors on each tissue alone, subjects aged and scanned again, and region experts."""
-        data = subject.data
-        errors = whole_and_tissue_errors(subject, self, parts)
-        whose = data.test.people
-        tissues = {name: summarize_errors(values, whose) for name, values in errors.items()}
-        whole = tissues.pop("whole")
-        people = unseen_simulated_people(data)
-        rescan = measure_rescans(subject, people, self, parts)
-        reasons = {}
-        if people is None:
-            reasons["ageing"] = SIMULATED_ONLY
-        if rescan is None:
-            reasons["rescan"] = (
-                f"no test participant has two sessions within {RESCAN_YEARS:g} years"
-            )
-        if not tissues:
-            reasons["isolated"] = NO_MAPS
-        return Result(
-            whole=whole,
-            isolated=tissues or None,
-            order=tissue_error_differences(errors, whose),
-            ageing=measure_ageing(subject, people, self, parts),
-            rescan=rescan,
-            generalisation=measure_region_generalisation(subject, self, parts),
-            reasons=reasons | region_skip_reasons(subject),
-        )
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put errors on each tissue alone, subjects aged and scanned again, and region experts.
+
+        facts: ageing, its ages and predictions [subject][age]; not_checked, what → why not.
+        """
+        out.people = subject.data.test.people
+        out.facts["not_checked"] = {}
+        put_tissue_errors(subject, self, out)
+        people = unseen_simulated_people(subject.data)
+        put_ageing(subject, people, self, out)
+        put_rescans(subject, people, self, out)
+        put_region_experts(subject, self, out)
+        out.facts["not_checked"] |= region_skip_reasons(subject)
 
 
-class Result(Config):
-    """The parts, each where it could be checked; ``reasons`` says why one is None."""
-
-    whole: MeanAgeErrors
-    isolated: dict[str, MeanAgeErrors] | None
-    order: tuple[TissueErrorDifference, ...] | None
-    ageing: Ageing | None
-    rescan: Rescan | None
-    generalisation: RegionExpertResult | None
-    reasons: dict[str, str]
-
-
-def whole_and_tissue_errors(
-    subject: MeasuredModel, settings: CohortChecks, parts: PartStore
-) -> dict[str, ModelAndProbeErrors]:
-    """The errors on the whole volume and on each tissue alone, where the data has tissue maps."""
+def put_tissue_errors(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
+    """Put errors on whole volumes and on each tissue alone, where the data has tissue maps."""
+    tissues = subject.data.card["regions"]
     errors = {}
-    for name in ("whole", *subject.data.card["regions"]):
-        region = None if name == "whole" else subject.data.card["regions"].index(name)
-        compute = partial(
-            model_and_probe_errors,
-            subject.model,
-            subject.data,
-            region,
-            settings.batch,
-            settings.probe,
-        )
-        errors[name] = load_or_compute(parts, name, ModelAndProbeErrors, compute)
-    return errors
+    for name in ("whole", *tissues):
+
+        def compute(region: int | None = tissues.index(name) if name in tissues else None) -> list:
+            sizes = (settings.batch, settings.probe)
+            raw, probe = model_and_probe_errors(subject.model, subject.data, region, *sizes)
+            return [raw.tolist(), probe.tolist()]
+
+        errors[name] = ModelAndProbeErrors(*np.array(out.parts(name, compute)))
+    whole = errors.pop("whole")
+    out.put("whole_mae", whole.raw)
+    out.put("whole_probe_mae", whole.probe)
+    for name, alone in errors.items():
+        out.put(f"isolated_{name}", alone.raw)
+        out.put(f"probe_{name}", alone.probe)
+    for (more, less), difference in tissue_error_differences(errors, out.people).items():
+        out.put(f"{more}_over_{less}", difference)
+    if not errors:
+        out.facts["not_checked"]["isolated"] = NO_MAPS
 
 
 def unseen_simulated_people(data: Prepared) -> UnseenPeopleSimulator | None:
@@ -152,49 +221,86 @@ def unseen_simulated_people(data: Prepared) -> UnseenPeopleSimulator | None:
     return UnseenPeopleSimulator(Phantom.model_validate(settings))
 
 
-def measure_rescans(
+def put_ageing(
     subject: MeasuredModel,
     people: UnseenPeopleSimulator | None,
     settings: CohortChecks,
-    parts: PartStore,
-) -> Rescan | None:
-    """Simulated people scanned again, or the sessions of a real cohort; None without any."""
-    if people is not None:
-        ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
-        compute = partial(measure_simulated_rescans, subject.model, people, ages, settings.batch)
-    elif pairs := session_pairs(subject.data.subjects("test")):
-        compute = partial(compare_sessions, subject.model, subject.data, pairs, settings.batch)
-    else:
-        return None
-    return load_or_compute(parts, "rescan", Rescan, compute)
-
-
-def measure_ageing(
-    subject: MeasuredModel,
-    people: UnseenPeopleSimulator | None,
-    settings: CohortChecks,
-    parts: PartStore,
-) -> Ageing | None:
-    """Simulated subjects at every age; None for a real cohort."""
+    out: Values,
+) -> None:
+    """Put what the model says of simulated subjects at every age; nothing of a real cohort."""
     if people is None:
-        return None
+        out.facts["not_checked"]["ageing"] = SIMULATED_ONLY
+        return
     sizes = (settings.subjects, settings.ages, settings.batch)
-    compute = partial(predict_ageing, subject.model, people, *sizes)
-    return load_or_compute(parts, "ageing", Ageing, compute)
+    said = out.parts("ageing", lambda: predict_ageing(subject.model, people, *sizes).tolist())
+    out.put("monotone", rising_step_share(np.array(said)))
+    out.put("ageing_rank", float(np.mean(rank_correlations(settings.ages, np.array(said)))))
+    out.facts["ageing"] = {"ages": settings.ages, "predictions": said}
 
 
-def measure_region_generalisation(
-    subject: MeasuredModel, settings: CohortChecks, parts: PartStore
-) -> RegionExpertResult | None:
-    """Region experts where training did not show them the answer; None for a model without."""
+def put_rescans(
+    subject: MeasuredModel,
+    people: UnseenPeopleSimulator | None,
+    settings: CohortChecks,
+    out: Values,
+) -> None:
+    """Put the change of simulated people scanned again, or of the sessions of a real cohort."""
+    pairs = [] if people is not None else session_pairs(subject.data.subjects("test"))
+
+    def put_changes(part: Values) -> None:
+        if people is None:
+            change = compare_sessions(subject.model, subject.data, pairs, settings.batch)
+            part.put("rescan", change)
+            return
+        ages = np.linspace(settings.ages[0], settings.ages[-1], settings.rescans)
+        same, other = measure_simulated_rescans(subject.model, people, ages, settings.batch)
+        part.put("rescan", same)
+        part.put("rescan_other_site", other)
+
+    if people is not None or pairs:
+        out.piece("rescan", put_changes)
+    else:
+        reason = f"no test participant has two sessions within {RESCAN_YEARS:g} years"
+        out.facts["not_checked"]["rescan"] = reason
+
+
+def put_region_experts(subject: MeasuredModel, settings: CohortChecks, out: Values) -> None:
+    """Put how often region experts are right where training did not show them the answer."""
     tissues = subject.regions
     if not tissues or not subject.data.card["regions"]:
-        return None
+        return
     ages = (settings.ages[0], settings.ages[-1])
     given = (settings.generalisation, ages, SEED, settings.batch)
-    compute = partial(measure_generalisation, subject.model, subject.data, tissues, *given)
-    name = f"generalisation of {', '.join(tissues)}"
-    return load_or_compute(parts, name, RegionExpertResult, compute)
+
+    def put_experts(part: Values) -> None:
+        experts = measure_generalisation(subject.model, subject.data, tissues, *given)
+        put_agreements(experts, part)
+
+    out.piece(f"generalisation of {', '.join(tissues)}", put_experts)
+
+
+def put_agreements(experts: RegionExperts, out: Values) -> None:
+    """Put how often region experts are right on all sorts of volumes."""
+    put_agreement("isolated", experts.test.isolated, out)
+    put_agreement("whole", experts.test.whole, out)
+    volumes = {"whole": experts.test}
+    if experts.mixed is not None:
+        put_agreement("mixed", experts.mixed, out)
+    for (whole, thinned, left), mixture in experts.mixtures.items():
+        put_agreement("mixture", mixture, out, whole=whole, thinned=thinned, left=left)
+    if experts.other is not None:
+        put_agreement("other_generator_isolated", experts.other.isolated, out)
+        put_agreement("other_generator", experts.other.whole, out)
+        volumes["other_generator"] = experts.other
+    for name, agreement in volumes.items():
+        for tissue, correlation in agreement.correlation.items():
+            out.put("expert_correlation", correlation, volumes=name, tissue=tissue)
+
+
+def put_agreement(name: str, agreement: TissueAgreement, out: Values, **at: Place) -> None:
+    """Put the agreement on volumes of this name, and the chances beside it."""
+    for number, value in agreement._asdict().items():
+        out.put(f"{name}_{number}", value, **at)
 
 
 def region_skip_reasons(subject: MeasuredModel) -> dict[str, str]:

@@ -121,6 +121,11 @@ class Found(Config):
         """Return the value of a metric at exactly this place; None where there is none."""
         return next((value for value in self.all(metric) if value.at == at), None)
 
+    def interval(self, metric: str, **at: Place) -> Interval | None:
+        """Return the value of a metric at this place, with its limits; None where there is none."""
+        value = self.find(metric, **at)
+        return None if value is None else value.interval
+
     def curve(self, metric: str, over: str) -> dict[Any, float]:
         """Return place → value of the values that only ``over`` places."""
         return {

@@ -57,8 +57,7 @@ class MetricColumns(NamedTuple):
         def read(result: Found) -> float | Interval | None:
             if metric.of_dense:
                 return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
-            value = result.find(key, **at)
-            return None if value is None else value.interval
+            return result.interval(key, **at)
 
         def items(result: Found) -> np.ndarray | None:
             value = result.find(key, **at)
@@ -97,7 +96,11 @@ class MetricColumns(NamedTuple):
         """Return place → its values, as the settings of a study have them."""
         if not any(metric.over for metric in self.kind.metrics.values()):
             return {}
-        settings = find_settings(ahead.study, self.stage) or self.kind()
+        settings = find_settings(ahead.study, self.stage)
+        if not isinstance(
+            settings, self.kind
+        ):  # such as of ``calibrate``, whose section is its own
+            settings = self.kind.model_construct()
         return {"layer": ahead.layers, **settings.places()}
 
 

@@ -8,7 +8,8 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from moecore.brain.age_measurement import AgeResult as Ages
+from moecore.brain.age_calibration import AgeCalibration
+from moecore.brain.age_measurement import PREDICTIONS
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.sizes import Result as Sizes
 from moecore.measure.under_attack.curves import measured_curves
@@ -102,13 +103,16 @@ def table_s1_csv(results: Results) -> str:
     columns = {f"{name}{end}": (name, part) for name in NUMBERS for end, part in ENDS.items()}
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        for prediction in ("raw", "pooled", "sex_specific"):
-            if errors := getattr(model.of(Ages), prediction, None):
-                values = {
-                    column: getattr(getattr(errors, name), part)
-                    for column, (name, part) in columns.items()
-                    if getattr(errors, name) is not None
-                }
+        measured = model.found(AgeCalibration)
+        if measured is None:
+            return
+        for prediction in PREDICTIONS:
+            values = {
+                column: getattr(number, part)
+                for column, (name, part) in columns.items()
+                if (number := measured.find(f"{name}_{prediction}"))
+            }
+            if values:
                 yield {"prediction": prediction, **values}
 
     return _csv(results, ("prediction", *columns), rows)

@@ -18,7 +18,6 @@ from moecore.brain.age_errors import (
     measure_group_errors,
 )
 from moecore.brain.age_measurement import (
-    AgeResult,
     Ages,
     CalibratorFit,
     conformal_radius,
@@ -108,7 +107,6 @@ def test_what_stands_beside_the_table(found, ages):
         assert [row.group for row in getattr(found, name)] == groups and sum(
             row.n for row in getattr(found, name)
         ) == 40
-    assert AgeResult.model_validate_json(found.model_dump_json()) == found
 
 
 def test_the_interval(found, ages, line):

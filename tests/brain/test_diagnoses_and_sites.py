@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from moecore.brain.age_calibration import write_calibration_folder
 from moecore.brain.age_errors import GapRows, measure_diagnosis_gaps
-from moecore.brain.age_measurement import AgeResult, Ages, fit_age_line, summarize_age_errors
+from moecore.brain.age_measurement import METRICS, Ages, fit_age_line, summarize_age_errors
 from moecore.brain.prediction_table import correct_ages, prediction_rows, read_predictions
 from moecore.brain.tissue_ridge import (
     SiteHarmonisation,
@@ -26,8 +26,8 @@ from moecore.data.volumes.volume_preparation import REGIONS
 from moecore.measure.calibration import TissueRidge
 from moecore.measure.calibrators.gap_on_age import GapOnAge
 from moecore.measure.calibrators.linear import Linear
-from moecore.report.column import Column
-from moecore.report.measures.ages import COLUMNS
+from moecore.measure.values import Values
+from tests.measure.subjects import compute_without_cache
 from tests.volumes import Balls, ball, balls, leaning, write_cohort
 
 AGES = np.array([50.0, 60, 70])
@@ -93,13 +93,14 @@ def test_who_has_no_age_keeps_the_prediction_alone():
 def test_what_the_age_went_into_has_no_error(ages, tmp_path):
     line = fit_age_line(ages, GapOnAge(fit_on="validation"), None)
     measured = summarize_age_errors(ages, line)
-    assert AgeResult.model_validate_json(measured.model_dump_json()) == measured
     assert measured.kind == "gap_on_age" and measured.uses_age and measured.pooled.mae is None
     assert measured.raw.corr.value < -0.6 and abs(measured.pooled.corr.value) < 0.3
-    assert set(measured.items) == {"raw"} and all(row.pooled is None for row in measured.by_sex)
-    column = {one.name: one for one in COLUMNS if isinstance(one, Column)}
-    assert column["mae_pooled"].read(measured) is None
-    assert column["corr_size_raw"].read(measured) == -measured.raw.corr.value
+    assert set(measured.absolute) == {"raw"} and all(row.pooled is None for row in measured.by_sex)
+    out = Values(METRICS, ages.data.task, compute_without_cache)
+    measured.put(out)
+    found = out.found()
+    assert found.find("mae_pooled") is None
+    assert found.find("corr_size_raw").value == -measured.raw.corr.value
     write_calibration_folder(tmp_path / "out", ages, line, measured, "pretrain/vmoe/0")
     assert "predicts nobody's age" in (tmp_path / "out/MODEL_CARD.md").read_text()
     assert read_predictions(tmp_path / "out/predictions.csv")[-1]["brain_pad_pooled"]
@@ -226,7 +227,7 @@ def test_ridge_on_tissue_volumes(tmp_path):
     ridge = measure_tissue_ridge(data, TissueRidge())
     ages = data.test.labels
     assert ridge.errors.mae.value < 0.3 * np.abs(ages - np.median(data.train.labels)).mean()
-    assert ridge.n_test == len(ages) and ridge.items and ridge.reference == {}
+    assert ridge.n_test == len(ages) == len(ridge.absolute) and ridge.reference == {}
     with pytest.raises(UserError, match="this data has no tissue maps"):
         measure_tissue_ridge(balls(tmp_path / "none", regions=False), TissueRidge())
 
@@ -236,7 +237,7 @@ def test_ridge_where_the_test_is_another_site(tmp_path):
     with pytest.raises(UserError, match="training has nobody of 'c'"):
         measure_tissue_ridge(data, TissueRidge(harmonise="combat"))
     ridge = measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=6))
-    assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.items is None
+    assert ridge.reference == {"c": 6} and ridge.n_test == 18 and ridge.absolute is None
     with pytest.raises(UserError, match="found 24, which leaves nobody for the test"):
         measure_tissue_ridge(data, TissueRidge(harmonise="combat", reference=24))
     with pytest.raises(ValidationError, match="allowed: 0, or harmonise: combat"):

@@ -15,13 +15,11 @@ from moecore.core.files import UserError
 from moecore.core.outside_packages import more_packages
 from moecore.data.prepared import Prepared
 from moecore.data.sources.dialects import Dialects
-from moecore.measure import cohort_checks
 from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.calibration import (
     Calibrate,
     CalibrationFiles,
-    Result,
-    calibrate_classes,
+    ClassCalibration,
     check_calibrator_fits_task,
     labels_as_tensor,
     prediction_quality,
@@ -31,6 +29,7 @@ from moecore.measure.calibrators.linear import FittedLine, FittedLinear, Linear
 from moecore.measure.calibrators.temperature import FittedTemperature, Temperature
 from moecore.measure.cohort_checks import CohortChecks
 from moecore.measure.probes import ageing_and_rescans
+from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.backbones.vit3d import Vit3d
@@ -69,7 +68,12 @@ def made(tmp_path_factory):
     data = write_digits(folder)
     subject = MeasuredModel(trained(data, None), data)
     files = CalibrationFiles("x", folder, folder, folder / "out")
-    return subject, calibrate_classes(subject, SETTINGS, files), folder
+    return subject, calibrated(subject, SETTINGS, files), folder
+
+
+def calibrated(subject: MeasuredModel, settings: Calibrate, files: CalibrationFiles) -> Found:
+    calibration = ClassCalibration(settings=settings, files=files)
+    return calibration.collect_result(subject, compute_without_cache)
 
 
 def test_quality_by_hand():
@@ -96,7 +100,7 @@ def test_cells_are_answers_and_mosaics_are_resampled():
     assert of_cells.score.value == 0.75 and sum(of_cells.bins.count) == 8
     expected = {"brier": 2.28 / 4, "ece": 0.4, "nll": -math.log(0.9 * 0.1 * 0.6 * 0.6) / 4}
     for name, value in expected.items():
-        assert list(getattr(of_cells, name).interval) == pytest.approx([value] * 3)
+        assert list(getattr(of_cells, name)) == pytest.approx([value] * 3)
 
 
 def test_one_temperature_is_fitted_to_all_cells(tmp_path):
@@ -107,33 +111,41 @@ def test_one_temperature_is_fitted_to_all_cells(tmp_path):
     backbone = Vit(patch=8, width=16, depth=1, heads=2, pooling="mean")
     model = backbone.build(ImageSpec.from_card(data.card)).eval()
     files = CalibrationFiles("x", tmp_path, tmp_path, tmp_path / "out")
-    result = calibrate_classes(MeasuredModel(model, data), SETTINGS, files)
+    result = calibrated(MeasuredModel(model, data), SETTINGS, files)
     logits, _ = predict_in_batches(model, data.validation.images, 16, routing=False)
     rows = torch.cat(list(logits.unflatten(1, (4, 10))))
     expected = Temperature().fit(rows, labels_as_tensor(data.validation.labels).flatten())
-    assert result.temperature == expected.temperature != 1
-    assert result.before.score == result.after.score and result.after.nll != result.before.nll
-    assert (result.test_images, sum(result.after.bins.count)) == (30, 120)
+    assert result.find("temperature").value == expected.temperature != 1
+    assert result.interval("score_before") == result.interval("score_after")
+    assert result.interval("nll_after") != result.interval("nll_before")
+    assert sum(result.facts["bins"]["after"]["count"]) == 4 * result.facts["test_images"] == 120
     assert calibration_page.applies(data.task) and not ages_page.applies(data.task)
 
 
 def test_the_test_split_before_and_after(made):
     subject, found, folder = made
     fitted = read_json_settings(folder / "out/calibrator.json", FittedTemperature, "a calibrator")
-    assert (found.temperature, found.at_limit) == (fitted.temperature, fitted.at_limit)
+    temperature = found.find("temperature").value
+    assert (temperature, found.facts["at_limit"]) == (fitted.temperature, fitted.at_limit)
     test = subject.data.test
     labels = labels_as_tensor(test.labels)
     logits, _ = predict_in_batches(subject.model, test.images, 16, routing=False)
-    for when, said in ((found.before, logits), (found.after, fitted.apply(logits))):
+    numbers = found.numbers()
+    for when, said in (("before", logits), ("after", fitted.apply(logits))):
         hits = said.argmax(1) == labels
-        assert when.nll.value == pytest.approx(float(class_nll(said, labels).mean()))
-        assert when.brier.value == pytest.approx(float(brier_scores(said, labels).mean()))
-        assert when.ece.value == pytest.approx(calibration_error(class_confidence(said), hits))
-        assert when.bins == reliability_bins(class_confidence(said), hits)
-    assert found.before.score == found.after.score
-    hits = CLASSES.decode_scores(found.scores, len(labels))
+        expected = {
+            "nll": float(class_nll(said, labels).mean()),
+            "brier": float(brier_scores(said, labels).mean()),
+            "ece": calibration_error(class_confidence(said), hits),
+        }
+        for name, value in expected.items():
+            assert numbers[f"{name}_{when}"] == pytest.approx(value)
+        bins = reliability_bins(class_confidence(said), hits)
+        assert found.facts["bins"][when] == bins.model_dump(mode="json")
+    assert found.interval("score_before") == found.interval("score_after")
+    hits = CLASSES.decode_scores(found.facts["scores"], len(labels))
     assert torch.equal(hits, logits.argmax(1) == labels)
-    assert found.test_images == 60
+    assert found.facts["test_images"] == 60
 
 
 @pytest.mark.parametrize(
@@ -158,11 +170,11 @@ def test_the_stage_writes_what_was_measured(tmp_path, monkeypatch):
     in_run(monkeypatch, tmp_path, calibrate=SETTINGS.model_dump(mode="json"))
     stage.calibrate("pretrain", "dense", 0)
     path = tmp_path / "artifacts/measured/calibrate/pretrain/dense/0.json"
-    found = read_result(path, Result, "calibrate")
+    temperature = read_result(path, Found, "calibrate").find("temperature").value
     path = tmp_path / "artifacts/calibrate/pretrain/dense/0/calibrator.json"
     written = read_json_settings(path, FittedTemperature, "a calibrator")
-    assert written.temperature == found.temperature
-    path.write_text(path.read_text().replace(f"{found.temperature}", "9.25"))
+    assert written.temperature == temperature
+    path.write_text(path.read_text().replace(f"{temperature}", "9.25"))
     with pytest.raises(UserError, match="calibrator.json: damaged, its content is not what was"):
         read_json_settings(path, FittedTemperature, "a calibrator")
 
@@ -198,8 +210,9 @@ def test_a_calibrator_of_ones_own(made, tmp_path, monkeypatch):
         own = Calibrate(calibrator={"kind": "my_lab.biased"}, batch=16)
         check_calibrator(own.calibrator)
         files = CalibrationFiles("x", folder, folder, tmp_path)
-        result = calibrate_classes(subject, own, files)
-        assert result.temperature is None and result.after.nll != result.before.nll
+        result = calibrated(subject, own, files)
+        assert result.find("temperature") is None
+        assert result.interval("nll_after") != result.interval("nll_before")
         read = read_fitted(tmp_path / "calibrator.json", "classes")
         assert (read.kind, len(read.bias), read.summary) == ("my_lab.biased", 10, "my_lab.biased")
         with pytest.raises(UserError, match="my_lab.biased, which calibrates classes; allowed"):
@@ -222,29 +235,29 @@ def subject(cohort) -> MeasuredModel:
 
 
 @pytest.fixture(scope="module")
-def found(subject) -> cohort_checks.Result:
-    assert cohort_checks.CohortChecks.applies(subject) is None
+def found(subject) -> Found:
+    assert CohortChecks.applies(subject) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ageing_and_rescans, "RESCAN_YEARS", 200)
         return check_measurement(settings(), subject)
 
 
 def test_a_real_cohort(found):
-    assert found.ageing is None
-    assert "kind: phantom" in found.reasons["ageing"]
-    assert list(found.isolated) == ["wm", "gm", "csf"]
-    assert found.rescan.mean_abs_difference > 0
+    assert found.find("monotone") is None
+    assert "kind: phantom" in found.facts["not_checked"]["ageing"]
+    assert all(found.find(f"isolated_{name}") for name in ("wm", "gm", "csf"))
+    assert found.find("rescan").value > 0
 
 
 def test_the_batch_plays_no_part(subject, found):
-    again = settings(batch=5).measure(subject, compute_without_cache)
-    for region, row in found.isolated.items():
-        assert again.isolated[region].mae == pytest.approx(row.mae, rel=1e-5)
+    again = settings(batch=5).collect_result(subject, compute_without_cache)
+    for name in ("isolated_wm", "isolated_gm", "isolated_csf"):
+        assert again.find(name).value == pytest.approx(found.find(name).value, rel=1e-5)
 
 
 def test_sessions_that_are_too_far_apart_are_no_rescan(subject):
-    reasons = settings().measure(subject, compute_without_cache).reasons
-    assert "no test participant has two sessions" in reasons["rescan"]
+    found = settings().collect_result(subject, compute_without_cache)
+    assert "no test participant has two sessions" in found.facts["not_checked"]["rescan"]
 
 
 def drawn(

@@ -20,7 +20,7 @@ from moecore.data.text.tokenizers import load_tokenizer
 from moecore.data.text.words import read_vocabulary
 from moecore.measure import few_shot, retrieval, routing, word_confidence, word_swaps
 from moecore.measure.base import MeasuredModel
-from moecore.measure.calibration import Calibrate, CalibrationFiles, calibrate_classes
+from moecore.measure.calibration import Calibrate, CalibrationFiles, ClassCalibration
 from moecore.measure.calibrators.temperature import Temperature, nll_derivative_by_row
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.word_gallery import favourite_words
@@ -189,18 +189,20 @@ def test_tokens_are_worth_what_their_logits_are(subject, monkeypatch):
 def test_the_temperature_of_a_text(subject, tmp_path):
     settings = Calibrate(calibrator=Temperature())
     files = CalibrationFiles("pretrain/smoe/0", tmp_path, tmp_path, tmp_path)
-    found = calibrate_classes(subject, settings, files)
+    calibration = ClassCalibration(settings=settings, files=files)
+    found = calibration.collect_result(subject, compute_without_cache)
     data = subject.data
     logits, _ = predict_in_batches(subject.model, data.validation.images, 64, routing=False)
     labels = torch.from_numpy(np.array(data.validation.labels)).long()
     exact = Temperature().fit(logits.flatten(0, 1), labels.flatten())
-    assert found.temperature == pytest.approx(exact.temperature, rel=1e-4)
-    assert abs(found.temperature - 1) > 0.01
-    assert found.test_images == len(data.test.labels)
-    assert found.after.nll.value < found.before.nll.value
-    assert found.before.score.value == pytest.approx(found.before.nll.value)
-    assert found.after.ece.value < found.before.ece.value
-    assert sum(found.after.bins.count) == data.test.labels.size
+    numbers = found.numbers()
+    assert numbers["temperature"] == pytest.approx(exact.temperature, rel=1e-4)
+    assert abs(numbers["temperature"] - 1) > 0.01
+    assert found.facts["test_images"] == len(data.test.labels)
+    assert numbers["nll_after"] < numbers["nll_before"]
+    assert numbers["score_before"] == pytest.approx(numbers["nll_before"])
+    assert numbers["ece_after"] < numbers["ece_before"]
+    assert sum(found.facts["bins"]["after"]["count"]) == data.test.labels.size
     assert (tmp_path / "calibrator.json").is_file()
 
 

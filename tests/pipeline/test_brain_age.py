@@ -5,13 +5,14 @@ stage of its dvc.yaml, in order, on its own params.yaml.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from moecore.brain import age_measurement
 from moecore.brain import out_of_fold as brain_out_of_fold
-from moecore.measure import cohort_checks, robustness, routing
+from moecore.measure import robustness, routing
 from moecore.measure.base import Skipped, read_result
+from moecore.measure.values import Found
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.study_runs import write_dvc_files
 from moecore.stages import calibrate as calibrate_stage
@@ -21,10 +22,10 @@ from moecore.training.outcome import Outcome
 from tests.project import compose_shipped
 
 RESULTS = {
-    "calibrate": age_measurement.AgeResult,
+    "calibrate": Found,
     "robustness": robustness.Result,
     "routing": routing.Result,
-    "cohort_checks": cohort_checks.Result,
+    "cohort_checks": Found,
     "out_of_fold": brain_out_of_fold.OutOfFoldResult,
 }
 STUDY = "ermoe/brain_age"
@@ -122,11 +123,11 @@ def test_the_cohort_is_called_simulated(study):
 def test_every_method_goes_through_all_stages(study, method):
     assert measured(study, "pretrain", method).test_score.value > 0
     calibrated = measured(study, "calibrate", method)
-    assert calibrated.raw.mae.value > 0 and calibrated.median_mae > 0
+    assert calibrated.find("mae_raw").value > 0 and calibrated.find("median_mae").value > 0
     assert isinstance(measured(study, "out_of_fold", method), Skipped)
     attacked = measured(study, "robustness", method)
-    whole = measured(study, "cohort_checks", method).whole
-    assert attacked.clean_score == pytest.approx(whole.mae, rel=1e-4), "the same test volumes"
+    whole = measured(study, "cohort_checks", method).find("whole_mae").value
+    assert attacked.clean_score == pytest.approx(whole, rel=1e-4), "the same test volumes"
     routed = measured(study, "routing", method)
     if method == "dense":
         assert isinstance(routed, Skipped), "it has no experts"
@@ -138,20 +139,19 @@ def test_every_method_goes_through_all_stages(study, method):
 
 def test_simulated_subjects_are_aged_and_scanned_again(study):
     found = measured(study, "cohort_checks", "ermoe")
-    assert found.reasons == {}
-    assert list(found.isolated) == ["wm", "gm", "csf"]
-    assert len(found.ageing.predictions) == 2 and len(found.ageing.predictions[0]) == 3
-    assert found.rescan.mean_abs_difference > 0
+    assert found.facts["not_checked"] == {}
+    assert all(found.find(f"isolated_{name}") for name in ("wm", "gm", "csf"))
+    assert np.shape(found.facts["ageing"]["predictions"]) == (2, 3)
+    assert found.find("rescan").value > 0
 
 
 def test_region_experts_are_tried_where_they_were_not_taught(study):
-    found = measured(study, "cohort_checks", "ermoe").generalisation
-    assert found.tissues == ("wm", "gm", "csf")
-    assert len(found.mixtures) == 6 * 3, "pairs of tissues, and shares of the second"
-    assert found.test.whole.people == found.other.whole.people == 2
+    found = measured(study, "cohort_checks", "ermoe")
+    assert len(found.all("mixture_agreement")) == 6 * 3, "pairs of tissues, shares of the second"
+    assert found.find("whole_people").value == found.find("other_generator_people").value == 2
     dense = measured(study, "cohort_checks", "dense")
-    assert dense.generalisation is None
-    assert "no region experts" in dense.reasons["generalisation"]
+    assert dense.find("whole_agreement") is None
+    assert "no region experts" in dense.facts["not_checked"]["generalisation"]
 
 
 def test_the_report_has_every_method(study):

@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecore.brain.age_measurement import AgeResult as Ages
+from moecore.brain.age_measurement import METRICS
 from moecore.core.files import write_json
-from moecore.measure.cohort_checks import Result as CohortChecks
+from moecore.measure.cohort_checks import CohortChecks, put_agreements
+from moecore.measure.probes.expert_tissue_agreement import TissueAgreement
+from moecore.measure.probes.region_experts_on_new_data import RegionExpertAgreement, RegionExperts
 from moecore.measure.robustness import Result as Robustness
 from moecore.measure.under_attack.curves import AttackRow, ScoresAtEpsilon
+from moecore.measure.values import Found, Values
+from moecore.statistics.intervals import Interval
 from moecore.tasks.regression import Regression
 from moecore.training.outcome import Outcome
 from tests.report.generated import write_result
@@ -109,7 +113,7 @@ def probe(epoch: int) -> list[dict[str, Any]]:
     return rows
 
 
-def calibrated(number: int, seed: int, simulated: bool) -> Ages:
+def calibrated(number: int, seed: int, simulated: bool) -> Found:
     """Raw MAE as trained, corrected 3.5 + method + 0.1 · seed, median predictor 10."""
     generator = np.random.default_rng(seed)
     ages = generator.uniform(45, 85, 40)
@@ -120,40 +124,41 @@ def calibrated(number: int, seed: int, simulated: bool) -> Ages:
         "raw": raw.tolist(),
         "pooled": ((raw - 15) / 0.75).tolist(),
     }
-    return Ages(
-        unit="years",
-        simulated=simulated,
-        n_test=40,
-        n_fit=60,
-        fit_on="out_of_fold",
-        refused=None,
-        raw=s1(4 + number + 0.1 * seed, -0.6, 0.75),
-        pooled=s1(3.5 + number + 0.1 * seed, -0.1, 0.95),
-        sex_specific=s1(3.6 + number + 0.1 * seed, -0.125, 0.94),
-        median_mae=10.0,
-        age_range=(45.0, 85.0),
-        by_sex=groups("FM"),
-        by_decade=groups(("50–59", "60–69")),
-        by_site=groups("a"),
-        interval={
-            "level": 0.9,
-            "radius": 7.0,
-            "n": 20,
-            "coverage": limits(0.9, 0.05),
-            "method": "split conformal",
-        },
-        predictor_sha256="",
-        points=points,
-    )
-
-
-def s1(mae: float, corr: float, slope: float) -> dict[str, Any]:
-    return {
-        "mae": limits(mae),
-        "corr": limits(corr),
-        "slope": limits(slope),
-        "intercept": limits(60 - 60 * slope),
+    out = Values(METRICS, TASK, lambda name, compute: compute())
+    out.put("median_mae", 10.0)
+    for name, (mae, corr, slope) in {
+        "raw": (4.0, -0.6, 0.75),
+        "pooled": (3.5, -0.1, 0.95),
+        "sex_specific": (3.6, -0.125, 0.94),
+    }.items():
+        error = mae + number + 0.1 * seed
+        out.put(f"mae_{name}", half_a_year(error))
+        out.put(f"corr_{name}", half_a_year(corr))
+        out.put(f"corr_size_{name}", -corr)
+        out.put(f"slope_{name}", half_a_year(slope))
+        out.put(f"intercept_{name}", half_a_year(60 - 60 * slope))
+        if name == "raw":
+            out.put("mae_of_median", error / 10)
+    out.put("interval_radius", 7.0)
+    out.put("interval_coverage", Interval(0.9, 0.85, 0.95))
+    out.facts |= {
+        "uses_age": False,
+        "simulated": simulated,
+        "n_test": 40,
+        "fit_on": "out_of_fold",
+        "refused": None,
+        "age_range": [45.0, 85.0],
+        "by_sex": groups("FM"),
+        "by_decade": groups(("50–59", "60–69")),
+        "by_site": groups("a"),
+        "diagnosis_gaps": [],
+        "points": points,
     }
+    return out.found()
+
+
+def half_a_year(value: float) -> Interval:
+    return Interval(value, value - 0.5, value + 0.5)
 
 
 def groups(names) -> list[dict[str, Any]]:
@@ -202,76 +207,54 @@ def row(number: int, step: int, half: float) -> AttackRow:
     )
 
 
-def checked(seed: int, routed: bool) -> CohortChecks:
+def checked(seed: int, routed: bool) -> Found:
     """Isolated: wm 9, gm 8, csf 7 + 0.1 · seed, and probes 6.5, 6, 4.25 + 0.2 · seed.
 
     Of the whole volume 2.75; rescans 0.5 years apart.
     """
+    out = Values(CohortChecks.metrics, TASK, lambda name, compute: compute())
     tissues = {"wm": (9.0, 6.5), "gm": (8.0, 6.0), "csf": (7.0, 4.25)}
-    isolated = {
-        name: left_alone(value + 0.1 * seed, probe + 0.2 * seed)
-        for name, (value, probe) in tissues.items()
-    }
-    apart = {("gm", "wm"): (0.5, -0.25, 1.0), ("csf", "gm"): (1.75, 1.5, 2.25)}
-    order = [
-        {"less": less, "more": more, "difference": value, "low": low, "high": high}
-        for (less, more), (value, low, high) in apart.items()
-    ]
-    older = {
-        "ages": [50, 60, 70],
-        "predictions": [[52, 60, 66], [50, 58, 69]],
-        "monotone_share": 0.75,
-        "rank_correlation": 0.95,
-    }
-    rescan = {"mean_abs_difference": 0.5, "low": 0.4, "high": 0.6}
-    return CohortChecks(
-        generalisation=generalised(seed) if routed else None,
-        whole=left_alone(4.0, 2.75),
-        isolated=isolated,
-        order=order,
-        ageing=older,
-        rescan=rescan,
-        reasons={},
-    )
+    out.put("whole_mae", Interval(4.0, 3.0, 5.0))
+    out.put("whole_probe_mae", Interval(2.75, 2.25, 3.0))
+    for name, (value, probe) in tissues.items():
+        mae = value + 0.1 * seed
+        probed = probe + 0.2 * seed
+        out.put(f"isolated_{name}", Interval(mae, mae - 1, mae + 1))
+        out.put(f"probe_{name}", Interval(probed, probed - 0.5, probed + 0.25))
+    out.put("wm_over_gm", Interval(0.5, -0.25, 1.0))
+    out.put("gm_over_csf", Interval(1.75, 1.5, 2.25))
+    out.put("monotone", 0.75)
+    out.put("ageing_rank", 0.95)
+    out.put("rescan", Interval(0.5, 0.4, 0.6))
+    out.facts["ageing"] = {"ages": [50, 60, 70], "predictions": [[52, 60, 66], [50, 58, 69]]}
+    out.facts["not_checked"] = {} if routed else {"generalisation": "it has no region experts"}
+    if routed:
+        put_agreements(generalised(seed), out)
+    return out.found()
 
 
-def generalised(seed: int) -> dict[str, Any]:
+def generalised(seed: int) -> RegionExperts:
     """Isolated 0.9, mixed 0.7 + 0.01 · seed, whole 0.6, of the other generator 0.8 and 0.5.
 
     Chance is 0.375 everywhere.
     """
 
-    def agreement(share: float) -> dict[str, Any]:
-        return {
-            "people": 9,
-            "cubes": 90,
-            "share": limits(share, 0.0625),
-            "permuted": 0.375,
-            "fixed": 0.65,
-            "same_place": 0.55,
-            "over_chance": limits(share - 0.375, 0.125),
-        }
+    def agreement(share: float) -> TissueAgreement:
+        over = share - 0.375
+        return TissueAgreement(
+            people=9,
+            cubes=90,
+            agreement=Interval(share, share - 0.0625, share + 0.0625),
+            permuted=0.375,
+            fixed=0.65,
+            same_place=0.55,
+            over_chance=Interval(over, over - 0.125, over + 0.125),
+        )
 
-    def volumes(isolated: float, whole: float) -> dict[str, Any]:
-        ranks = {name: limits(0.5, 0.25) for name in ("wm", "gm", "csf")}
-        return {"isolated": agreement(isolated), "whole": agreement(whole), "correlation": ranks}
-
-    mixture = {"whole": "wm", "thinned": "gm", "left": 0.25, "found": agreement(0.7)}
-    return {
-        "tissues": ["wm", "gm", "csf"],
-        "test": volumes(0.9, 0.6),
-        "mixed": agreement(0.7 + 0.01 * seed),
-        "mixtures": [mixture],
-        "other": volumes(0.8, 0.5),
-    }
-
-
-def left_alone(mae: float, probe: float) -> dict[str, float]:
-    return {
-        "mae": mae,
-        "low": mae - 1,
-        "high": mae + 1,
-        "probe_mae": probe,
-        "probe_low": probe - 0.5,
-        "probe_high": probe + 0.25,
-    }
+    ranks = {name: Interval(0.5, 0.25, 0.75) for name in ("wm", "gm", "csf")}
+    return RegionExperts(
+        test=RegionExpertAgreement(agreement(0.6), agreement(0.9), ranks),
+        mixed=agreement(0.7 + 0.01 * seed),
+        mixtures={("wm", "gm", 0.25): agreement(0.7)},
+        other=RegionExpertAgreement(agreement(0.5), agreement(0.8), ranks),
+    )

@@ -35,17 +35,12 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
-from moecore.measure.values import Found, Place, Value
+from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.typed_results import Measured
-from moecore.statistics.intervals import bootstrap_interval, wilson
 from moecore.study.stages import MEASURED_STAGES
 from moecore.tasks.class_task import (
-    brier_scores,
-    calibration_error,
-    class_confidence,
     class_nll,
     confusion_counts,
-    reliability_bins,
     top1_hits,
     topk_hits,
 )
@@ -281,35 +276,20 @@ def transformed(number: int, seed: int) -> Found:
     return Found(values=values, facts={"classes": CLASSES, "class_maps": maps})
 
 
-def calibrated(generator: torch.Generator, number: int, seed: int) -> calibration.Result:
+def calibrated(generator: torch.Generator, number: int, seed: int) -> Found:
     logits, labels = _logits(generator, 400, 2.0)
-    return calibration.Result(
-        temperature=1.7,
-        at_limit=False,
-        test_images=600,
-        scores=TASK.encode_scores(top1_hits(*tested(number, seed))),
-        top5=TASK.encode_scores(topk_hits(*tested(number, seed), 5)),
-        before=quality(logits * 1.7, labels),
-        after=quality(logits, labels),
-    )
-
-
-def quality(scaled: torch.Tensor, labels: torch.Tensor) -> calibration.PredictionQuality:
-    sure = class_confidence(scaled)
-    hits = top1_hits(scaled, labels)
-    losses = class_nll(scaled, labels).numpy()
-    squares = brier_scores(scaled, labels).numpy()
-
-    def resampled(statistic) -> Estimate:
-        return Estimate.of(bootstrap_interval(statistic, 400, 50))
-
-    return calibration.PredictionQuality(
-        score=Estimate.of(wilson(int(hits.sum()), 400)),
-        nll=resampled(lambda chosen: float(losses[chosen].mean())),
-        brier=resampled(lambda chosen: float(squares[chosen].mean())),
-        ece=resampled(lambda chosen: calibration_error(sure[chosen], hits[chosen])),
-        bins=reliability_bins(sure, hits),
-    )
+    out = Values(calibration.METRICS, TASK, lambda name, compute: compute())
+    for when, scaled in (("before", logits * 1.7), ("after", logits)):
+        quality = calibration.prediction_quality(TASK, scaled, labels)
+        calibration.put_quality(quality, when, out)
+    out.put("temperature", 1.7)
+    out.facts |= {
+        "at_limit": False,
+        "test_images": 600,
+        "scores": TASK.encode_scores(top1_hits(*tested(number, seed))),
+        "top5": TASK.encode_scores(topk_hits(*tested(number, seed), 5)),
+    }
+    return out.found()
 
 
 def attacked(number: int, seed: int, routed: bool) -> robustness.Result:

@@ -5,14 +5,17 @@ import json
 
 import pytest
 
-from moecore.measure.cohort_checks import Result as CohortChecks
+from moecore.measure.cohort_checks import CohortChecks
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
 from moecore.report.measures.attacked_scores import attack_scores_by_epsilon
-from moecore.report.measures.cohort_checks import tissue_error_table
-from moecore.report.measures.region_experts import mixture_table, region_experts_by_volume_kind
 from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.page.report_page import render_report
+from moecore.report.pictures.cohort_checks import (
+    mixture_table,
+    region_experts_by_volume_kind,
+    tissue_error_table,
+)
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
@@ -20,7 +23,6 @@ from moecore.report.tables.number_format import NumberFormat
 from moecore.report.tables.terminal_summary import headline_rows
 from moecore.study.sections import Selection
 from tests.report.ages import STAGES, write_ages
-from tests.report.generated import changed
 from tests.report.test_report import assert_self_contained
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -182,8 +184,11 @@ def test_tissues_alone(tmp_path):
         "Rescan, years apart": 0.5,
     }
     model = phase.models["dense"][0]
-    left = model.of(CohortChecks).model_copy(update={"order": None, "isolated": None})
-    bare = tissue_error_table(phase._replace(models={"dense": {0: changed(model, left)}}))
+    found = model.of(CohortChecks)
+    kept = [value for value in found.values if value.metric.startswith(("whole", "rescan"))]
+    left = found.model_copy(update={"values": tuple(kept)})
+    model = model._replace(results={**model.results, CohortChecks: left})
+    bare = tissue_error_table(phase._replace(models={"dense": {0: model}}))
     assert "Whole volume, probe" in bare.columns
     assert not [name for name in bare.columns if "GM" in name or "White" in name]
 
@@ -203,7 +208,7 @@ def test_region_experts_where_they_were_not_taught(three, text):
     assert "Region experts where they were not taught" in text
     assert "Not checked, generalisation" not in text
     (first, *_) = three.phases["pretrain"].of(CohortChecks)["vmoe"]
-    mixed = mixture_table(first.generalisation, "vmoe")
+    mixed = mixture_table(first, "vmoe")
     assert [line.head.text for line in mixed.lines] == ["WM with GM"]
     assert [item.text for item in mixed.lines[0].items] == [NumberFormat("share", 0).value(0.7)]
     assert mixed.below.endswith("other generator: WM 0.50, GM 0.50, CSF 0.50.")
@@ -289,8 +294,11 @@ def test_a_refused_correction_is_told(tmp_path):
     write_ages(tmp_path, METHODS, [0])
     path = tmp_path / "artifacts/measured/calibrate/pretrain/vmoe/0.json"
     stored = json.loads(path.read_text())
-    stored |= {"pooled": None, "sex_specific": None, "refused": "found a slope of 0.01"}
-    stored["points"]["pooled"] = None
+    corrected = ("pooled", "sex_specific")
+    kept = [value for value in stored["values"] if not value["metric"].endswith(corrected)]
+    stored["values"] = kept
+    stored["facts"]["refused"] = "found a slope of 0.01"
+    stored["facts"]["points"]["pooled"] = None
     path.write_text(json.dumps(stored))
     found = read_results(
         Selection(methods=tuple(METHODS), seeds=(0,), phases=("pretrain",)), "", tmp_path, STAGES

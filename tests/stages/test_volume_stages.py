@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moecore.brain.age_measurement import AgeResult
 from moecore.brain.prediction_table import read_predictions
 from moecore.core import streams
 from moecore.core.config import read_json_settings
@@ -15,6 +14,7 @@ from moecore.core.files import UserError
 from moecore.measure.base import read_result
 from moecore.measure.calibrators.linear import FittedLinear
 from moecore.measure.routing_metrics.epochs import EpochWatch
+from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit3d import Vit3d
 from moecore.nn.predict import predict_in_batches
@@ -235,10 +235,10 @@ def test_it_predicts_years_and_writes_everything(results):
     )
     assert fitted.pooled.n == 20
     path = folder / "artifacts/measured/calibrate/pretrain/dense/0.json"
-    found = read_result(path, AgeResult, "calibrate")
-    assert (found.kind, found.n_test) == ("linear", 9)
-    assert found.predictor_sha256 == fitted.predictor_sha256
-    assert len(found.points.age) == 9 and found.raw.mae.value > 0
+    found = read_result(path, Found, "calibrate")
+    assert (found.facts["kind"], found.facts["n_test"]) == ("linear", 9)
+    assert found.facts["predictor_sha256"] == fitted.predictor_sha256
+    assert len(found.facts["points"]["age"]) == 9 and found.find("mae_raw").value > 0
 
 
 def test_another_kind_of_calibrator_is_refused(results, tmp_path, monkeypatch):

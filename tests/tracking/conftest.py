@@ -14,9 +14,11 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.source_layout import ROOT
-from moecore.measure.calibration import PredictionQuality, Result
+from moecore.data.sources.base import parse_card_task
+from moecore.measure.calibration import METRICS, PredictionQuality, put_quality
+from moecore.measure.values import Values
 from moecore.run.run_record import record_run
-from moecore.statistics.intervals import Estimate
+from moecore.statistics.intervals import Interval
 from moecore.tasks.class_task import reliability_bins
 
 CARD = {"name": "toy", "files": {"a": "0123"}, "counts": {"train": {"x": 1}}, "source": "here"}
@@ -113,12 +115,15 @@ def only_run(study: Study) -> Any:
 
 def calibrate(ece: float = 0.5) -> None:
     """Write a measurement of the pretrained model, and the data card that its report reads."""
-    some = Estimate(value=0.5, low=0.4, high=0.6)
+    some = Interval(0.5, 0.4, 0.6)
     bins = reliability_bins(torch.tensor([0.9, 0.6]), torch.tensor([True, False]))
     before = PredictionQuality(score=some, nll=some, brier=some, ece=some, bins=bins)
-    after = before.model_copy(update={"ece": some.model_copy(update={"value": ece})})
-    words = {"kind": "temperature", "temperature": 2.0, "at_limit": False, "scores": ""}
-    result = Result(**words, test_images=4, before=before, after=after)
+    out = Values(METRICS, parse_card_task(CARD["task"]), lambda name, compute: compute())
+    put_quality(before, "before", out)
+    put_quality(before._replace(ece=Interval(ece, 0.4, 0.6)), "after", out)
+    out.put("temperature", 2.0)
+    out.facts |= {"at_limit": False, "scores": "", "top5": None, "test_images": 4}
+    result = out.found()
     Path("artifacts/data/pretrain").mkdir(parents=True, exist_ok=True)
     Path("artifacts/data/pretrain/card.json").write_text(json.dumps(CARD))
     with record_run("calibrate", None, phase="pretrain", method="vmoe", seed=0) as run:

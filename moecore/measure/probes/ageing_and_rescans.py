@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.data.prepared import Prepared
 from moecore.data.sources.phantom import Phantom
 from moecore.data.thread_map import map_in_threads
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import bootstrap_mean
+from moecore.statistics.intervals import Interval, bootstrap_mean
 
 RESCAN_YEARS = 1.0  # two sessions of a participant within this time count as a rescan
 PEOPLE = 1000  # set aside; those who are scanned again begin at half of them
@@ -57,31 +56,19 @@ def predicted_ages(model: Model, volumes: np.ndarray | Tensor, batch: int) -> np
     return prediction[:, 0].double().numpy()
 
 
-class Ageing(Config):
-    """What the model says of simulated subjects who age while all else stays."""
-
-    ages: tuple[float, ...]
-    predictions: tuple[tuple[float, ...], ...]  # [subject][age]
-    monotone_share: float  # of the steps from one age to the next: those that rise
-    rank_correlation: float  # Spearman's, mean over subjects
-
-
 def predict_ageing(
     model: Model, people: UnseenPeopleSimulator, subjects: int, ages: Sequence[float], batch: int
-) -> Ageing:
-    """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay."""
+) -> np.ndarray:
+    """Age the same subjects over all ages; anatomy, scanner and lead or lag of brain age stay.
+
+    Returns what the model says, (S, A).
+    """
     rows = []
     for number in range(subjects):
         person = people.person(number)
         scans = [ScanRequest(age, alternating_sex(number), person) for age in ages]
         rows.append(predicted_ages(model, people.draw(scans), batch))
-    predictions = np.stack(rows)
-    return Ageing(
-        ages=ages,
-        predictions=predictions.tolist(),
-        monotone_share=rising_step_share(predictions),
-        rank_correlation=float(np.mean(rank_correlations(ages, predictions))),
-    )
+    return np.stack(rows)
 
 
 def rising_step_share(predictions: np.ndarray) -> float:
@@ -103,24 +90,16 @@ def rank_correlations(ages: Sequence[float], predictions: np.ndarray) -> list[fl
     ]
 
 
-class Rescan(Config):
-    """The mean absolute difference of two scans or sessions of a person, with its 95 % limits."""
-
-    mean_abs_difference: float
-    low: float | None
-    high: float | None
-    other_site_mean_abs_difference: float | None = None  # simulated scans only
-    other_site_low: float | None = None
-    other_site_high: float | None = None
-
-
 def measure_simulated_rescans(
     model: Model,
     people: UnseenPeopleSimulator,
     ages: Sequence[float] | np.ndarray,
     batch: int,
-) -> Rescan:
-    """One person of each of the ages, scanned again at the same site, and at another one."""
+) -> tuple[Interval, Interval]:
+    """Return the mean absolute difference of two scans of a person, at one site and at two.
+
+    One person of each of the ages.
+    """
     who = [
         (float(age), alternating_sex(number), people.person(PEOPLE // 2 + number))
         for number, age in enumerate(ages)
@@ -129,28 +108,20 @@ def measure_simulated_rescans(
         predicted_ages(model, people.draw([ScanRequest(*one, scan, site) for one in who]), batch)
         for scan, site in ((0, 0), (1, 0), (1, 1))
     )
-    same = bootstrap_mean(np.abs(again - first))
-    other = bootstrap_mean(np.abs(elsewhere - first))
-    return Rescan(
-        mean_abs_difference=same.value,
-        low=same.low,
-        high=same.high,
-        other_site_mean_abs_difference=other.value,
-        other_site_low=other.low,
-        other_site_high=other.high,
-    )
+    return bootstrap_mean(np.abs(again - first)), bootstrap_mean(np.abs(elsewhere - first))
 
 
 def compare_sessions(
     model: Model, data: Prepared, pairs: Sequence[tuple[int, int]], batch: int
-) -> Rescan:
-    """Two sessions of a test participant, less the years between; pairs of places, one or more."""
+) -> Interval:
+    """Return the mean absolute difference of two sessions of a participant of the test split, less
+    the years between; pairs of places, one or more.
+    """
     places, where = np.unique(pairs, return_inverse=True)
     over = predicted_ages(model, data.test.images[places], batch) - data.test.labels[places]
     earlier, later = over[where.reshape(-1, 2)].T
     whose = data.test.people_at(np.array(pairs)[:, 0])
-    apart = bootstrap_mean(np.abs(later - earlier), people=whose)
-    return Rescan(mean_abs_difference=apart.value, low=apart.low, high=apart.high)
+    return bootstrap_mean(np.abs(later - earlier), people=whose)
 
 
 def session_pairs(subjects: Sequence[Mapping[str, str]]) -> list[tuple[int, int]]:

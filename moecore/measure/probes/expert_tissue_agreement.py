@@ -12,14 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moecore.core.config import Config
 from moecore.measure.probes.ageing_and_rescans import rank_correlations
-from moecore.statistics.intervals import Estimate, bootstrap_mean
+from moecore.statistics.intervals import Interval, bootstrap_mean
 
 NONE = -1  # the tissue of a cube that holds none
 
 
-class TissueAgreement(Config):
+class TissueAgreement(NamedTuple):
     """How often the first region expert is that of the cube's tissue, beside three kinds of chance.
 
     All are means over people, of the shares of a person's cubes.
@@ -27,11 +26,11 @@ class TissueAgreement(Config):
 
     people: int
     cubes: int
-    share: Estimate
+    agreement: Interval
     permuted: float  # expected, had the decisions met the person's cubes in another order
     fixed: float  # what the best answer that is the same everywhere would reach
     same_place: float | None  # the decisions against other people's cubes of the same places
-    over_chance: Estimate  # share − permuted, for each person
+    over_chance: Interval  # agreement − permuted, for each person
 
 
 class RoutedCubes(NamedTuple):
@@ -81,11 +80,11 @@ def cube_tissue_agreement(sorts: Sequence[RoutedCubes]) -> TissueAgreement:
     return TissueAgreement(
         people=len(own),
         cubes=int(number.sum()),
-        share=estimate_over_people(right, 0.0),
+        agreement=mean_over_people(right, 0.0),
         permuted=float(permuted.mean()),
         fixed=float(rates.mean(axis=0).max()),
         same_place=cross_person_place_accuracy(is_own, is_first),
-        over_chance=estimate_over_people(right - permuted, -1.0),
+        over_chance=mean_over_people(right - permuted, -1.0),
     )
 
 
@@ -104,7 +103,7 @@ def cross_person_place_accuracy(is_own: np.ndarray, is_first: np.ndarray) -> flo
     return None
 
 
-def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Estimate:
+def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Interval:
     """Spearman's, of a tissue's share of what a cube holds and the score of its expert.
 
     Over a person's cubes, 0 where one of the two is constant; the mean over people.
@@ -115,12 +114,12 @@ def cube_tissue_score_correlation(routed_cubes: RoutedCubes, tissue: int) -> Est
         some = total > 0
         share = held[some, tissue] / total[some]
         values += rank_correlations(share, scores[some, tissue][None])
-    return estimate_over_people(np.array(values), -1.0)
+    return mean_over_people(np.array(values), -1.0)
 
 
-def estimate_over_people(values: np.ndarray, lowest: float) -> Estimate:
-    """The mean of one value per person, between ``lowest`` and 1, with limits from people."""
+def mean_over_people(values: np.ndarray, lowest: float) -> Interval:
+    """Return the mean of one value per person, from ``lowest`` to 1, with limits from people."""
     if len(values) < 2:
-        return Estimate(value=float(values.mean()))
+        return Interval(float(values.mean()))
     value, low, high = bootstrap_mean(values, lowest=lowest)
-    return Estimate(value=value, low=low, high=None if high is None else min(1.0, high))
+    return Interval(value, low, None if high is None else min(1.0, high))

@@ -32,7 +32,7 @@ from moecore.measure.probes.expert_tissue_agreement import (
 )
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.intervals import Estimate
+from moecore.statistics.intervals import Interval
 from moecore.training.single_tissue_volumes import keep_only_tissue, region_channels
 
 OTHERS = 10**12  # seeds of the other generator's people begin here, above those of every cohort
@@ -49,33 +49,22 @@ class RegionGeneralisationSettings(Config):
     )
 
 
-class TissueMixtureAgreement(Config):
-    """Volumes with all of one tissue and a share of the voxels of another."""
-
-    whole: str
-    thinned: str
-    left: float
-    found: TissueAgreement
-
-
-class RegionExpertAgreement(Config):
+class RegionExpertAgreement(NamedTuple):
     """Region experts on the volumes of one generator."""
 
     whole: TissueAgreement  # nothing isolated
     isolated: TissueAgreement  # one tissue left, over all tissues: what was taught
-    correlation: dict[str, Estimate]  # whole volumes: of a tissue's share of a cube and the score
+    correlation: dict[str, Interval]  # whole volumes: of a tissue's share of a cube and the score
 
 
-class RegionExpertResult(Config):
+class RegionExperts(NamedTuple):
     """Region experts where they were taught, and where not."""
 
-    tissues: tuple[str, ...]  # that have an expert
     test: RegionExpertAgreement
     mixed: TissueAgreement | None  # over all mixtures; None where one tissue has an expert
-    mixtures: tuple[TissueMixtureAgreement, ...]
-    other: (
-        RegionExpertAgreement | None
-    )  # the other generator; None where the data lie on another grid
+    # all of one tissue, and of another the share that is left of its voxels
+    mixtures: dict[tuple[str, str, float], TissueAgreement]
+    other: RegionExpertAgreement | None  # None where the data lie on another grid than this one's
 
 
 class VolumesAndTissues(NamedTuple):
@@ -93,7 +82,7 @@ def measure_generalisation(
     ages: tuple[float, float],
     seed: int,
     batch: int,
-) -> RegionExpertResult:
+) -> RegionExperts:
     """All of it, on the test split and on volumes made here.
 
     tissues: those after which the first experts are named, in that order; ages: the youngest and
@@ -110,19 +99,13 @@ def measure_generalisation(
     if has_generator_voxel_grid(data):
         made = simulate_shell_cohort(tissues, settings.subjects, ages, seed)
         other = measure_tissue_routing(model, made, tissues, batch)
-    return RegionExpertResult(
-        tissues=tissues,
+    return RegionExperts(
         test=measure_tissue_routing(model, test, tissues, batch),
         mixed=cube_tissue_agreement(list(mixed.values())) if mixed else None,
-        mixtures=[
-            TissueMixtureAgreement(
-                whole=tissues[whole],
-                thinned=tissues[thinned],
-                left=left,
-                found=cube_tissue_agreement([cubes]),
-            )
+        mixtures={
+            (tissues[whole], tissues[thinned], left): cube_tissue_agreement([cubes])
             for (whole, thinned, left), cubes in mixed.items()
-        ],
+        },
         other=other,
     )
 

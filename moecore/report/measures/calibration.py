@@ -1,14 +1,14 @@
 """How sure a model is of its classes, before and after calibration."""
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
-from moecore.measure.calibration import Result
-from moecore.report.column import Column
+from moecore.measure.calibration import ClassCalibration
+from moecore.measure.values import Found
 from moecore.report.figures.drawing import (
     GUIDE,
     add_legend_below,
@@ -18,10 +18,10 @@ from moecore.report.figures.drawing import (
     styled_drawing,
 )
 from moecore.report.measures.result_display import Figures, Shown
+from moecore.report.metric_columns import MetricColumns
 from moecore.report.page.view import Block, Picture
 from moecore.report.typed_results import Phase
 from moecore.tasks.base import Task
-from moecore.tasks.class_task import ReliabilityBins
 
 
 def applies(task: Task) -> bool:
@@ -29,63 +29,50 @@ def applies(task: Task) -> bool:
     return task.needs_classes("label_smoothing") is None
 
 
-COLUMNS = (
-    Column(
-        "ece_before",
-        "ECE",
-        attrgetter("before.ece"),
-        "lower",
-        note="expected calibration error, 15 bins",
-    ),
-    Column(
-        "ece_after",
-        "ECE, calibrated",
-        attrgetter("after.ece"),
-        "lower",
-        note="fitted to the validation split",
-    ),
-    Column("nll_after", "NLL, calibrated", attrgetter("after.nll"), "lower"),
-    Column("brier_after", "Brier, calibrated", attrgetter("after.brier"), "lower"),
-)
-
-
-def figures(result: Result) -> Figures:
-    curves = {"before": result.before.bins, "after": result.after.bins}
-    yield "reliability", reliability_diagram(curves, "Reliability")
+def figures(result: Found) -> Figures:
+    """Yield the reliability diagram before and after."""
+    yield "reliability", reliability_diagram(result.facts["bins"], "Reliability")
 
 
 def phase_blocks(phase: Phase) -> Iterator[Block]:
-    first = phase.first(Result)
-    said = {
-        name: format_temperature(one) for name, one in first.items() if one.temperature is not None
+    """Yield the diagrams of all methods, and the temperatures."""
+    first = phase.first_found(ClassCalibration)
+    temperatures = {
+        method: format_temperature(value.value, result.facts["at_limit"])
+        for method, result in first.items()
+        if (value := result.find("temperature"))
     }
-    fitted = ", ".join(f"{method} {value}" for method, value in said.items())
+    fitted = ", ".join(f"{method} {value}" for method, value in temperatures.items())
     captions = {
         "before": "A point is a bin of confidence; the larger, the more images.",
         "after": f"Temperatures: {fitted}." if fitted else "",
     }
     drawn = []
     for when, caption in captions.items():
-        bins = {method: getattr(result, when).bins for method, result in first.items()}
+        bins = {method: result.facts["bins"][when] for method, result in first.items()}
         title = f"Reliability {when} calibration"
         chart = reliability_diagram(bins, title)
         drawn.append(Picture(chart, f"{phase.name}: {title}", caption + phase.first_seed))
     yield Block("Calibration", pictures=drawn, about="ece_after")
 
 
-def format_temperature(result: Result) -> str:
+def format_temperature(value: float, at_limit: bool) -> str:
     """With a remark where it is the largest or smallest that is tried."""
-    return f"{result.temperature:.2f}{' (at its limit)' if result.at_limit else ''}"
+    return f"{value:.2f}{' (at its limit)' if at_limit else ''}"
 
 
 @styled_drawing
-def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Figure:
-    """Accuracy against confidence in bins; the area of a point grows with its images."""
+def reliability_diagram(curves: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
+    """Accuracy against confidence in bins; the area of a point grows with its images.
+
+    curves: label → what ``ReliabilityBins`` has.
+    """
     figure = empty_figure(4.8, 4.2)
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color=GUIDE, linewidth=1, linestyle=":", label="calibrated")
     for index, (label, bins) in enumerate(curves.items()):
-        points = np.array([bins.confidence, bins.accuracy, bins.count], dtype=float)
+        columns = [bins[name] for name in ("confidence", "accuracy", "count")]
+        points = np.array(columns, dtype=float)
         x, y, counts = points[:, np.isfinite(points).all(axis=0)]
         look = line_look(index)
         axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1.2)
@@ -109,4 +96,7 @@ def reliability_diagram(curves: Mapping[str, ReliabilityBins], title: str) -> Fi
     return figure
 
 
-SHOWN = Shown("calibrate", "calibration", Result, COLUMNS, figures, phase_blocks, applies, place=2)
+COLUMNS = (MetricColumns("calibrate", ClassCalibration),)
+SHOWN = Shown(
+    "calibrate", "calibration", ClassCalibration, COLUMNS, figures, phase_blocks, applies, place=2
+)

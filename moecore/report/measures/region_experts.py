@@ -5,14 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moecore.measure.cohort_checks import Result as CohortChecks
-from moecore.measure.probes.region_experts_on_new_data import RegionExpertResult
 from moecore.report.column import Column, mean_or_none
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
-from moecore.report.measures.result_display import path_reader
-from moecore.report.page.rows import cells_of_methods
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
-from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Phase, list_without_none
 from moecore.training.outcome import EpochTissueRouting, Outcome, TissueRoutingRow
 
@@ -24,52 +19,6 @@ WORDS = (
     "For each tissue the two experts with the highest mean score over its tokens, at three epochs. "
     "Control: as many tokens drawn at random from the brain. An expert knows its tissue where its "
     "share of the tokens is well above the control's."
-)
-
-WHOLE_PERCENTS = NumberFormat("share", 0)
-FIRST = "tokens whose first region expert is that of the tissue most of the cube is"
-NOTE = f"{FIRST}; on isolated volumes experts follow the labels they were taught: no finding"
-LESS = (
-    "the same, less what is expected with the person's cubes (of all mixtures) in another order; "
-    "at 0 the experts do not tell them apart"
-)
-GENERALISED = (
-    f"Share of {FIRST}. On isolated volumes of the own generator this was taught, and is no "
-    "finding; nothing else in the table was. Chance: the same decisions against the person's cubes "
-    "in another order, the best answer that is the same everywhere, and the decisions against "
-    "other people's cubes of the same places, which experts that go by the place reach too."
-)
-TRIED = {  # words → where it lies in the result
-    "Isolated, as taught": "test.isolated",
-    "Two tissues mixed": "mixed",
-    "Whole volumes": "test.whole",
-    "Other generator, isolated": "other.isolated",
-    "Other generator, whole": "other.whole",
-}
-NUMBERS = {
-    "share": "Agreement",
-    "permuted": "Cubes permuted",
-    "over_chance": "Agreement − permuted",
-    "fixed": "Best fixed answer",
-    "same_place": "Same place, other person",
-}
-
-
-def agreement_columns(name: str, label: str, path: str) -> tuple[Column, Column]:
-    """The agreement, and by how much it is above chance."""
-    share = path_reader(f"generalisation.{path}.share")
-    over = path_reader(f"generalisation.{path}.over_chance")
-    label = f"Own tissue, {label}"
-    return (
-        Column(f"{name}_agreement", label, share, "higher", "share", NOTE, "ages"),
-        Column(f"{name}_over_chance", f"{label} − chance", over, "higher", "number", LESS, "ages"),
-    )
-
-
-GENERALISATION = (
-    *agreement_columns("mixed", "two tissues mixed", "mixed"),
-    *agreement_columns("whole", "whole volumes", "test.whole"),
-    *agreement_columns("other_generator", "another generator's whole volumes", "other.whole"),
 )
 
 
@@ -154,54 +103,6 @@ def phase_blocks(phase: Phase) -> Iterator[Block]:
         drawn,
         about="own_expert_gain",
     )
-
-
-def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
-    """A group of rows for each method with region experts, a row per sort of volumes."""
-    lines = []
-    for method, seeds in phase.models.items():
-        results = phase.of(CohortChecks)[method]
-        if not any(result.generalisation for result in results):
-            continue
-        lines.append(TableRow(PageCell(method), look="group"))
-        for words, path in TRIED.items():
-            items = []
-            for name, label in NUMBERS.items():
-                form = {"over_chance": "number"}.get(name, "share")
-                read = path_reader(f"generalisation.{path}.{name}")
-                column = Column(name, label, read, form=form)
-                items += cells_of_methods(column, CohortChecks, {method: seeds})
-            lines.append(TableRow(PageCell(words), items))
-    if not lines:
-        return None
-    return PageTable(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
-
-
-def mixture_table(result: RegionExpertResult, method: str) -> PageTable:
-    """One model: a row per pair of tissues, a column per share that is left of the second."""
-    lefts = sorted({row.left for row in result.mixtures})
-    rows = {(row.whole, row.thinned, row.left): row.found for row in result.mixtures}
-    lines = []
-    for whole, thinned in dict.fromkeys(key[:2] for key in rows):
-        of_pair = [rows[whole, thinned, left] for left in lefts]
-        items = [
-            PageCell(
-                WHOLE_PERCENTS.value(one.share.value),
-                f"chance {WHOLE_PERCENTS.value(one.permuted)}",
-            )
-            for one in of_pair
-        ]
-        lines.append(TableRow(PageCell(f"{whole.upper()} with {thinned.upper()}"), items))
-    heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
-    two_decimals = NumberFormat("number", 2)
-    below = "Rank correlation of a tissue's share of a cube and its expert's score"
-    for name, volumes in {"whole volumes": result.test, "other generator": result.other}.items():
-        ranks = getattr(volumes, "correlation", {})
-        values = [
-            f"{tissue.upper()} {two_decimals.value(rank.value)}" for tissue, rank in ranks.items()
-        ]
-        below += f"; {name}: {', '.join(values) or 'none'}"
-    return PageTable(["Mixture", *heads], lines, title=method, below=f"{below}.")
 
 
 def tissue_experts_by_epoch(probes: Sequence[EpochTissueRouting], method: str) -> PageTable:

@@ -75,6 +75,15 @@ class Shown(NamedTuple):
         whole = read_result(path, self.within.whole, stage)
         return whole if isinstance(whole, Skipped) else getattr(whole, self.within.name)
 
+    def has_figures_of(self, result: Any) -> bool:
+        """Return whether there is a result of this kind: ``calibrate`` finds other numbers of ages
+        than of classes.
+        """
+        if not isinstance(result, Found):
+            return result is not None and not isinstance(result, Skipped)
+        kind: Any = self.result
+        return {value.metric for value in result.values} <= set(kind.metrics)
+
     def is_asked(self, settings: Any) -> bool:
         """Return whether these settings of a study ask for it where its stage is."""
         if self.within is None:

@@ -58,11 +58,10 @@ def hits_reader(name: str) -> Callable[[Measured], np.ndarray | None]:
 
     def read(model: Measured) -> np.ndarray | None:
         trained = model.of(Outcome)
-        calibrated = model.of(calibration.Result)
-        scores = getattr(calibrated, name, None)
-        if trained is None or calibrated is None or scores is None:
+        calibrated = model.found(calibration.ClassCalibration)
+        if trained is None or calibrated is None or (scores := calibrated.facts[name]) is None:
             return None
-        return trained.task.decode_scores(scores, calibrated.test_images).numpy()
+        return trained.task.decode_scores(scores, calibrated.facts["test_images"]).numpy()
 
     return read
 

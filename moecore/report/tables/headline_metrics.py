@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.data.prepared import Prepared
-from moecore.measure.base import Skipped
 from moecore.measure.sizes import Result as Sizes
 from moecore.report.column import ResultColumn
 from moecore.report.figures.dataset_samples import draw_dataset_samples
@@ -135,15 +134,7 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
     if stage in ALONE:
         kinds = [Shown(stage, "", ALONE[stage].Result, figures=ALONE[stage].figures)]
     path = study / "artifacts/measured" / f"{item}.json"
-    for number, shown in enumerate(kinds, 1):
-        try:
-            results = [(one, one.read(path, stage)) for one in (shown, *parts)]
-        except UserError:
-            # `calibrate` writes one of two types, by the task; the last one's error is told.
-            if number < len(kinds):
-                continue
-            raise
-        for one, result in results:
-            if result is not None and not isinstance(result, Skipped):
-                yield from one.figures(result)
-        return
+    for shown in (*kinds, *parts):
+        result = shown.read(path, stage)
+        if shown.has_figures_of(result):
+            yield from shown.figures(result)

@@ -14,7 +14,7 @@ from moecore.data.prepared import Prepared
 from moecore.measure.base import MeasuredModel
 from moecore.measure.cohort_checks import (
     CohortChecks,
-    measure_region_generalisation,
+    put_region_experts,
     region_skip_reasons,
 )
 from moecore.measure.probes.expert_tissue_agreement import (
@@ -34,6 +34,7 @@ from moecore.measure.probes.region_experts_on_new_data import (
     simulate_shell_cohort,
     tissue_mixture_filter,
 )
+from moecore.measure.values import Values
 from tests.measure.subjects import compute_without_cache
 from tests.volumes import GREY, balls, write_cohort
 
@@ -101,12 +102,12 @@ def test_agreement_against_loops_over_all_orders(seed):
     found = cube_tissue_agreement([cubes])
     assert found.people == 5
     assert found.cubes == int(cubes.amounts.any(axis=-1).sum())
-    assert found.share.value == pytest.approx(np.mean(rights))
+    assert found.agreement.value == pytest.approx(np.mean(rights))
     assert found.permuted == pytest.approx(np.mean(chances))
     assert found.fixed == pytest.approx(np.mean(rates, axis=0).max())
     assert found.same_place == pytest.approx(np.mean(placed))
     assert found.over_chance.value == pytest.approx(np.mean(rights) - np.mean(chances))
-    assert found.share.low <= found.share.value <= found.share.high <= 1
+    assert found.agreement.low <= found.agreement.value <= found.agreement.high <= 1
 
 
 def test_several_sorts_of_volumes_are_one_set_of_cubes():
@@ -120,10 +121,10 @@ def test_an_expert_for_everything_is_no_better_than_chance():
     same = cubes._replace(scores=np.broadcast_to([0.0, 1.0, 0.5], cubes.scores.shape))
     found = cube_tissue_agreement([same])
     assert found.over_chance.value == pytest.approx(0)
-    assert found.share.value == pytest.approx(found.permuted)
+    assert found.agreement.value == pytest.approx(found.permuted)
     right = cube_tissue_agreement([cubes._replace(scores=cubes.amounts.astype(float))])
-    assert right.share.value == 1
-    assert right.share.high == 1
+    assert right.agreement.value == 1
+    assert right.agreement.high == 1
 
 
 def test_who_holds_no_tissue_is_left_out():
@@ -135,7 +136,7 @@ def test_who_holds_no_tissue_is_left_out():
     (alone,) = [RoutedCubes(cubes.amounts[:1], cubes.scores[:1])]
     one = cube_tissue_agreement([alone])
     assert one.same_place is None
-    assert one.share.low is None
+    assert one.agreement.low is None
 
 
 def test_correlation_is_spearmans_over_the_cubes_of_a_person():
@@ -212,16 +213,16 @@ def test_experts_that_know_their_tissue(cohort):
         ByBrightness(), cohort, TISSUES, RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
     )
     assert found.other is None, "the balls have 16³ voxels"
-    assert found.test.isolated.share.value == 1
+    assert found.test.isolated.agreement.value == 1
     assert found.test.isolated.over_chance.low > 0.5
     assert found.test.whole.people == 6
-    assert found.test.whole.share.value > 0.9
+    assert found.test.whole.agreement.value > 0.9
     assert found.test.whole.over_chance.low > 0
     assert found.mixed.over_chance.low > 0
     assert set(found.test.correlation) == set(TISSUES)
     assert len(found.mixtures) == 6 * 3
-    assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(TISSUES, 2))
-    assert found.mixed.cubes == sum(row.found.cubes for row in found.mixtures)
+    assert {key[:2] for key in found.mixtures} == set(permutations(TISSUES, 2))
+    assert found.mixed.cubes == sum(one.cubes for one in found.mixtures.values())
 
 
 def test_the_order_of_names_is_the_order_of_experts(cohort):
@@ -230,13 +231,12 @@ def test_the_order_of_names_is_the_order_of_experts(cohort):
     found = measure_generalisation(
         model, cohort, turned, RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
     )
-    assert found.tissues == turned
-    assert found.test.isolated.share.value == 1
-    assert {(row.whole, row.thinned) for row in found.mixtures} == set(permutations(turned))
+    assert found.test.isolated.agreement.value == 1
+    assert {key[:2] for key in found.mixtures} == set(permutations(turned))
     one = measure_generalisation(
         model, cohort, ("csf",), RegionGeneralisationSettings(volumes=6), (20, 90), 0, 3
     )
-    assert one.mixed is None and one.mixtures == ()
+    assert one.mixed is None and one.mixtures == {}
 
 
 def test_no_result_depends_on_the_batch(cohort):
@@ -279,13 +279,19 @@ def test_people_of_the_other_generator():
 
 def test_who_is_not_tried_and_why(cohort):
     settings = CohortChecks()
+
+    def tried(subject: MeasuredModel) -> list[str]:
+        out = Values(settings.metrics, cohort.task, compute_without_cache)
+        put_region_experts(subject, settings, out)
+        return [value.metric for value in out.values]
+
     dense = MeasuredModel(ByBrightness(), cohort)
-    assert measure_region_generalisation(dense, settings, compute_without_cache) is None
+    assert tried(dense) == []
     assert "no region experts" in region_skip_reasons(dense)["generalisation"]
     named = dense._replace(regions=TISSUES)
     assert list(region_skip_reasons(named)) == ["other generator"]
-    assert measure_region_generalisation(named, settings, compute_without_cache).tissues == TISSUES
+    assert {"isolated_agreement", "mixed_over_chance", "whole_same_place"} < set(tried(named))
     bare = SimpleNamespace(card=cohort.card | {"regions": []})
     unmapped = named._replace(data=bare)
-    assert measure_region_generalisation(unmapped, settings, compute_without_cache) is None
+    assert tried(unmapped) == []
     assert "no tissue maps" in region_skip_reasons(unmapped)["generalisation"]

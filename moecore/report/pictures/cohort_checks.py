@@ -1,0 +1,185 @@
+"""Errors with one tissue left; ages of shells and rescans; what region experts know."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moecore.measure.cohort_checks import CohortChecks
+from moecore.measure.probes.ageing_and_rescans import rising_step_share
+from moecore.measure.values import Found
+from moecore.report.column import Column
+from moecore.report.figures.drawing import (
+    GUIDE,
+    add_legend_below,
+    empty_figure,
+    line_look,
+    styled_drawing,
+)
+from moecore.report.measures.region_experts import TISSUES
+from moecore.report.measures.result_display import Figures, Pictures, first_seed_pictures
+from moecore.report.page.rows import cells_of_methods
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, TableRow
+from moecore.report.tables.number_format import NumberFormat
+from moecore.report.typed_results import Models, Phase, list_without_none
+
+PROBE = (
+    "Probe: a linear probe: a new linear head, fitted on such volumes of the training split, reads "
+    "age from a model that stays as it is."
+)
+ERRORS = {  # words → metric
+    "Whole volume": "whole_mae",
+    **{f"{words} alone": f"isolated_{name}" for name, words in TISSUES.items()},
+    "Whole volume, probe": "whole_probe_mae",
+    **{f"{words} alone, probe": f"probe_{name}" for name, words in TISSUES.items()},
+    "GM − CSF, probe": "gm_over_csf",
+    "WM − GM, probe": "wm_over_gm",
+    "Rescan, years apart": "rescan",
+}
+WHOLE_PERCENTS = NumberFormat("share", 0)
+GENERALISED = (
+    "Share of tokens whose first region expert is that of the tissue most of the cube is. On "
+    "isolated volumes of the own generator this was taught, and is no finding; nothing else in the "
+    "table was. Chance: the same decisions against the person's cubes in another order, the best "
+    "answer that is the same everywhere, and the decisions against other people's cubes of the "
+    "same places, which experts that go by the place reach too."
+)
+TRIED = {  # words → volumes
+    "Isolated, as taught": "isolated",
+    "Two tissues mixed": "mixed",
+    "Whole volumes": "whole",
+    "Other generator, isolated": "other_generator_isolated",
+    "Other generator, whole": "other_generator",
+}
+NUMBERS = {
+    "agreement": "Agreement",
+    "permuted": "Cubes permuted",
+    "over_chance": "Agreement − permuted",
+    "fixed": "Best fixed answer",
+    "same_place": "Same place, other person",
+}
+
+
+def figures(result: Found) -> Figures:
+    """Yield simulated subjects as they age."""
+    if ageing := result.facts.get("ageing"):
+        yield "ageing", draw_ageing(ageing)
+
+
+def cohort_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield tissues alone, ageing, rescans, region experts, and what could not be checked."""
+    reasons: dict[str, str] = {}
+    mixtures = []
+    for method, result in phase.first_found(CohortChecks).items():
+        reasons |= result.facts["not_checked"]
+        if result.find("whole_agreement"):
+            mixtures.append(mixture_table(result, method))
+    if tried := region_experts_by_volume_kind(phase):
+        reasons.pop("generalisation", None)  # that of the methods without region experts
+        yield Block(
+            "Region experts where they were not taught",
+            words=[f"Mixtures: of one model each.{phase.first_seed}"],
+            grids=[tried, *mixtures],
+            about="whole_over_chance",
+        )
+    grid = tissue_error_table(phase)
+    probed = grid is not None and any(name.endswith(", probe") for name in grid.columns)
+    yield Block(
+        "Tissues alone, ageing, rescans",
+        words=[PROBE] if probed else [],
+        grids=list_without_none([grid]),
+        pictures=first_seed_pictures(phase, CohortChecks, figures),
+        below=[f"Not checked, {name}: {reason}." for name, reason in reasons.items()],
+        about="isolated_gm",
+    )
+
+
+def metric_cells(models: Models, metric: str, form: str = "number") -> list[PageCell]:
+    """Return the cells of a metric, one per method."""
+    column = Column(metric, metric, lambda result: result.interval(metric), form=form)
+    return cells_of_methods(column, CohortChecks, models)
+
+
+def tissue_error_table(phase: Phase) -> PageTable | None:
+    """Errors with one tissue left, of the model and of a linear probe; the rescans' difference."""
+    cells = {words: metric_cells(phase.models, metric) for words, metric in ERRORS.items()}
+    having = {words: items for words, items in cells.items() if set(items) != {NONE}}
+    if not having:
+        return None
+    lines = [
+        TableRow(PageCell(method), items)
+        for method, *items in zip(phase.models, *having.values(), strict=True)
+    ]
+    return PageTable(["MAE, years", *having], lines)
+
+
+def region_experts_by_volume_kind(phase: Phase) -> PageTable | None:
+    """A group of rows for each method with region experts, a row per sort of volumes."""
+    lines = []
+    measured: Mapping[str, Collection[Any]] = phase.of(CohortChecks)
+    for method, seeds in phase.models.items():
+        if not any(result.find("whole_agreement") for result in measured[method]):
+            continue
+        lines.append(TableRow(PageCell(method), look="group"))
+        for words, volumes in TRIED.items():
+            items = []
+            for number in NUMBERS:
+                form = {"over_chance": "number"}.get(number, "share")
+                items += metric_cells({method: seeds}, f"{volumes}_{number}", form)
+            lines.append(TableRow(PageCell(words), items))
+    if not lines:
+        return None
+    return PageTable(["First region expert", *NUMBERS.values()], lines, below=GENERALISED)
+
+
+def mixture_table(result: Found, method: str) -> PageTable:
+    """One model: a row per pair of tissues, a column per share that is left of the second."""
+    shares = result.all("mixture_agreement")
+    chances = result.all("mixture_permuted")
+    lefts: list[Any] = sorted({value.at["left"] for value in shares})
+    items: dict[str, list[PageCell]] = {}
+    for share, chance in zip(shares, chances, strict=True):
+        pair = " with ".join(str(share.at[name]).upper() for name in ("whole", "thinned"))
+        text, beside = (WHOLE_PERCENTS.value(value.value) for value in (share, chance))
+        items.setdefault(pair, []).append(PageCell(text, f"chance {beside}"))
+    lines = [TableRow(PageCell(pair), of_pair) for pair, of_pair in items.items()]
+    heads = [f"{WHOLE_PERCENTS.value(left)} left of the second" for left in lefts]
+    return PageTable(
+        ["Mixture", *heads], lines, title=method, below=describe_expert_correlations(result)
+    )
+
+
+def describe_expert_correlations(result: Found) -> str:
+    """Say how the score of a tissue's expert follows the tissue's share of a cube."""
+    number = NumberFormat("number", 2)
+    text = "Rank correlation of a tissue's share of a cube and its expert's score"
+    for volumes, words in {"whole": "whole volumes", "other_generator": "other generator"}.items():
+        ranks = [
+            f"{str(value.at['tissue']).upper()} {number.value(value.value)}"
+            for value in result.all("expert_correlation")
+            if value.at["volumes"] == volumes
+        ]
+        text += f"; {words}: {', '.join(ranks) or 'none'}"
+    return f"{text}."
+
+
+@styled_drawing
+def draw_ageing(ageing: Mapping[str, Any]) -> Figure:
+    """Predicted age over age, one line per subject, with the identity."""
+    ages, predictions = ageing["ages"], ageing["predictions"]
+    rising = rising_step_share(np.array(predictions))
+    figure = empty_figure(4.4, 4.0, f"Rising steps: {rising:.0%}.")
+    axes = figure.subplots()
+    ends = [ages[0], ages[-1]]
+    axes.plot(ends, ends, color=GUIDE, linewidth=1, linestyle=":", label="identity")
+    look = {"color": line_look(0)["color"], "linewidth": 0.8, "alpha": 0.6}
+    for row in predictions:
+        axes.plot(ages, row, marker="o", markersize=2, **look)
+    axes.set(xlabel="Age in years", ylabel="Predicted age in years")
+    axes.set_title("Simulated subjects, aged")
+    add_legend_below(figure, axes)
+    return figure
+
+
+PICTURES = Pictures("cohort_checks", figures, is_on_page=False, more=cohort_blocks)
