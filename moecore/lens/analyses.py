@@ -256,7 +256,7 @@ def analyse_trace(
         check_same_items(trace, against, places)
     labels = TokenLabels(trace, places)
     layers: list[LayerNumbers] = []
-    every: list[expert_roles.Values] = []
+    every: list[expert_roles.ByImage] = []
     before: Tensor | None = None
     beside = expert_roles.NOTHING_BESIDE
     for number in range(len(trace.card.layers)):
@@ -286,7 +286,7 @@ def analyse_layer(
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
     beside: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
-) -> tuple[LayerNumbers, expert_roles.Values]:
+) -> tuple[LayerNumbers, expert_roles.ByImage]:
     """Return one layer's numbers, and the values by item, (N,), of those that have any.
 
     layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
@@ -315,7 +315,7 @@ def analyse_layer(
 
 
 def average_quantities(
-    layers: Sequence[LayerNumbers], every: Sequence[expert_roles.Values]
+    layers: Sequence[LayerNumbers], every: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
     """Return each quantity's mean over the layers that have it, with an interval where they do.
 

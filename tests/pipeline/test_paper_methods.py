@@ -159,7 +159,7 @@ def numbers(found: dict, metric: str) -> list[float]:
 MEASURED = {
     "calibrate": lambda found: found["test_images"] == 359 and found["temperature"] > 0,
     "robustness": lambda found: len(found["attacks"]["pgd-2"][1]["routing_change"]) == 2,
-    "routing": lambda found: len(found["layers"]) == 2,
+    "routing": lambda found: len(found["facts"]["load"]) == 2,
     "invariance": lambda found: all(
         0 < one <= 1 for one in numbers(found, "agreement_transformed")
     ),

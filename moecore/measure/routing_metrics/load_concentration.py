@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, max_load_violation
+from moecore.statistics.crossed import linearize_ratio
+
+SMALLEST = 0.01  # quantile of the margins
 
 
 def mean_batch_violation(chosen: Tensor, images: int, seed: int = 0) -> float:
@@ -46,3 +49,16 @@ def choice_margin(scores: Tensor, chosen: Tensor) -> Tensor:
     highest = scores.where(~chosen, -torch.inf).amax(dim=-1)
     margin = lowest - highest
     return margin.where(margin.isfinite(), torch.nan)
+
+
+def margin_values(scores: Tensor, chosen: Tensor) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Return the margin by image, and the smallest; nothing where no token has one."""
+    margins = choice_margin(scores, chosen)
+    is_known = margins.isfinite()
+    if not is_known.any():
+        return {}, {}
+    sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
+    return (
+        {"margin": linearize_ratio(*(one.numpy() for one in sums))},
+        {"smallest_margin": float(np.quantile(margins[is_known].numpy(), SMALLEST))},
+    )

@@ -4,11 +4,14 @@ A window of m neighbours that may load some experts once: how well can one set s
 B images or texts, T tokens in their order, E experts.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from moecore.core.files import UserError
+from moecore.measure.base import SEED
 from moecore.statistics.crossed import linearize_ratio
 
 
@@ -48,3 +51,19 @@ def _served_and_size(uses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     served = np.flip(np.flip(weighted, 1).cumsum(axis=1), 1)
     loaded = length * np.flip(np.flip(uses, 1).cumsum(axis=1), 1)
     return served, loaded + weighted.sum(axis=1, keepdims=True)
+
+
+def window_consistency(
+    patches: Tensor, windows: Sequence[int]
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Return values by image, and the mean by chance, of windows shorter than tokens (N, T, E)."""
+    values, chances = {}, {}
+    number, length = patches.shape[:2]
+    order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
+    shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
+    for window in sorted(window for window in windows if window < length):
+        name = f"consistency_{window}"
+        values[name] = consistency_by_image(window_use_histogram(patches, window).numpy())
+        uses = window_use_histogram(shuffled, window).sum(dim=0).numpy()
+        chances[name] = float(consistency_by_threshold(uses).max())
+    return values, chances

@@ -3,13 +3,30 @@
 B images, T tokens per image, E experts of each training, n tokens.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
+from moecore.core.config import Config
+from moecore.core.encoded_arrays import decode_compressed_text
 from moecore.core.files import UserError
 from moecore.statistics.crossed import linearize_ratio
-from moecore.statistics.intervals import permuted_orders
+from moecore.statistics.intervals import first_half, permuted_orders
+
+
+class KeptChoices(Config):
+    """Which experts some tokens chose: bits of (images, tokens, experts), by ``encode_arrays``."""
+
+    shape: tuple[int, int, int]
+    bits: str
+    people: tuple[int, ...] | None = None  # whose image each is, where people have several
+
+
+def decode_choices(kept: KeptChoices) -> np.ndarray:
+    """Return which experts tokens chose, (images, tokens, experts) bool."""
+    bits = np.frombuffer(decode_compressed_text(kept.bits), np.uint8)
+    return np.unpackbits(bits, count=int(np.prod(kept.shape))).astype(bool).reshape(kept.shape)
 
 
 class SeedAgreement(NamedTuple):
@@ -110,4 +127,30 @@ def chance_agreement(
     return ChanceAgreement(
         float(np.mean([one.correlation for one in null])),
         float(np.mean([one.overlap for one in null])),
+    )
+
+
+class PairAgreement(NamedTuple):
+    """Of two seeds of a method: means over layers."""
+
+    correlation: float
+    overlap: float
+    chance: float  # of the correlation
+
+
+@cache
+def compare_kept_choices(
+    ours: tuple[KeptChoices, ...], theirs: tuple[KeptChoices, ...]
+) -> PairAgreement:
+    """Return how far the layers of two models agree, on the same images."""
+    people = None if ours[0].people is None else np.array(ours[0].people)
+    is_fit = first_half(ours[0].shape[0], people)
+    pairs = zip(ours, theirs, strict=True)
+    layers = [(decode_choices(one), decode_choices(other)) for one, other in pairs]
+    agreements = [seed_agreement(*layer, is_fit) for layer in layers]
+    nulls = [chance_agreement(*layer, is_fit, people=people) for layer in layers]
+    return PairAgreement(
+        float(np.mean([one.correlation for one in agreements])),
+        float(np.mean([one.overlap for one in agreements])),
+        float(np.mean([one.correlation for one in nulls])),
     )
