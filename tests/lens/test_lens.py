@@ -15,10 +15,9 @@ from moecore.lens.analyses import analyse_trace
 from moecore.lens.page import render_lens, write_lens_page
 from moecore.lens.recording import record_python_file, record_trained_model
 from moecore.lens.traces import Trace, write_trace
-from moecore.measure.routing_metrics.coactivation import pair_lift_by_image
+from moecore.measure.routing_metrics.choice_patterns import choice_margin, pair_lift_by_image
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics, load_shares
-from moecore.measure.routing_metrics.load_concentration import choice_margin
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.predict import concat_records, predict_in_batches
 from moecore.nn.router_hooks import build_record

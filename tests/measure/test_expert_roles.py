@@ -14,12 +14,21 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
 from moecore.measure.routing_metrics.barred_experts import list_routers
-from moecore.measure.routing_metrics.coactivation import (
+from moecore.measure.routing_metrics.choice_patterns import (
+    chance_violation,
+    choice_margin,
+    choice_predictability,
+    choose_one_layer_early,
     coactivation_lift,
     conditional_coactivation,
+    consistency_by_image,
+    consistency_by_threshold,
     count_coactivation,
+    cumulative_load_shares,
     follow_up_shares,
+    mean_batch_violation,
     pair_lift_by_image,
+    window_use_histogram,
 )
 from moecore.measure.routing_metrics.expert_information import (
     expert_information,
@@ -36,21 +45,6 @@ from moecore.measure.routing_metrics.expert_similarity import (
     keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
-from moecore.measure.routing_metrics.load_concentration import (
-    chance_violation,
-    choice_margin,
-    cumulative_load_shares,
-    mean_batch_violation,
-)
-from moecore.measure.routing_metrics.local_consistency import (
-    consistency_by_image,
-    consistency_by_threshold,
-    window_use_histogram,
-)
-from moecore.measure.routing_metrics.predictability import (
-    choice_predictability,
-    choose_one_layer_early,
-)
 from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
 from moecore.measure.values import Values
 from moecore.nn.balances.loss_free import LossFree

@@ -12,7 +12,7 @@ from moecore.measure.routing_metrics.expert_roles import (
     compare_seeds,
     read_kept_choices,
 )
-from moecore.measure.routing_metrics.seed_matching import (
+from moecore.measure.routing_metrics.expert_similarity import (
     chance_agreement,
     decode_choices,
     indicator_correlation,

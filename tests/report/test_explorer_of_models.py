@@ -12,7 +12,7 @@ from moecore.measure.routing_metrics.expert_roles import (
     read_kept_choices,
     read_layers,
 )
-from moecore.measure.routing_metrics.seed_matching import decode_choices
+from moecore.measure.routing_metrics.expert_similarity import decode_choices
 from moecore.nn.backbones.language_model import LanguageModel
 from moecore.report.page.explorer_page import match_choices
 from tests.browser import LOOKS, clipped, opened

@@ -19,11 +19,19 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choic
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import MeasuredModel, MeasuredPart, Number
 from moecore.measure.routing_metrics.barred_experts import find_own_model
-from moecore.measure.routing_metrics.coactivation import (
+from moecore.measure.routing_metrics.choice_patterns import (
+    EarlyChoices,
+    chance_violation,
+    choice_predictability,
+    choose_one_layer_early,
     conditional_coactivation,
     count_coactivation,
+    cumulative_load_shares,
     follow_up_shares,
+    margin_values,
+    mean_batch_violation,
     pair_lift_by_image,
+    window_consistency,
 )
 from moecore.measure.routing_metrics.expert_information import (
     LabelInformation,
@@ -31,29 +39,15 @@ from moecore.measure.routing_metrics.expert_information import (
 )
 from moecore.measure.routing_metrics.expert_similarity import (
     CountedImages,
+    KeptChoices,
     KeptTokens,
+    PairAgreement,
     Similarity,
+    compare_kept_choices,
     expert_similarity,
     keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
-from moecore.measure.routing_metrics.load_concentration import (
-    chance_violation,
-    cumulative_load_shares,
-    margin_values,
-    mean_batch_violation,
-)
-from moecore.measure.routing_metrics.local_consistency import window_consistency
-from moecore.measure.routing_metrics.predictability import (
-    EarlyChoices,
-    choice_predictability,
-    choose_one_layer_early,
-)
-from moecore.measure.routing_metrics.seed_matching import (
-    KeptChoices,
-    PairAgreement,
-    compare_kept_choices,
-)
 from moecore.measure.routing_metrics.token_labels import (
     image_labels_by_kind,
     token_labels_by_kind,

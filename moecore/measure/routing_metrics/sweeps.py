@@ -17,7 +17,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.image_noise import standard_normal_noise
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
-from moecore.measure.routing_metrics.tail_and_fallback import (
+from moecore.measure.routing_metrics.layer_use import (
     eligible_tail_mass,
     fallback_rate,
     tail_of_probs,

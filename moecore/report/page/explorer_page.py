@@ -12,7 +12,7 @@ import numpy as np
 
 from moecore.measure.explorer import Result as Explorer
 from moecore.measure.routing_metrics.expert_roles import ExpertRoles, read_kept_choices
-from moecore.measure.routing_metrics.seed_matching import (
+from moecore.measure.routing_metrics.expert_similarity import (
     decode_choices,
     indicator_correlation,
     match_experts,

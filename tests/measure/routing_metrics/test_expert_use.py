@@ -27,11 +27,12 @@ from moecore.measure.routing_metrics.layer_metrics import (
     routing_change_by_layer,
     routing_confidence,
 )
-from moecore.measure.routing_metrics.layer_use import choices_by_image, map_border_shares
-from moecore.measure.routing_metrics.tail_and_fallback import (
+from moecore.measure.routing_metrics.layer_use import (
     below_k_eligible_rate,
+    choices_by_image,
     eligible_tail_mass,
     fallback_rate,
+    map_border_shares,
     tail_of_probs,
 )
 
