@@ -20,11 +20,11 @@ from moecore.lens.traces import LayerRouting, Trace
 from moecore.measure.base import SEED
 from moecore.measure.exploring.expert_gallery import FavouritePatch
 from moecore.measure.exploring.expert_overlay_data import patch_crop
-from moecore.measure.routing_metrics import expert_roles, seed_matching
+from moecore.measure.routing_metrics import expert_roles, expert_similarity
+from moecore.measure.routing_metrics.choice_patterns import chance_violation
 from moecore.measure.routing_metrics.expert_information import FEWEST, check_exchangeable
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, expert_counts
 from moecore.measure.routing_metrics.layer_use import use_metrics_by_image
-from moecore.measure.routing_metrics.load_concentration import chance_violation
 from moecore.measure.routing_metrics.purity import (
     expert_purity,
     expert_truth_tables,
@@ -256,7 +256,7 @@ def analyse_trace(
         check_same_items(trace, against, places)
     labels = TokenLabels(trace, places)
     layers: list[LayerNumbers] = []
-    every: list[expert_roles.Values] = []
+    every: list[expert_roles.ByImage] = []
     before: Tensor | None = None
     beside = expert_roles.NOTHING_BESIDE
     for number in range(len(trace.card.layers)):
@@ -286,7 +286,7 @@ def analyse_layer(
     theirs: LayerRouting | None,
     analyses: Sequence[Analysis],
     beside: expert_roles.BesideRecord = expert_roles.NOTHING_BESIDE,
-) -> tuple[LayerNumbers, expert_roles.Values]:
+) -> tuple[LayerNumbers, expert_roles.ByImage]:
     """Return one layer's numbers, and the values by item, (N,), of those that have any.
 
     layout: special tokens, in front, have no neighbours and tell nothing.  labels: kind → (N or 1,
@@ -315,7 +315,7 @@ def analyse_layer(
 
 
 def average_quantities(
-    layers: Sequence[LayerNumbers], every: Sequence[expert_roles.Values]
+    layers: Sequence[LayerNumbers], every: Sequence[expert_roles.ByImage]
 ) -> dict[str, Interval]:
     """Return each quantity's mean over the layers that have it, with an interval where they do.
 
@@ -391,10 +391,12 @@ def compare_matched(
     pair = ours.chosen.numpy(), theirs.chosen.numpy()
     items = len(pair[0])
     is_fit = np.random.default_rng(SEED).permutation(items) < items // 2
-    partners = seed_matching.seed_agreement(*pair, is_fit).partners
-    by_item = seed_matching.matched_agreement_by_image(pair[0][~is_fit], pair[1][~is_fit], partners)
+    partners = expert_similarity.seed_agreement(*pair, is_fit).partners
+    by_item = expert_similarity.matched_agreement_by_image(
+        pair[0][~is_fit], pair[1][~is_fit], partners
+    )
     names = {"correlation": "matched_correlation", "overlap": "matched_overlap"}
-    chance = seed_matching.chance_agreement(*pair, is_fit)._asdict()
+    chance = expert_similarity.chance_agreement(*pair, is_fit)._asdict()
     return (
         tuple(partners.tolist()),
         {names[name]: values for name, values in by_item.items()},

@@ -20,15 +20,14 @@ from moecore.lens.traces import Trace
 from moecore.measure.exploring.caption_word_experts import experts_by_weight
 from moecore.measure.exploring.expert_gallery import ExpertUseByImage, expert_use_by_image
 from moecore.measure.exploring.expert_overlay_data import patch_crop
+from moecore.measure.routing import METRICS
+from moecore.measure.routing_metrics.expert_roles import LABELS, SPECIAL, TELLS, ExpertRoles
+from moecore.measure.values import Metric
 from moecore.predict.continuation import MOST, WordWithExperts, expert_word_counts
-from moecore.report.column import Column
 from moecore.report.figures.charts import Labels, draw_heatmap, percent_annotations
 from moecore.report.figures.drawing import expert_colours
 from moecore.report.figures.expert_figures import patch_experts_tile
 from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
-from moecore.report.measures.expert_roles import COLUMNS as ROLES_COLUMNS
-from moecore.report.measures.expert_roles import LABELS, SPECIAL, TELLS, local_consistency_columns
-from moecore.report.measures.routing import COLUMNS, routing_column
 from moecore.report.page.explorer_page import PageHead
 from moecore.report.page.glossary import WORDS
 from moecore.report.page.templating import template_environment
@@ -46,33 +45,36 @@ HEAD = (
 FEW = 16  # experts whose shares are printed into the picture
 TOLD = {**LABELS, "label": "label"}
 NO_INTERVAL = "no interval"
-LENS_COLUMNS = (
-    routing_column("dropped", "Dropped", "", "share", "choices that no expert had room for"),
-    routing_column("information_label", "Experts tell the label", "", "share", TELLS),
-    routing_column("specialisation_label", "Specialisation by label", "", "share", SPECIAL),
-    routing_column("purity", "Purity", "", "share", "of the commonest label of their first expert"),
-    routing_column(
-        "matched_correlation",
+LOCAL = ExpertRoles.metrics["consistency"]
+LENS_METRICS = {
+    "dropped": Metric("Dropped", "", "share", note="choices that no expert had room for"),
+    "information_label": Metric("Experts tell the label", "", "share", note=TELLS),
+    "specialisation_label": Metric("Specialisation by label", "", "share", note=SPECIAL),
+    "purity": Metric("Purity", "", "share", note="of the commonest label of their first expert"),
+    "matched_correlation": Metric(
         "Matched experts, correlation",
         note="of which tokens chose an expert and its partner in the other trace; matched on half "
         "of the items, compared on the others",
     ),
-    routing_column(
-        "matched_overlap",
+    "matched_overlap": Metric(
         "Matched experts, shared choices",
         form="share",
         note="experts of a token whose partner the other trace chose too; of the same items",
     ),
-    *(
-        routing_column(
-            f"p_{name}",
+    **{
+        f"p_{name}": Metric(
             f"p, {words}",
             note=f"share of permutations that tell as much; {NO_INTERVAL}, no mean: a test a layer",
         )
         for name, words in TOLD.items()
-    ),
-    *local_consistency_columns(ROLES.windows),
-)
+    },
+    **{
+        f"consistency_{window}": Metric(
+            LOCAL.label.format(window), "", LOCAL.form, note=LOCAL.note.format(window)
+        )
+        for window in ROLES.windows
+    },
+}
 WITHOUT_INTERVAL = {  # name → why
     "dead": "an expert that no item chose is in no other sample of them",
     "smallest_margin": "a quantile over tokens",
@@ -109,13 +111,9 @@ def write_lens_page(
     write_whole(page, render_lens(trace, numbers, explorer))
 
 
-def quantity_columns(numbers: TraceNumbers) -> list[Column]:
+def quantity_metrics(numbers: TraceNumbers) -> dict[str, Metric]:
     """Return what is known of the quantities that any layer has, each p behind what it is of."""
-    known = {
-        one.name: one
-        for one in (*COLUMNS, *ROLES_COLUMNS, *LENS_COLUMNS)
-        if isinstance(one, Column)
-    }
+    known = METRICS | dict(ExpertRoles.metrics) | LENS_METRICS
     names = dict.fromkeys(name for layer in numbers.layers for name in layer.quantities)
     ordered = [
         one
@@ -124,14 +122,13 @@ def quantity_columns(numbers: TraceNumbers) -> list[Column]:
         for one in (name, name.replace("information_", "p_"))
         if one in names
     ]
-    columns = []
+    metrics = {}
     for name in dict.fromkeys(ordered):
-        new = routing_column(name, name.replace("_", " ").capitalize())
-        column = known.get(name, new)
+        metric = known.get(name, Metric(name.replace("_", " ").capitalize()))
         if why := WITHOUT_INTERVAL.get(name):
-            column = column._replace(note=f"{column.note}; {NO_INTERVAL}: {why}")
-        columns.append(column)
-    return columns
+            metric = metric._replace(note=f"{metric.note}; {NO_INTERVAL}: {why}")
+        metrics[name] = metric
+    return metrics
 
 
 def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
@@ -139,14 +136,10 @@ def quantity_rows_table(numbers: TraceNumbers) -> PageTable:
     sides = [(numbers.mean, numbers.chances)]
     sides += [(layer.quantities, layer.chances) for layer in numbers.layers]
     lines = []
-    for column in quantity_columns(numbers):
-        values = [own[column.name] for own, _ in sides if column.name in own]
-        form = NumberFormat.of(column.form, values)
-        cells = [
-            format_quantity(form, own.get(column.name), chances.get(column.name))
-            for own, chances in sides
-        ]
-        lines.append(TableRow(PageCell(column.label, note=column.note), cells))
+    for name, metric in quantity_metrics(numbers).items():
+        form = NumberFormat.of(metric.form, [own[name] for own, _ in sides if name in own])
+        cells = [format_quantity(form, own.get(name), chances.get(name)) for own, chances in sides]
+        lines.append(TableRow(PageCell(metric.label, note=metric.note), cells))
     layers = [f"Layer {number}" for number in range(1, len(sides))]
     return PageTable(["Quantity", "All layers", *layers], lines)
 
@@ -161,12 +154,12 @@ def format_quantity(form: NumberFormat, value: Interval | None, chance: float | 
 
 def print_numbers(numbers: TraceNumbers) -> None:
     """Print the quantities over all layers, with their limits and what chance gives."""
-    for column in quantity_columns(numbers):
-        if interval := numbers.mean.get(column.name):
-            form = NumberFormat.of(column.form, [interval])
-            line = f"{column.label:<32} {form.value_with_limits(interval)}"
-            if column.name in numbers.chances:
-                line += f"; by chance {form.value(numbers.chances[column.name])}"
+    for name, metric in quantity_metrics(numbers).items():
+        if interval := numbers.mean.get(name):
+            form = NumberFormat.of(metric.form, [interval])
+            line = f"{metric.label:<32} {form.value_with_limits(interval)}"
+            if name in numbers.chances:
+                line += f"; by chance {form.value(numbers.chances[name])}"
             print(line)
     for remark in numbers.remarks:
         print(remark)

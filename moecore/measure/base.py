@@ -45,19 +45,11 @@ class MeasuredModel(NamedTuple):
     regions: tuple[str, ...] = ()  # the tissues after which its first experts are named
 
 
-class Measurement(Config, ABC):
-    """What is measured of a trained model, a family of parts: a section of params.yaml each.
-
-    The section ``few_shot`` is the class FewShot of few_shot.py in this folder; ``my_lab:
-    {brightness: …}``, which run.measurements calls my_lab.brightness, is Brightness of that module.
-    It declares ``metrics`` and puts values under their names. One without metrics gives a typed
-    result instead, of which the report shows what a ``Shown`` says (moecore/report/measures).
-    """
+class MeasuredPart(Config):
+    """What is measured where settings ask for it: metrics, and how the page shows them."""
 
     metrics: ClassVar[Mapping[str, Metric]] = {}
     page: ClassVar[OnPage] = OnPage("")
-    guided: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.guide``
-    regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:
@@ -68,11 +60,6 @@ class Measurement(Config, ABC):
         return None
 
     @classmethod
-    def applies(cls, subject: MeasuredModel) -> str | None:
-        """Return why it does not apply to this model and data, in words; None where it does."""
-        return cls.model_refusal(subject.model)
-
-    @classmethod
     def place_words(cls, place: Place) -> str:
         """Return how labels say a place."""
         return f"{place:g}" if isinstance(place, float) else str(place)
@@ -80,6 +67,27 @@ class Measurement(Config, ABC):
     def places(self) -> Mapping[str, Iterable[Place]]:
         """Return where values will stand, as far as settings tell it before anything has run."""
         return {}
+
+
+class Measurement(MeasuredPart, ABC):
+    """What is measured of a trained model, a family of parts: a section of params.yaml each.
+
+    The section ``few_shot`` is the class FewShot of few_shot.py in this folder; ``my_lab:
+    {brightness: …}``, which run.measurements calls my_lab.brightness, is Brightness of that module.
+    It declares ``metrics`` and puts values under their names. One without metrics gives a typed
+    result instead, of which the report shows what a ``Shown`` says (moecore/report/measures).
+    """
+
+    # Settings by which the section asks for more, by name: their values lie in the same file, and
+    # Found.facts has under the name what else there is, None, or why there is none.
+    parts: ClassVar[Mapping[str, type[MeasuredPart]]] = {}
+    guided: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.guide``
+    regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
+
+    @classmethod
+    def applies(cls, subject: MeasuredModel) -> str | None:
+        """Return why it does not apply to this model and data, in words; None where it does."""
+        return cls.model_refusal(subject.model)
 
     @abstractmethod
     def measure(self, subject: MeasuredModel, out: Any, /) -> Config | None:
@@ -94,7 +102,10 @@ class Measurement(Config, ABC):
             result = self.measure(subject, parts)
             assert result is not None, f"{type(self).__name__} has no metrics and no result"
             return result
-        out = Values(self.metrics, subject.data.task, parts)
+        metrics = dict(self.metrics)
+        for part in self.parts.values():
+            metrics |= part.metrics
+        out = Values(metrics, subject.data.task, parts)
         self.measure(subject, out)
         return out.found()
 

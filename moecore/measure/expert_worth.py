@@ -16,11 +16,12 @@ from torch import Tensor
 from moecore.data.prepared import Split, evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.routing_metrics.barred_experts import (
+    Way,
     bar_experts,
+    drop_choices,
     no_barring_reason,
     removable_expert_count,
 )
-from moecore.measure.routing_metrics.dropped_choices import Way, drop_choices
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
 from moecore.measure.values import Chart, Metric, OnPage, Values
 from moecore.nn.backbones.base_model import Model

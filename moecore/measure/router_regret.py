@@ -23,14 +23,12 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.measure.base import SEED, MeasuredModel, Measurement
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.routing_metrics.barred_experts import (
-    bar_experts,
-    no_barring_reason,
-    removable_expert_count,
-)
-from moecore.measure.routing_metrics.subset_regret import (
     TOLERANCE,
+    bar_experts,
     fixed_subset_gain,
     list_subsets,
+    no_barring_reason,
+    removable_expert_count,
     subset_regret,
 )
 from moecore.measure.values import Chart, Metric, OnPage, Values

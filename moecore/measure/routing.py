@@ -3,7 +3,8 @@
 Load, entropy, confidence, matches, sweeps over the router's settings, patches with their experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, Self, get_args
 
 import numpy as np
@@ -14,53 +15,41 @@ from torch import Tensor
 from moecore.core.routing_records import RoutingRecord, first_choices
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.views.views import CropRanges, ViewSettings
-from moecore.measure.base import (
-    SEED,
-    MeasuredModel,
-    Measurement,
-    PartStore,
-    Skipped,
-    load_or_compute,
-)
+from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
-    MatchedCrops,
-    Overlays,
     evenly_spaced_overlays,
     overlapping_crops,
 )
 from moecore.measure.routing_metrics.expert_information import FEWEST
 from moecore.measure.routing_metrics.expert_roles import (
     ExpertRoles,
-    roles_refusal,
-    tell_roles,
+    put_roles,
     watch_experts,
 )
-from moecore.measure.routing_metrics.expert_roles import Result as ExpertRolesResult
 from moecore.measure.routing_metrics.expert_similarity import CountedImages
 from moecore.measure.routing_metrics.layer_metrics import (
     agreement_by_image,
     average_layers,
+    expert_counts,
 )
 from moecore.measure.routing_metrics.layer_use import (
-    LayerUse,
-    Use,
     layer_use_metrics,
+    load_shares,
     use_metrics_by_image,
 )
 from moecore.measure.routing_metrics.sweeps import (
-    RoutingSweeps,
+    TRAINED_THRESHOLD,
     SweepImages,
     SweepSettings,
+    fallback_slopes,
     run_sweeps,
     score_threshold,
 )
 from moecore.measure.routing_metrics.two_view_agreement import (
-    AugmentedRow,
-    TwoViewMatchShares,
+    TEXT,
     augmented_row,
-    encode_means_over_layers,
-    layer_match_shares,
-    match_ratios_by_image,
+    mean_items_over_layers,
+    view_match_shares,
 )
 from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
@@ -68,21 +57,261 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
     draw_two_views,
     look_up_augmentation,
 )
+from moecore.measure.values import SCORE, Chart, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
-from moecore.nn.correspondence import align_teacher_probs, token_pairs_by_layer
+from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import finest_layout
+from moecore.statistics.intervals import Interval
 from moecore.training.guide import teacher_probs
 
 AUGMENTATIONS = tuple(one for one in get_args(Preset) if one not in ("identity", "erasing"))
 CROPPED = 8  # images of which one is shown in two crops
-TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
+MATCHES = {
+    "match_top1": ("Match, first expert", "same first expert"),
+    "match_top2_ordered": ("Match, top 2 in order", "same first and second"),
+    "match_top2_sets": ("Match, top 2 as sets", "same two experts"),
+}
+SURE = {
+    "confidence_highest": ("Highest probability", "higher"),
+    "confidence_second": ("Second probability", ""),
+    "confidence_others": ("Sum of the others", "lower"),
+}
+SURE_NOTES = ("of a token, mean over tokens and layers", "", "probability outside the best two")
+BORDER = {
+    "border": "on the border of the map of experts, corners included",
+    "corner": "in the corners of the map of experts",
+    "inner": "inside the map of experts; none where a side has two experts at most: all border",
+}
+LYING = {
+    "load": ("Load", "share of the choices"),
+    "mass": ("Mass", "share of the probability"),
+    "cells": ("Cells", "share of the experts that lie"),
+}
+AGREED = "tokens that agree on the first expert"
+AT = f"T\u00a0=\u00a0{TRAINED_THRESHOLD:g}"
+FIGURES = {"threshold": ("T", "S3"), "k": ("k", "S5")}  # sweep → its symbol, its figure in ERMoE
+AXES = {"threshold": ("the threshold", "Threshold T"), "k": ("k", "Experts per token k")}
+
+
+def layer_metric(
+    label: str, better: str, form: str, note: str, paper: str, detail: bool = True, needs: str = ""
+) -> Metric:
+    """Return the metric of each MoE layer."""
+    return Metric(
+        f"{label}, MoE {{}}",
+        better,
+        form,
+        note=f"{note}; MoE layer {{}}",
+        paper=paper,
+        over="layer",
+        detail=detail,
+        needs=needs,
+    )
+
+
+def swept_metric(
+    label: str, better: str, form: str, over: str, needs: str = "", is_monotone: bool = False
+) -> Metric:
+    """Return the metric at each setting that was tried: claims compare it as any other."""
+    symbol, figure = FIGURES[over]
+    return Metric(
+        f"{label}, {symbol}\u00a0=\u00a0{{}}",
+        better,
+        form,
+        note=f"trained weights with {symbol} = {{}} at test time (figure {figure})",
+        paper="ermoe",
+        over=over,
+        detail=True,
+        needs=needs,
+        is_monotone=is_monotone,
+    )
+
+
+def sweep_chart(name: str, over: str, label: str, share: bool | None) -> Chart:
+    """Return the chart of a number over a setting (ERMoE, figures S3 and S5)."""
+    words, axis = AXES[over]
+    return Chart(
+        *(f"{name}_{over}", over, f"{label} over {words}", axis, label),
+        words=f"Trained weights, another setting at test time (ERMoE, figure {FIGURES[over][1]}).",
+        share=share,
+        height=3.2,
+    )
+
+
+def slope_metric(side: str, end: str) -> Metric:
+    """Return the metric of how fast the fallback rises on one side of the trained threshold."""
+    return Metric(
+        f"Fallback, slope {side} {AT}",
+        note=f"more fallback for T higher by 1: from {AT} to the {end} T tried (figure S3)",
+        paper="ermoe",
+        detail=True,
+        needs="thresholds",
+    )
+
+
+def map_metrics(place: str, where: str) -> dict[str, Metric]:
+    """Return load and mass of a part of the map, beside the share of experts that lie there."""
+    metrics = {}
+    for share, (word, what) in LYING.items():
+        label, note = f"{word}, {place}", f"{what} {where}"
+        metrics[f"{place}_{share}"] = Metric(
+            label, "", "share", note=note, paper="moge", is_fixed=share == "cells"
+        )
+        if share != "cells":
+            metrics[f"{place}_{share}_layer"] = layer_metric(label, "", "share", note, "moge")
+    return metrics
+
+
+METRICS = {
+    **{
+        name: Metric(label, "higher", "share", note=f"{same} in two augmented views", paper="prc")
+        for name, (label, same) in MATCHES.items()
+    },
+    "switch_fraction": Metric(
+        "Switch fraction",
+        "lower",
+        "share",
+        note="experts of a patch that it had not in another augmented view; 1 − k/E by chance",
+    ),
+    **{
+        name: Metric(label, better, note=note, paper="prc")
+        for (name, (label, better)), note in zip(SURE.items(), SURE_NOTES, strict=True)
+    },
+    **{
+        f"{name}_augmented": Metric(
+            f"{label}: {{}}",
+            "higher",
+            "share",
+            paper="prc",
+            over="augmentation",
+            name=f"{name}_{{}}",
+            detail=True,
+            needs="views",
+        )
+        for name, (label, _) in MATCHES.items()
+    },
+    **{
+        f"{name}_layer": layer_metric(label, "higher", "share", same, "prc")
+        for name, (label, same) in MATCHES.items()
+    },
+    **{
+        f"{name}_layer": layer_metric(
+            label, better, "number", "of a token, mean over tokens", "prc"
+        )
+        for name, (label, better) in SURE.items()
+    },
+    "load_cv2": Metric(
+        "Load CV²",
+        "lower",
+        note="variance / mean² of the tokens per expert, mean over layers",
+        paper="ermoe",
+    ),
+    "max_violation": Metric(
+        "MaxVio",
+        "lower",
+        note="load of the most used expert over the mean load − 1, mean over layers",
+    ),
+    "dead": Metric(
+        "Dead experts", "lower", "share", note="experts with under 1 % of the mean load"
+    ),
+    "experts_per_token": Metric("Experts a token", note="chosen before capacity, mean over layers"),
+    "unrouted": Metric(
+        "Unrouted", "", "share", note="tokens that chose no expert, mean over layers"
+    ),
+    "fallback": Metric(
+        "Fallback",
+        "lower",
+        "share",
+        note="tokens with no expert above the threshold",
+        paper="ermoe",
+        needs="thresholds",
+    ),
+    "below_k": Metric(
+        "Fewer than k",
+        "",
+        "share",
+        note="tokens with fewer than k experts above the threshold",
+        paper="ermoe",
+        needs="thresholds",
+    ),
+    "tail_mass": Metric(
+        "Tail mass",
+        "lower",
+        note="weight above the threshold but outside the best k",
+        paper="ermoe",
+        needs="thresholds",
+    ),
+    "tail_of_probs": Metric(
+        "Tail of the probabilities", note="probability outside the best k", paper="ermoe"
+    ),
+    "teacher_agreement": Metric(
+        "Agreement with teacher",
+        "",
+        "share",
+        note=f"{AGREED}; mean over layers",
+        paper="tgr",
+        needs="guide",
+    ),
+    "teacher_agreement_layer": layer_metric(
+        "Agreement with teacher", "", "share", AGREED, "tgr", detail=False, needs="guide"
+    ),
+    "entropy": Metric(
+        "Expert entropy",
+        "higher",
+        note="normalised entropy of expert use, mean over layers",
+        paper="tgr",
+    ),
+    "token_entropy": Metric(
+        "Token entropy",
+        note="nats, of a token's probabilities; mean over layers",
+        paper="tgr",
+    ),
+    **{
+        name: metric
+        for place, where in BORDER.items()
+        for name, metric in map_metrics(place, where).items()
+    },
+    "fallback_threshold": swept_metric(
+        "Fallback", "lower", "share", "threshold", "thresholds", is_monotone=True
+    ),
+    "fallback_slope_below": slope_metric("below", "lowest"),
+    "fallback_slope_above": slope_metric("above", "highest"),
+    "tail_mass_k": swept_metric("Tail mass", "lower", "number", "k", "routers", is_monotone=True),
+    "score_k": swept_metric("{score}", SCORE, SCORE, "k"),
+    **dict.fromkeys(("fallback_k", "load_cv2_k"), Metric("")),
+    **dict.fromkeys(("score_threshold", "tail_mass_threshold", "load_cv2_threshold"), Metric("")),
+    "switch_fraction_augmented": Metric(""),
+}
+# numbers of a layer that are no column
+METRICS |= {
+    f"{name}_layer": Metric("", metric.better, metric.form)
+    for name, metric in METRICS.items()
+    if not metric.over and f"{name}_layer" not in METRICS
+}
 
 
 class Routing(Measurement):
     """Which test images the routing is measured on, and what is done to them and to the router."""
 
     guided: ClassVar[bool] = True
+    metrics = METRICS
+    parts: ClassVar = {"roles": ExpertRoles}
+    page = OnPage(
+        "routing",
+        place=5,
+        heading="Other thresholds and other k at test time",
+        charts=(
+            sweep_chart("fallback", "threshold", "Fallback", True),
+            sweep_chart("tail_mass", "threshold", "Tail mass", False),
+            sweep_chart("score", "threshold", "{score}", None),
+            sweep_chart("load_cv2", "threshold", "Load CV²", False),
+            sweep_chart("score", "k", "{score}", None),
+            sweep_chart("tail_mass", "k", "Tail mass", False),
+            sweep_chart("load_cv2", "k", "Load CV²", False),
+        ),
+        about="score_k_1",
+    )
 
     images: int = Field(
         2000, ge=1, description="Test images, evenly spread; the same for every method."
@@ -132,85 +361,63 @@ class Routing(Measurement):
         """Return why not, in words: a dense model has no router."""
         return "a dense model has no routing" if model.moe is None else None
 
-    def measure(self, subject: MeasuredModel, parts: PartStore) -> "Result":
-        """Everything about the routing of images of the test split."""
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the augmentations, and the settings of both sweeps."""
+        return {
+            "augmentation": [look_up_augmentation(one).name for one in self.augmentations],
+            "k": self.sweeps.k,
+            "threshold": self.sweeps.threshold,
+        }
+
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put everything about the routing of images of the test split.
+
+        facts: load, of each layer each expert's share of the choices; overlays; corresponding,
+        two crops of an image, None of volumes and single patches; roles, None: they were not asked.
+        """
         model = subject.model
         test = subject.data.test
         where = evenly_spaced_indices(len(test.images), self.images)
         images = test.images[where]
-        labels = test.labels[where]
-        records, roles = self.look_once(subject, where)
-        people = test.people_at(where)
+        records = self.look_once(subject, where, out)
+        out.people = test.people_at(where)
         layers, by_image = routing_metrics_by_layer(subject, records, images, self)
-        kept = [encode_means_over_layers([one], people) for one in by_image]
-
-        def tried() -> RoutingSweeps:
-            few = evenly_spaced_indices(len(images), self.sweeps.images)
-            known = subject.model.targets(torch.from_numpy(labels[few]))
-            sample = SweepImages(images[few], known, subject.data.task)
-            return run_sweeps(model, sample, self.sweeps, self.batch)
-
+        put_means(layers, by_image, "{}", out)
+        for number, (layer, items) in enumerate(zip(layers, by_image, strict=True), 1):
+            put_means([layer], [items], "{}_layer", out, layer=number)
+        put_augmented(model, images, self, out)
+        few = evenly_spaced_indices(len(images), self.sweeps.images)
+        known = model.targets(torch.from_numpy(test.labels[where][few]))
+        sample = SweepImages(images[few], known, subject.data.task)
+        out.piece("sweeps", partial(put_sweeps, model, sample, self))
+        out.facts["load"] = [load_shares(expert_counts(record.chosen)) for record in records]
         pictured = 0 if images.ndim == TEXT else self.overlays
-        return Result(
-            images=len(images),
-            items=encode_means_over_layers(by_image, people),
-            **average_layers(layers, MEANS),
-            layers=[
-                layer.model_copy(update={"items": items})
-                for layer, items in zip(layers, kept, strict=True)
-            ],
-            overlays=evenly_spaced_overlays(images, records, pictured, model.layout),
-            corresponding=overlapping_crops(images[:CROPPED], finest_layout(model.layouts), SEED),
-            augmentations=augmented_rows(model, images, self, parts, people),
-            sweeps=load_or_compute(parts, "sweeps", RoutingSweeps, tried),
-            roles=roles,
-        )
+        out.facts["overlays"] = evenly_spaced_overlays(images, records, pictured, model.layout)
+        finest = finest_layout(model.layouts)
+        out.facts["corresponding"] = overlapping_crops(images[:CROPPED], finest, SEED)
 
     def look_once(
-        self, subject: MeasuredModel, where: np.ndarray
-    ) -> tuple[tuple[RoutingRecord, ...], ExpertRolesResult | Skipped | None]:
-        """Return the records of one pass over the test images at these places, and the roles."""
+        self, subject: MeasuredModel, where: np.ndarray, out: Values
+    ) -> tuple[RoutingRecord, ...]:
+        """Return the records of one pass over the test images at these places; put the roles."""
         model, images = subject.model, subject.data.test.images[where]
-        reason = roles_refusal(model)
+        reason = ExpertRoles.model_refusal(model)
         if self.roles is None or reason:
             _, records = predict_in_batches(model, images, self.batch, prediction=False)
-            return records, Skipped(skipped=reason) if self.roles and reason else None
+            out.facts["roles"] = Skipped(skipped=reason) if self.roles and reason else None
+            return records
         counted = CountedImages(images)
         with watch_experts(model, counted) as watched:
             _, records = predict_in_batches(model, counted, self.batch, prediction=False)
-        if not all(record.chosen.any() for record in records):
-            return records, Skipped(skipped="in a layer no token chose an expert")
-        return records, tell_roles(subject, where, records, watched, self.roles)
+        if all(record.chosen.any() for record in records):
+            put_roles(subject, where, records, watched, self.roles, out)
+        else:
+            out.facts["roles"] = Skipped(skipped="in a layer no token chose an expert")
+        return records
 
 
-class RoutingLayer(LayerUse, TwoViewMatchShares):
-    """One MoE layer's use of its experts, and what corresponding patches of two views share.
-
-    items: as those of Result, of this layer alone.
-    """
-
-    items: dict[str, str] = {}
-    teacher_agreement: float | None = None  # methods with a teacher's routers only
-
-
-class Result(Use, TwoViewMatchShares):
-    """The means over the MoE layers, each layer, and the same weights under other conditions.
-
-    items: of the metrics under their names one number per item, by ``encode_item_values``.
-    """
-
-    images: int
-    items: dict[str, str] = {}
-    teacher_agreement: float | None = None
-    layers: tuple[RoutingLayer, ...]
-    overlays: Overlays
-    corresponding: MatchedCrops | None = None  # of volumes and single patches none
-    augmentations: tuple[AugmentedRow, ...]
-    sweeps: RoutingSweeps
-    roles: ExpertRolesResult | Skipped | None = None  # None: they were not asked
-
-
-MEANS = (*Use.model_fields, *TwoViewMatchShares.model_fields, "teacher_agreement")
+Layers = Sequence[Mapping[str, float]]  # numbers of each MoE layer by name
+LayerItems = Sequence[Mapping[str, Tensor]]  # the same as one value an image, (N,), where there is
 
 
 def routing_metrics_by_layer(
@@ -218,74 +425,68 @@ def routing_metrics_by_layer(
     records: tuple[RoutingRecord, ...],
     images: np.ndarray,
     settings: Routing,
-) -> tuple[list[RoutingLayer], list[dict[str, Tensor]]]:
-    """Each MoE layer's use of its experts, its matches, and its agreement with the teacher.
-
-    And the same metrics as one value an image, (N,), of each layer.
-    """
+) -> tuple[Layers, LayerItems]:
+    """Each MoE layer's use of its experts, its matches, and its agreement with the teacher."""
     router = subject.model.experts_and_router.scaled_router
-    matches = view_match_shares(subject.model, images, settings)
+    matches = view_match_shares(subject.model, images, settings.views, settings.batch)
     teacher = teacher_probs(subject.guide, images, settings.batch, subject.device)
     layers = []
     by_image = []
     for place, (record, (matching, matched)) in enumerate(zip(records, matches, strict=True)):
         asked = (score_threshold(router), getattr(router, "k", None))
-        use = layer_use_metrics(record, *asked)
-        items = use_metrics_by_image(record, *asked) | matched
-        layer = RoutingLayer(**use.model_dump(), **matching.model_dump())
+        layer = {**layer_use_metrics(record, *asked), **matching}
+        items = {**use_metrics_by_image(record, *asked), **matched}
         if teacher:
             theirs = align_teacher_probs(teacher[place], record.probs.shape).argmax(dim=-1)
             same = agreement_by_image(first_choices(record), theirs)
-            layer = layer.model_copy(update={"teacher_agreement": float(same.mean())})
+            layer["teacher_agreement"] = float(same.mean())
             items["teacher_agreement"] = same
         layers.append(layer)
         by_image.append(items)
     return layers, by_image
 
 
-def view_match_shares(
-    model: Model, images: np.ndarray, settings: Routing
-) -> Sequence[tuple[TwoViewMatchShares, dict[str, Tensor]]]:
-    """Return how often corresponding patches in two ``views`` agree, per MoE layer (PRC, table 4).
+def put_means(layers: Layers, by_image: LayerItems, key: str, out: Values, **at: Place) -> None:
+    """Put the mean over these layers of each number that all of them have; key: {} is its name.
 
-    And the match ratios as one value an image, (N,). Text has none.
+    With one value an image where the number has a column.
     """
-    if images.ndim == TEXT:
-        layers = len(model.experts_and_router.indices(model.config.depth))
-        return [(TwoViewMatchShares(), {})] * layers
-    asked = TwoViewAugmentation(name="views", views=settings.views)
-    views = draw_two_views(images, asked, SEED)
-    _, records = predict_in_batches(model, views.images, settings.batch)
-    paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
-    return [
-        (layer_match_shares(record, *pairs), match_ratios_by_image(record, *pairs))
-        for record, pairs in zip(records, paired, strict=True)
-    ]
+    items = mean_items_over_layers(by_image)
+    for name, mean in average_layers(layers).items():
+        metric = key.format(name)
+        has_items = name in items and out.metrics[metric].label
+        out.put(metric, items[name] if has_items else mean, Interval(mean), **at)
 
 
-def augmented_rows(
-    model: Model,
-    images: np.ndarray,
-    settings: Routing,
-    parts: PartStore,
-    people: np.ndarray | None = None,
-) -> tuple[AugmentedRow, ...]:
-    """The matches under each augmentation; its draws do not depend on the others in the list.
+def put_augmented(model: Model, images: np.ndarray, settings: Routing, out: Values) -> None:
+    """Put the matches under each augmentation; its draws do not depend on the others in the list.
 
     None of text, nor of images with a channel of truth, which a change would falsify.
     """
+    if images.ndim == TEXT or model.image.truth:
+        return
     few = evenly_spaced_indices(len(images), settings.augmentation_images)
     images = images[few]
-    whose = None if people is None else people[few]
+    whose = None if out.people is None else out.people[few]
 
-    def row(asked: TwoViewAugmentation) -> AugmentedRow:
+    def put_matches(asked: TwoViewAugmentation, out: Values) -> None:
+        out.people = whose
         views = draw_two_views(images, asked, SEED, *asked.name.encode())
-        return augmented_row(asked.name, model, views, settings.batch, whose)
+        for name, shares in augmented_row(model, views, settings.batch, whose).items():
+            out.put(f"{name}_augmented", *shares, augmentation=asked.name)
 
-    if images.ndim == TEXT or model.image.truth:
-        return ()
-    chosen = [look_up_augmentation(preset, images.ndim == 5) for preset in settings.augmentations]
-    return tuple(
-        load_or_compute(parts, f"views {asked.name}", AugmentedRow, lambda asked=asked: row(asked))
-        for asked in chosen
-    )
+    for preset in settings.augmentations:
+        asked = look_up_augmentation(preset, images.ndim == 5)
+        out.piece(f"views {asked.name}", partial(put_matches, asked))
+
+
+def put_sweeps(model: Model, sample: SweepImages, settings: Routing, out: Values) -> None:
+    """Put what the same weights give under other settings of the router."""
+    swept = run_sweeps(model, sample, settings.sweeps, settings.batch)
+    for over, by_setting in swept.items():
+        for setting, numbers in sorted(by_setting.items()):
+            for name, number in numbers.items():
+                out.put(f"{name}_{over}", number, **{over: setting})
+    fallback = {t: numbers["fallback"] for t, numbers in swept["threshold"].items()}
+    for name, slope in fallback_slopes(fallback).items():
+        out.put(name, slope)

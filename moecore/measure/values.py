@@ -44,13 +44,18 @@ class Metric(NamedTuple):
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     over: str = ""  # a place, such as "transform": a column for each; values elsewhere have none
     mean: str = ""  # label of the column of the mean over the places; "" for no such column
+    chance: str = ""  # note of a detailed column beside it: of {metric}_chance; "" for none
     name: str = ""  # of the column; "" for the metric's, followed by the place
     detail: bool = False  # columns for each place (or the only one) are in the full table only
     signed: bool = False  # values per item may lie below 0, and above 1
     limits: str = "bootstrap"  # kind of one model's interval: "wilson", "quartiles", "draws"
     is_fixed: bool = False  # by the settings: the same for every seed and all data
+    is_monotone: bool = False  # by construction it rises, or falls, all along its places
+    needs: str = ""  # what a method must have to have a value: a key of report's NEEDED
     # Instead of a value of its own: computed of a model's values and those of all dense models.
     of_dense: Callable[["Found", Sequence["Found"]], float | None] | None = None
+    # The same of two seeds, the lower place first: a method has the mean over its pairs.
+    of_pairs: Callable[["Found", "Found"], float] | None = None
 
 
 class Chart(NamedTuple):
@@ -211,6 +216,7 @@ class Values:
 
 
 def place_slug(place: Place) -> str:
-    """Return a place as in names: "translation (0, 0.1)" → translation_0_0_1."""
-    text = f"{place:g}" if isinstance(place, float) else str(place)
-    return re.sub(r"\W+", "_", text).strip("_")
+    """Return a place as in names: "translation (0, 0.1)" → translation_0_0_1, -0.5 → -0_5."""
+    if isinstance(place, float):
+        return f"{place:g}".replace(".", "_")
+    return re.sub(r"\W+", "_", str(place)).strip("_")

@@ -1,17 +1,20 @@
 """The columns of a measurement's metrics: before a run their names, after it their values."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore.measure.base import Measurement
+from moecore.measure.base import MeasuredPart
 from moecore.measure.values import SCORE, Found, Metric, Place, Value, place_slug
 from moecore.report.column import (
     Column,
     ColumnContext,
     PlannedMetric,
     PlannedPhase,
+    has_guided_routers,
+    has_routers,
+    has_score_thresholds,
     score_interval_kind,
     score_slug,
     score_title,
@@ -20,26 +23,37 @@ from moecore.report.column import (
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
+NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether any method has it
+    "": lambda ahead: True,
+    "routers": has_routers,
+    "thresholds": has_score_thresholds,
+    "guide": has_guided_routers,
+    "views": lambda ahead: ahead.score != "nats",  # a text has none
+}
+
 
 class MetricColumns(NamedTuple):
     """The columns of all metrics of a measurement."""
 
     stage: str  # the measurement's name
-    kind: type[Measurement]
+    kind: type[MeasuredPart]
+    within: str = ""  # the setting of the measurement that it is a part of
 
     def columns(self, seen: ColumnContext) -> list[Column]:
-        """Return metric by metric its mean and its places; details of places after all others."""
+        """Return metric by metric its mean and its places, which are last where they are details
+        of a mean.
+        """
         first: list[Column] = []
         details: list[Column] = []
         for key, metric in self._shown.items():
-            if not metric.over:
-                first.append(self._column(seen, key, metric, {}))
-                continue
             if metric.mean:
                 first.append(mean_column(seen, key, metric))
-            for place in list_places(seen.results, key, metric.over):
-                column = self._column(seen, key, metric, {metric.over: place})
-                (details if metric.detail else first).append(column)
+            places = [{}]
+            if metric.over:
+                places = [{metric.over: at} for at in list_places(seen.results, key, metric.over)]
+            for at in places:
+                columns = [self._column(seen, *one, at) for one in with_chance(key, metric)]
+                (details if metric.detail and metric.mean else first).extend(columns)
         return first + details
 
     @property
@@ -54,7 +68,7 @@ class MetricColumns(NamedTuple):
         score = seen.task.score
         words = "".join(map(self.kind.place_words, at.values()))
 
-        def read(result: Found) -> float | Interval | None:
+        def read_value(result: Found) -> float | Interval | None:
             if metric.of_dense:
                 return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
             return result.interval(key, **at)
@@ -66,7 +80,7 @@ class MetricColumns(NamedTuple):
         return Column(
             column_name(key, metric, score_slug(score), *at.values()),
             fill_words(metric.label, score, words),
-            read,
+            metric.of_pairs or read_value,
             score.better if metric.better == SCORE else metric.better,
             score.form if metric.form == SCORE else metric.form,
             fill_words(metric.note, score, words),
@@ -75,6 +89,8 @@ class MetricColumns(NamedTuple):
             limits=score_interval_kind(score) if metric.form == SCORE else metric.limits,
             detail=metric.detail,
             is_fixed=metric.is_fixed,
+            curve=key if metric.is_monotone else "",
+            of_pairs=metric.of_pairs is not None,
         )
 
     def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
@@ -83,13 +99,21 @@ class MetricColumns(NamedTuple):
         details: dict[str, PlannedMetric] = {}
         places = self._planned_places(ahead)
         for key, metric in self._shown.items():
+            if not NEEDED[metric.needs](ahead):
+                continue
             known = ahead.plan_metrics([""], metric.form, metric.better)[""]
-            known = known._replace(is_fixed=metric.is_fixed)
-            if metric.mean or not metric.over:
+            known = known._replace(
+                is_fixed=metric.is_fixed,
+                curve=key if metric.is_monotone else "",
+                of_pairs=metric.of_pairs is not None,
+            )
+            if metric.mean:
                 first[column_name(key, metric, ahead.score)] = known
-            for place in places.get(metric.over, ()):
-                name = column_name(key, metric, ahead.score, place)
-                (details if metric.detail else first)[name] = known
+            for at in ([place] for place in places.get(metric.over, ())) if metric.over else [()]:
+                names = [column_name(*one, ahead.score, *at) for one in with_chance(key, metric)]
+                (details if metric.detail and metric.mean else first).update(
+                    dict.fromkeys(names, known)
+                )
         return first | details
 
     def _planned_places(self, ahead: PlannedPhase) -> dict[str, Iterable[Place]]:
@@ -97,11 +121,21 @@ class MetricColumns(NamedTuple):
         if not any(metric.over for metric in self.kind.metrics.values()):
             return {}
         settings = find_settings(ahead.study, self.stage)
-        if not isinstance(
-            settings, self.kind
-        ):  # such as of ``calibrate``, whose section is its own
+        if self.within:
+            settings = getattr(settings, self.within)
+        elif not isinstance(settings, self.kind):  # such as of ``calibrate``, whose section differs
             settings = self.kind.model_construct()
         return {"layer": ahead.layers, **settings.places()}
+
+
+def with_chance(key: str, metric: Metric) -> list[tuple[str, Metric]]:
+    """Return a metric with its name, and that of what chance gives, where there is one."""
+    if not metric.chance:
+        return [(key, metric)]
+    name = metric.name or key + "_{}" * bool(metric.over)
+    label = f"{metric.label}, by chance"
+    chance = metric._replace(name=f"{name}_chance", label=label, note=metric.chance, detail=True)
+    return [(key, metric), (f"{key}_chance", chance)]
 
 
 def mean_column(seen: ColumnContext, key: str, metric: Metric) -> Column:

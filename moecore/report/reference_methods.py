@@ -3,7 +3,7 @@
 And the columns that are relative to the baseline.
 """
 
-from moecore.measure import routing
+from moecore.measure.routing import Routing
 from moecore.report.column import Column, ColumnContext, mean_or_none
 from moecore.report.figures.training_figures import steps_until_baseline_loss
 from moecore.report.typed_results import Measured, Models, Phase, list_without_none
@@ -37,8 +37,7 @@ def references(models: Models) -> list[str]:
 
 def has_experts(model: Measured) -> bool:
     """Whether its routing was measured, or a token uses a part of its parameters only."""
-    routed = model.of(routing.Result)
-    if routed is not None and routed.layers:
+    if model.found(Routing) is not None:
         return True
     trained = model.of(Outcome)
     return trained is not None and trained.active_parameters != trained.parameters

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from moecore.core.config import Config
-from moecore.measure.base import Measurement
+from moecore.measure.base import MeasuredPart
 from moecore.measure.values import Found
 from moecore.study.document import parse_yaml_document
 from moecore.study.sections import Selection
@@ -31,8 +31,8 @@ class Measured(NamedTuple):
         """The model's result of this type; None where it was not measured or does not apply."""
         return self.results.get(kind)
 
-    def found(self, kind: type[Measurement]) -> Found | None:
-        """Return the values of a measurement; None where it was not made or does not apply."""
+    def found(self, kind: type[MeasuredPart]) -> Found | None:
+        """Return the values of a measurement or a part; None where it was not made or applied."""
         return self.results.get(kind)
 
 
@@ -81,7 +81,7 @@ class Phase(NamedTuple):
         results = {method: model.of(kind) for method, model in models.items()}
         return {method: result for method, result in results.items() if result is not None}
 
-    def first_found(self, kind: type[Measurement]) -> dict[str, Found]:
+    def first_found(self, kind: type[MeasuredPart]) -> dict[str, Found]:
         """method → the values of its first seed; without the methods that have none."""
         results: dict[str, Any] = self.first(kind)
         return results

@@ -33,7 +33,8 @@ from moecore.study.stages import list_code_hashes
 
 GO_ON = "undo the edit to resume this stage, or run again to use the new values"
 IGNORED_FIELDS = ("ctx", "kind", "type_comment")  # they follow from the rest, or have no effect
-METRIC_WORDS = ("label", "note", "paper", "mean")  # keywords; the first argument is the label
+# keywords; the first argument is the label
+METRIC_WORDS = ("label", "note", "paper", "mean", "chance")
 
 
 def params_path() -> str:

@@ -17,7 +17,7 @@ from moecore.data.sources.digits import Digits
 from moecore.measure.base import MeasuredModel
 from moecore.measure.explorer import Explorer
 from moecore.measure.routing import Routing
-from moecore.measure.routing_metrics.expert_roles import Result
+from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import Backbone, ImageSpec
 from moecore.nn.backbones.two_towers import TwoTowers
 from moecore.nn.backbones.vit import Vit
@@ -40,9 +40,9 @@ def routing_with_roles(images: int = 60, **roles: Any) -> Routing:
     return Routing(images=images, overlays=0, augmentations=[], sweeps=no_sweeps, roles=roles)
 
 
-def expert_roles(subject: MeasuredModel, **settings: Any) -> Result:
+def expert_roles(subject: MeasuredModel, **settings: Any) -> Found:
     """Return what its experts are for."""
-    return routing_with_roles(**settings).measure(subject, compute_without_cache).roles
+    return routing_with_roles(**settings).collect_result(subject, compute_without_cache)
 
 
 def digits(folder: Path) -> Prepared:

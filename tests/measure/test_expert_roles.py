@@ -14,40 +14,39 @@ from moecore.measure.base import MeasuredModel
 from moecore.measure.routing import Routing
 from moecore.measure.routing_metrics import expert_similarity as expert_similarity_file
 from moecore.measure.routing_metrics.barred_experts import list_routers
-from moecore.measure.routing_metrics.coactivation import (
+from moecore.measure.routing_metrics.choice_patterns import (
+    chance_violation,
+    choice_margin,
+    choice_predictability,
+    choose_one_layer_early,
     coactivation_lift,
     conditional_coactivation,
+    consistency_by_image,
+    consistency_by_threshold,
     count_coactivation,
+    cumulative_load_shares,
     follow_up_shares,
+    mean_batch_violation,
     pair_lift_by_image,
+    window_use_histogram,
 )
 from moecore.measure.routing_metrics.expert_information import (
     expert_information,
     permute_images,
 )
-from moecore.measure.routing_metrics.expert_roles import roles_refusal
+from moecore.measure.routing_metrics.expert_roles import (
+    ExpertRoles,
+    read_kept_choices,
+    read_layers,
+)
 from moecore.measure.routing_metrics.expert_similarity import (
     CountedImages,
     expert_similarity,
     keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import dead_expert_share, max_load_violation
-from moecore.measure.routing_metrics.load_concentration import (
-    chance_violation,
-    choice_margin,
-    cumulative_load_shares,
-    mean_batch_violation,
-)
-from moecore.measure.routing_metrics.local_consistency import (
-    consistency_by_image,
-    consistency_by_threshold,
-    window_use_histogram,
-)
-from moecore.measure.routing_metrics.predictability import (
-    choice_predictability,
-    choose_one_layer_early,
-)
 from moecore.measure.routing_metrics.token_labels import tissue_labels, token_labels_by_kind
+from moecore.measure.values import Values
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.predict import predict_in_batches
@@ -57,8 +56,8 @@ from moecore.nn.routers.hash import Hash
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.testing import check_measurement
-from tests.measure.subjects import expert_roles, routing_with_roles
-from tests.measure.test_truth import kept, subject, text_subject
+from tests.measure.subjects import compute_without_cache, expert_roles, routing_with_roles
+from tests.measure.test_truth import subject, text_subject
 
 
 def sets_of(*tokens: tuple[int, ...], experts: int) -> torch.Tensor:
@@ -226,18 +225,19 @@ def test_local_consistency():
 
 @pytest.mark.parametrize("made", [subject, text_subject])
 def test_experts_that_are_told_the_truth_tell_it(made):
-    result = check_measurement(routing_with_roles(windows=(2, 9)), made(Told())).roles
-    assert result.values["information_truth"].value == pytest.approx(1, abs=0.05)
-    assert result.values["information_layer_before"].value == pytest.approx(1, abs=0.05)
-    for layer in result.layers:
+    found = check_measurement(routing_with_roles(windows=(2, 9)), made(Told()))
+    assert found.find("information_truth").value == pytest.approx(1, abs=0.05)
+    assert found.find("information_layer_before").value == pytest.approx(1, abs=0.05)
+    layers = read_layers(found)
+    for layer in layers:
         assert layer.labels["truth"].p == pytest.approx(1 / 201)
         assert layer.labels["position"].p > 0.01 and "pair_lift" not in layer.values
         assert "consistency_9" not in layer.values
         assert layer.values["consistency_2"] == pytest.approx(
             layer.chances["consistency_2"], abs=0.06
         )
-    assert ("class" in result.layers[0].labels) == (made is subject)
-    assert ("word" in result.layers[0].labels) == (made is text_subject)
+    assert ("class" in layers[0].labels) == (made is subject)
+    assert ("word" in layers[0].labels) == (made is text_subject)
 
 
 def test_all_of_it_is_of_one_pass():
@@ -247,14 +247,22 @@ def test_all_of_it_is_of_one_pass():
     for layer in [one for one in measured.model.modules() if isinstance(one, MoEFeedForward)]:
         layer.register_forward_hook(lambda layer, given, out: seen.append(len(given[0])))
     settings = routing_with_roles(windows=(2,))
-    records, result = settings.look_once(measured, np.arange(len(measured.data.test.images)))
-    assert len(records) == 2 and settings.images > result.images
-    assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= {*result.values}
-    assert sum(seen) == 2 * result.images == 2 * len(measured.data.test.images)
+    images, out = len(measured.data.test.images), values_of_roles(measured)
+    records = settings.look_once(measured, np.arange(images), out)
+    assert len(records) == 2 and settings.images > out.facts["roles"]["images"] == images
+    named = {one.metric for one in out.values}
+    assert {"pair_lift", "expert_cka", "early_choice", "information_truth"} <= named
+    assert sum(seen) == 2 * images
     first, second = (record.chosen for record in records)
     after, before = follow_up_shares(first, second), follow_up_shares(second, first)
-    assert np.array(result.layers[1].after) == pytest.approx(after.numpy())
-    assert np.array(result.layers[1].before) == pytest.approx(before.numpy())
+    second_layer = out.facts["roles"]["layers"][1]
+    assert np.array(second_layer.after) == pytest.approx(after.numpy())
+    assert np.array(second_layer.before) == pytest.approx(before.numpy())
+
+
+def values_of_roles(measured: MeasuredModel) -> Values:
+    """Return what collects them."""
+    return Values(ExpertRoles.metrics, measured.data.task, compute_without_cache)
 
 
 @pytest.mark.parametrize("made", [subject, text_subject])
@@ -263,21 +271,21 @@ def test_roles_do_not_depend_on_the_batch(made, monkeypatch):
     monkeypatch.setattr(expert_similarity_file, "LEAST", 5)
     measured = made(NoisyTopK(k=2))
     settings = routing_with_roles(windows=(2,))
-    whole, parts = (
-        settings.model_copy(update={"batch": batch}).measure(measured, kept).roles
-        for batch in (40, 7)
-    )
-    for name, number in whole.values.items():
-        assert parts.values[name].value == pytest.approx(number.value, abs=1e-5), name
+    whole, parts = values_of_roles(measured), values_of_roles(measured)
+    for batch, out in ((40, whole), (7, parts)):
+        settings.model_copy(update={"batch": batch}).look_once(measured, np.arange(40), out)
+    for one, other in zip(whole.values, parts.values, strict=True):
+        assert (one.metric, one.at) == (other.metric, other.at)
+        assert other.value == pytest.approx(one.value, abs=1e-5), one.metric
 
 
 def test_experts_by_position_tell_the_position():
     """Four patches' experts of three are 2, 1, 1 or 2, 2, 0: H = 1.04 or ln 2, over ln 4."""
     measured = subject(Hash(by="position"))
     result = expert_roles(measured)
-    assert result.values["information_position"].value >= 0.49
-    assert result.values["information_truth"].value == pytest.approx(0, abs=0.01)
-    assert result.layers[0].kept.shape == (40, 5, 3)
+    assert result.find("information_position").value >= 0.49
+    assert result.find("information_truth").value == pytest.approx(0, abs=0.01)
+    assert read_kept_choices(result)[0].shape == (40, 5, 3)
 
 
 def test_margins_are_of_what_the_choice_is_by():
@@ -288,7 +296,7 @@ def test_margins_are_of_what_the_choice_is_by():
         router.balance.bias.copy_(torch.tensor([0.0, 2.0, 4.0]))
     _, records = predict_in_batches(measured.model, measured.data.test.images, prediction=False)
     result = expert_roles(measured)
-    for layer, record in zip(result.layers, records, strict=True):
+    for layer, record in zip(read_layers(result), records, strict=True):
         scores = record.logits.sigmoid()
         margin = (scores[..., 1] + 2 - scores[..., 0]).mean().item()
         assert margin > 1 and layer.values["margin"] == pytest.approx(margin, rel=1e-6)
@@ -299,9 +307,10 @@ def test_margins_are_of_what_the_choice_is_by():
 
 
 def test_where_it_does_not_apply():
-    assert roles_refusal(subject(NoisyTopK()).model) is None
+    assert ExpertRoles.model_refusal(subject(NoisyTopK()).model) is None
     slots = subject(ExpertChoice())
-    assert expert_roles(slots).skipped == roles_refusal(slots.model) != ""
+    skipped = expert_roles(slots).facts["roles"]["skipped"]
+    assert skipped == ExpertRoles.model_refusal(slots.model) != ""
     assert Routing(images=3).roles is None
     with pytest.raises(ValidationError, match="found 3, and roles exchange images; allowed: 4"):
         Routing(images=3, roles={})
@@ -390,5 +399,5 @@ def test_labels_of_words_and_cubes(tmp_path):
 
 def test_labels_of_tokens_without_experts_tell_nothing():
     """Of 20 images, the tokens that Mixture-of-Depths processes last are of one class's."""
-    result = expert_roles(subject(Depth()), images=20)
-    assert "class" in result.layers[0].labels and "class" not in result.layers[1].labels
+    first, second = read_layers(expert_roles(subject(Depth()), images=20))
+    assert "class" in first.labels and "class" not in second.labels

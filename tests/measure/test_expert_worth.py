@@ -8,11 +8,12 @@ import torch
 
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.expert_worth import ExpertWorth, draw_experts, expert_counts_to_remove
-from moecore.measure.routing_metrics.barred_experts import bar_experts, list_routers
-from moecore.measure.routing_metrics.dropped_choices import (
+from moecore.measure.routing_metrics.barred_experts import (
+    bar_experts,
     drop_choices,
     drop_weights,
     find_ranked_choice,
+    list_routers,
 )
 from moecore.measure.values import Found
 from moecore.nn.backbones.vit import Vit

@@ -19,9 +19,9 @@ from moecore.measure.router_regret import (
     layer_losses,
     regret_metrics_by_image,
 )
-from moecore.measure.routing_metrics.barred_experts import list_routers
-from moecore.measure.routing_metrics.subset_regret import (
+from moecore.measure.routing_metrics.barred_experts import (
     fixed_subset_gain,
+    list_routers,
     list_subsets,
     subset_regret,
 )

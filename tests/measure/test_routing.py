@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.routing_records import TokenLayout
 from moecore.core.streams import derived_seed, generator_for
 from moecore.data.prepared import evenly_spaced_indices
@@ -24,6 +23,7 @@ from moecore.measure.routing_metrics.consistency import match_ratios
 from moecore.measure.routing_metrics.layer_use import layer_use_metrics, use_metrics_by_image
 from moecore.measure.routing_metrics.sweeps import score_threshold
 from moecore.measure.routing_metrics.two_view_augmentations import draw_two_views
+from moecore.measure.values import Values
 from moecore.nn.backbones.base_model import ImageSpec
 from moecore.nn.backbones.vit import Vit
 from moecore.nn.layers.moe import MoESettings
@@ -71,27 +71,35 @@ def results(data, models):
     return found
 
 
+def number(found, metric, **at):
+    """Return a value, None where there is none."""
+    value = found.find(metric, **at)
+    return value and value.value
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_has_every_measurement(results, name):
     found = results[name]
-    assert found.images == 40 and len(found.layers) == 2
-    assert [row.name for row in found.augmentations] == ["noise", "flip", "mine"]
-    for row in (*found.layers, found, *found.augmentations):
-        assert 0 <= row.match_top2_ordered <= min(row.match_top1, row.match_top2_sets) <= 1
-    for layer in found.layers:
-        assert (
-            0 <= layer.load_cv2 <= 7
-            and 0 <= layer.entropy <= 1
-            and sum(layer.load) == pytest.approx(1)
+    layers = [("_layer", {"layer": layer}) for layer in (1, 2)]
+    rows = [("_augmented", {"augmentation": kind}) for kind in ("noise", "flip", "mine")]
+    for suffix, at in (*layers, ("", {}), *rows):
+        first, ordered, sets = (
+            number(found, f"{one}{suffix}", **at)
+            for one in ("match_top1", "match_top2_ordered", "match_top2_sets")
         )
-    sweeps = found.sweeps
-    assert [row.k for row in sweeps.k] == ([] if name == "soft_moe" else [1, 2])
-    assert [row.threshold for row in sweeps.threshold] == ([0.3, 0.5] if name == "ermoe" else [])
+        assert 0 <= ordered <= min(first, sets) <= 1
+    for load, (_, at) in zip(found.facts["load"], layers, strict=True):
+        assert 0 <= number(found, "load_cv2_layer", **at) <= 7
+        assert 0 <= number(found, "entropy_layer", **at) <= 1
+        assert sum(load) == pytest.approx(1)
+    assert list(found.curve("score_k", "k")) == ([] if name == "soft_moe" else [1, 2])
+    thresholds = list(found.curve("score_threshold", "threshold"))
+    assert thresholds == ([0.3, 0.5] if name == "ermoe" else [])
 
 
 def test_the_teacher_decides_and_is_compared(results):
-    assert results["teacher_routed"].teacher_agreement == 1, "the same router"
-    assert results["vmoe"].teacher_agreement is None
+    assert number(results["teacher_routed"], "teacher_agreement") == 1, "the same router"
+    assert number(results["vmoe"], "teacher_agreement") is None
 
 
 @pytest.mark.parametrize("seen", [{"patch": 2, "depth": 2}, {"patch": 4, "depth": 1}])
@@ -102,7 +110,7 @@ def test_a_teacher_that_guides_no_routing_is_not_compared(data, models, seen):
     method = Method(router=router, experts=experts, distillation=0.5)
     subject = MeasuredModel(models["vmoe"], data, build_guide(teacher, method, (4,)))
     few = Routing(images=4, overlays=0, augmentations=(), sweeps={"k": [], "threshold": []})
-    assert few.measure(subject, compute_without_cache).teacher_agreement is None
+    assert few.collect_result(subject, compute_without_cache).find("teacher_agreement") is None
 
 
 def test_where_no_token_takes_part_there_is_no_load(data):
@@ -112,12 +120,13 @@ def test_where_no_token_takes_part_there_is_no_load(data):
     subject = MeasuredModel(built(Vit(patch=4, width=16, depth=4, heads=2), moe, data, 1), data)
     sweeps = {"k": [1], "threshold": []}
     few = Routing(images=20, overlays=0, augmentations=("noise",), sweeps=sweeps, roles={})
-    result = few.measure(subject, compute_without_cache)
-    assert (result.unrouted, result.experts_per_token) == (1, 0)
+    result = few.collect_result(subject, compute_without_cache)
+    assert number(result, "unrouted") == 1 and number(result, "experts_per_token") == 0
     for name in ("load_cv2", "max_violation", "dead", "entropy", "border_load", "corner_load"):
-        assert getattr(result, name) is None and name not in result.items, name
-    assert result.layers[0].load == (0, 0, 0, 0) and result.border_mass == 1
-    assert result.sweeps.k[0].load_cv2 is None and "no token chose" in result.roles.skipped
+        assert number(result, name) is None, name
+    assert result.facts["load"][0] == [0, 0, 0, 0] and number(result, "border_mass") == 1
+    assert number(result, "score_k", k=1) is not None and number(result, "load_cv2_k", k=1) is None
+    assert "no token chose" in result.facts["roles"]["skipped"]
     paid = Cost(batch=2, rounds=2, images=2).collect_result(subject, compute_without_cache)
     assert paid.find("routing_gflops").value < paid.find("gflops").value
 
@@ -129,10 +138,10 @@ def test_a_sum_of_probabilities_is_no_threshold_of_scores():
 
 
 def test_numbers_by_kind(results):
-    assert results["soft_moe"].tail_of_probs is None
-    assert results["ermoe"].fallback is not None
-    assert results["vmoe"].fallback is None
-    assert results["hash_moe"].tail_of_probs == 0
+    assert number(results["soft_moe"], "tail_of_probs") is None
+    assert number(results["ermoe"], "fallback") is not None
+    assert number(results["vmoe"], "fallback") is None
+    assert number(results["hash_moe"], "tail_of_probs") == 0
 
 
 def test_the_tail_is_beyond_all_pieces_that_a_token_chooses(data):
@@ -146,13 +155,14 @@ def test_the_tail_is_beyond_all_pieces_that_a_token_chooses(data):
     layers, _ = routing.routing_metrics_by_layer(subject, records, images, SETTINGS)
     for layer, record in zip(layers, records, strict=True):
         rest = 1 - record.probs.topk(2).values.sum(dim=-1)
-        assert layer.tail_of_probs == pytest.approx(float(rest.mean()), abs=1e-6)
+        assert layer["tail_of_probs"] == pytest.approx(float(rest.mean()), abs=1e-6)
 
 
 def test_means_are_over_the_layers(results):
     found = results["ermoe"]
-    assert found.match_top1 == pytest.approx(sum(row.match_top1 for row in found.layers) / 2)
-    assert found.fallback == pytest.approx(sum(row.fallback for row in found.layers) / 2)
+    for name in ("match_top1", "fallback"):
+        layers = found.curve(f"{name}_layer", "layer").values()
+        assert number(found, name) == pytest.approx(sum(layers) / 2)
 
 
 def test_the_matches_of_the_views_by_hand(models, images, results):
@@ -164,9 +174,10 @@ def test_the_matches_of_the_views_by_hand(models, images, results):
     ]
     pixels, affines = (torch.cat(both) for both in zip(*views, strict=True))
     _, records = predict_in_batches(model, pixels, 80)
-    for record, layer in zip(records, results["vmoe"].layers, strict=True):
+    for layer, record in enumerate(records, 1):
         ratios = match_ratios(*paired(record.probs, affines, model.layout, False))
-        matches = [layer.match_top1, layer.match_top2_ordered, layer.match_top2_sets]
+        names = ("match_top1_layer", "match_top2_ordered_layer", "match_top2_sets_layer")
+        matches = [number(results["vmoe"], name, layer=layer) for name in names]
         assert matches == pytest.approx(list(ratios))
 
 
@@ -174,18 +185,24 @@ def test_the_sweep_at_the_trained_setting_is_the_model_itself(data, models, resu
     where = evenly_spaced_indices(60, 40)[evenly_spaced_indices(40, 20)]
     logits, records = predict_in_batches(models["ermoe"], data.test.images[where], 20)
     labels = torch.from_numpy(data.test.labels[where])
-    found = results["ermoe"].sweeps
-    for own in (found.k[1], found.threshold[1]):
-        assert own.score == float((logits.argmax(1) == labels).double().mean())
+    score = float((logits.argmax(1) == labels).double().mean())
+    layers = [layer_use_metrics(record, 0.5, 2) for record in records]
+    for over, at in (("k", {"k": 2}), ("threshold", {"threshold": 0.5})):
+        assert number(results["ermoe"], f"score_{over}", **at) == score
         for metric in ("load_cv2", "fallback", "tail_mass"):
-            layers = [getattr(layer_use_metrics(record, 0.5, 2), metric) for record in records]
-            assert getattr(own, metric) == pytest.approx(sum(layers) / 2)
+            mean = sum(layer[metric] for layer in layers) / 2
+            assert number(results["ermoe"], f"{metric}_{over}", **at) == pytest.approx(mean)
 
 
 def test_an_augmentation_does_not_depend_on_the_others(models, images, results):
     settings = Routing(augmentations=("flip",), augmentation_images=15, batch=8)
-    (alone,) = routing.augmented_rows(models["vmoe"], images, settings, compute_without_cache)
-    assert alone.match_top1 == pytest.approx(results["vmoe"].augmentations[1].match_top1)
+    alone = Values(Routing.metrics, models["vmoe"].image.task, compute_without_cache)
+    routing.put_augmented(models["vmoe"], images, settings, alone)
+    flipped = (
+        number(one, "match_top1_augmented", augmentation="flip")
+        for one in (alone.found(), results["vmoe"])
+    )
+    assert next(flipped) == pytest.approx(next(flipped))
 
 
 def test_two_crops_and_their_corresponding_patches(images):
@@ -214,28 +231,19 @@ def test_two_crops_and_their_corresponding_patches(images):
 @pytest.mark.parametrize("name", NAMES)
 def test_items_are_one_value_an_image_whose_mean_is_the_metric(results, name):
     found = results[name]
-    assert {"match_top1", "load_cv2", "entropy", "token_entropy"} <= set(found.items)
-    assert ("fallback" in found.items) == (found.fallback is not None)
-    assert ("tail_mass" in found.items) == (found.tail_mass is not None)
-    assert ("teacher_agreement" in found.items) == (found.teacher_agreement is not None)
-    for metric, text in found.items.items():
-        items = decode_float_array(text)
-        if metric.startswith("confidence_"):
-            place = metric.removeprefix("confidence_")
-            value = np.mean([getattr(layer.confidence, place) for layer in found.layers])
-        else:
-            value = getattr(found, metric)
-        assert items.shape == (40,) and items.mean() == pytest.approx(value, abs=1e-6), metric
-    for layer in found.layers:
-        assert layer.items.keys() == found.items.keys()
-        items = decode_float_array(layer.items["match_top1"])
-        assert items.mean() == pytest.approx(layer.match_top1, abs=1e-6)
-        switched = decode_float_array(layer.items["switch_fraction"])
-        assert switched.mean() == pytest.approx(layer.switch_fraction, abs=1e-6)
-    for row in found.augmentations:
-        for metric, text in row.items.items():
-            items = decode_float_array(text)
-            assert items.shape == (15,) and items.mean() == pytest.approx(getattr(row, metric))
+    having = {(one.metric, *one.at.values()): one for one in found.values if one.items}
+    assert {"match_top1", "load_cv2", "entropy", "token_entropy"} <= {key[0] for key in having}
+    for metric in ("fallback", "tail_mass", "teacher_agreement"):
+        assert ((metric,) in having) == (found.find(metric) is not None)
+    for one in having.values():
+        number = 15 if "augmentation" in one.at else 40
+        assert one.array.shape == (number,)
+        assert one.array.mean() == pytest.approx(one.value, abs=1e-6), one.metric
+    for layer in (1, 2):
+        assert ("match_top1_layer", layer) in having and (
+            "confidence_others_layer",
+            layer,
+        ) in having
 
 
 @pytest.mark.parametrize("name", ["vmoe", "ermoe"])
@@ -250,8 +258,8 @@ def test_items_tell_what_leaving_an_image_out_does(models, images, name):
         left = [np.delete(np.arange(40), place) for place in range(40)]
         without = [layer_use_metrics(record.map_tensors(itemgetter(rows)), *asked) for rows in left]
         for metric in ("load_cv2", "entropy", "token_entropy", "fallback"):
-            if getattr(whole, metric) is None:
+            if metric not in whole:
                 continue
-            pseudo = [40 * getattr(whole, metric) - 39 * getattr(less, metric) for less in without]
+            pseudo = [40 * whole[metric] - 39 * less[metric] for less in without]
             spread = np.std(by_image[metric].numpy())
             assert np.allclose(by_image[metric], pseudo, atol=0.25 * spread + 1e-9), metric

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from moecore.core.encoded_arrays import decode_float_array
 from moecore.core.files import UserError, write_json
 from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.core.source_layout import ROOT
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.views.views import AffineRanges, ViewSettings
-from moecore.measure import routing
 from moecore.measure.base import (
     MeasuredModel,
     Skipped,
@@ -31,6 +29,7 @@ from moecore.measure.routing_metrics.two_view_augmentations import (
 )
 from moecore.measure.sizes import PaperModel, Result, SizeRow, count_sized_model, measure
 from moecore.measure.sizes import build_on_meta as built_sizes
+from moecore.measure.values import Found
 from moecore.nn.backbones.base_model import parameter_counts
 from moecore.nn.backbones.single_layer import SingleLayer
 from moecore.nn.predict import predict_in_batches
@@ -66,17 +65,17 @@ def test_a_result_of_other_code_is_refused(tmp_path):
     path = tmp_path / "0.json"
     write_json(path, {"images": 4, "accuracy": 0.5})
     with pytest.raises(UserError) as refused:
-        read_result(path, routing.Result, "routing")
+        read_result(path, Found, "routing")
     text = str(refused.value)
     assert text.startswith(
-        f"{path}: was written by an older version of moecore (border_load: Field required)"
+        f"{path}: was written by an older version of moecore (values: Field required)"
     )
     assert text.endswith("; run `dvc repro routing`")
 
 
 def test_why_something_was_skipped_is_read_back(tmp_path):
     write_json(tmp_path / "0.json", to_jsonable(Skipped(skipped="no routing")))
-    found = read_result(tmp_path / "0.json", routing.Result, "routing")
+    found = read_result(tmp_path / "0.json", Found, "routing")
     assert found == Skipped(skipped="no routing")
 
 
@@ -107,7 +106,7 @@ def subject(tmp_path_factory) -> MeasuredModel:
 
 
 @pytest.fixture(scope="module")
-def found(subject) -> routing.Result:
+def found(subject) -> Found:
     return check_measurement(ROUTING, subject)
 
 
@@ -117,14 +116,13 @@ def test_measurements_of_flat_images_do_not_apply(subject, what):
 
 
 def test_routing_of_volumes(found):
-    assert found.images == 12
-    assert len(found.layers) == 2
-    rows = {row.name: row for row in found.augmentations}
+    assert len(found.curve("load_cv2_layer", "layer")) == 2
+    rows = found.curve("match_top1_augmented", "augmentation")
     assert list(rows) == ["identity", "noise", "shift", "flip", "rotation", "affine"]
-    assert rows["identity"].match_top1 == 1
+    assert rows["identity"] == 1
     # every cube of every volume has its partner
-    assert 0 < found.match_top1 <= 1
-    assert found.overlays.shape == (3, 1, 16, 16)
+    assert 0 < found.find("match_top1").value <= 1
+    assert found.facts["overlays"]["shape"] == [3, 1, 16, 16]
 
 
 def test_the_sweeps_own_setting_has_the_models_error(subject, found):
@@ -132,8 +130,7 @@ def test_the_sweeps_own_setting_has_the_models_error(subject, found):
     test = subject.data.test
     predicted = predict_in_batches(subject.model, test.images[where], 5)[0][:, 0].numpy()
     errors = np.abs(predicted - test.labels[where])
-    (own,) = [row for row in found.sweeps.k if row.k == 1]
-    assert own.score == pytest.approx(float(errors.mean()), rel=1e-5)
+    assert found.find("score_k", k=1).value == pytest.approx(float(errors.mean()), rel=1e-5)
 
 
 def test_mid_slices_by_hand():
@@ -186,11 +183,12 @@ def test_people_with_several_sessions_are_one_item(subject, found):
     assert len(test.people) == len(names) > len(set(names))
     assert len(set(zip(test.people.tolist(), names, strict=True))) == len(set(names))
     shown = test.people_at(evenly_spaced_indices(len(names), 12))
-    for metric, packed in found.items.items():
-        items = decode_float_array(packed)
-        assert len(items) == len(set(shown.tolist()))
-        if hasattr(found, metric):
-            assert items.mean() == pytest.approx(getattr(found, metric), abs=1e-6)
+    few = shown[evenly_spaced_indices(12, 6)]
+    for one in found.values:
+        if one.items:
+            people = few if "augmentation" in one.at else shown
+            assert len(one.array) == len(set(people.tolist()))
+            assert one.array.mean() == pytest.approx(one.value, abs=1e-6)
 
 
 COMPOSED = compose_shipped("ours/sizes")

@@ -208,10 +208,12 @@ def test_the_temperature_of_a_text(subject, tmp_path):
 
 def test_the_routing_of_a_text_is_measured(subject):
     """All that asks for no picture and no second view."""
-    found = routing.Routing(images=40, sweeps={"k": [1, 2]}).measure(subject, compute_without_cache)
-    assert found.images == 40 and len(found.layers) == 2
-    assert found.overlays.shape == (0, 2, 1, 6) and found.augmentations == ()
-    assert 0 < found.entropy <= 1 and [row.k for row in found.sweeps.k] == [1, 2]
+    settings = routing.Routing(images=40, sweeps={"k": [1, 2]})
+    found = settings.collect_result(subject, compute_without_cache)
+    assert len(found.find("entropy").array) == 40 and len(found.facts["load"]) == 2
+    assert found.facts["overlays"]["shape"] == [0, 2, 1, 6]
+    assert not [one for one in found.values if one.metric.startswith("match")]
+    assert 0 < found.find("entropy").value <= 1 and list(found.curve("score_k", "k")) == [1, 2]
 
 
 TASK = NextToken(words=5)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecore.measure.routing_metrics.layer_use import BorderShares, layer_use_metrics
+from moecore.measure.routing_metrics.layer_use import layer_use_metrics, load_shares
 from moecore.measure.routing_metrics.sweeps import SweepImages, SweepSettings, run_sweeps
 from moecore.measure.routing_metrics.two_view_agreement import augmented_row
 from moecore.measure.routing_metrics.two_view_augmentations import PRESETS, draw_two_views
@@ -172,10 +172,18 @@ def everything(model) -> dict:
     sample = SweepImages(IMAGES, LABELS, Classification(classes=("a", "b")))
     # Where experts lie on the map is what relabelling changes.
     uses = [layer_use_metrics(record, threshold, k) for record in records]
-    found = {"layers": [use.model_dump(exclude=set(BorderShares.model_fields)) for use in uses]}
-    views = augmented_row("affine", model, draw_two_views(IMAGES, PRESETS["affine"], 0), 20)
+    on_map = ("border", "corner", "inner")
+    layers = [
+        {name: value for name, value in use.items() if not name.startswith(on_map)} for use in uses
+    ]
+    loads = [
+        {"load": load_shares(record.chosen.flatten(0, 1).sum(dim=0)).tolist()} for record in records
+    ]
+    found = {"layers": layers, "loads": loads}
+    row = augmented_row(model, draw_two_views(IMAGES, PRESETS["affine"], 0), 20)
+    views = {name: list(interval) for name, (_, interval) in row.items()}
     swept = run_sweeps(model, sample, SweepSettings(k=(1, 3), threshold=(0.2, 0.6)), 10)
-    return found | {"views": views.model_dump()} | swept.model_dump()
+    return found | {"views": views} | swept
 
 
 @pytest.mark.parametrize("name", LEARNED)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moecore.brain import out_of_fold as brain_out_of_fold
-from moecore.measure import robustness, routing
+from moecore.measure import robustness
 from moecore.measure.base import Skipped, read_result
 from moecore.measure.values import Found
 from moecore.pipeline.code_hashes import write_code
@@ -24,7 +24,7 @@ from tests.project import compose_shipped
 RESULTS = {
     "calibrate": Found,
     "robustness": robustness.Result,
-    "routing": routing.Result,
+    "routing": Found,
     "cohort_checks": Found,
     "out_of_fold": brain_out_of_fold.OutOfFoldResult,
 }
@@ -132,7 +132,7 @@ def test_every_method_goes_through_all_stages(study, method):
     if method == "dense":
         assert isinstance(routed, Skipped), "it has no experts"
     else:
-        assert len(routed.layers) == 2
+        assert len(routed.facts["load"]) == 2
     table = study / f"artifacts/calibrate/pretrain/{method}/0/predictions.csv"
     assert table.stat().st_size > 100
 

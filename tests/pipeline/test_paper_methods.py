@@ -162,7 +162,7 @@ MEASURED = {
         found["facts"]["test_images"] == 359 and numbers(found, "temperature")[0] > 0
     ),
     "robustness": lambda found: len(found["attacks"]["pgd-2"][1]["routing_change"]) == 2,
-    "routing": lambda found: len(found["layers"]) == 2,
+    "routing": lambda found: len(found["facts"]["load"]) == 2,
     "invariance": lambda found: all(
         0 < one <= 1 for one in numbers(found, "agreement_transformed")
     ),

@@ -108,7 +108,7 @@ def test_reduced_models_are_measured_as_any(study):
         reduced = measured(phase)
         assert reduced["test_score"]["value"] == pytest.approx(scores[way, 4])
         assert reduced["parameters"] < trained["parameters"] and reduced["epochs"] == 0
-        assert len(measured(f"routing/{phase}")["layers"][0]["load"]) == 4
+        assert len(measured(f"routing/{phase}")["facts"]["load"][0]) == 4
     compared = json.loads((study.folder / "artifacts/compare.json").read_text("utf-8"))
     rows = compared["pieces"]
     assert {"accuracy_reap_50", "accuracy_load_50", "accuracy_merge_50"} <= set(rows["pretrain"])

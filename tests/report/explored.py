@@ -10,6 +10,7 @@ from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.watched import explorer_image_indices
 from moecore.measure.router_regret import RouterRegret
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles
 from moecore.nn.predict import predict_in_batches
 from moecore.nn.routing_traces import build_image_traces
 from moecore.report.typed_results import Measured, Phase, Results
@@ -77,7 +78,7 @@ def analysed(model: MeasuredModel) -> Measured:
     results = {type(one): one.collect_result(model, compute_without_cache) for one in settings}
     roles = expert_roles(model, windows=(2,))
     known = measured(model)
-    return known._replace(results={**known.results, **results, type(roles): roles})
+    return known._replace(results={**known.results, **results, ExpertRoles: roles})
 
 
 def two_seeds() -> Results:

@@ -17,16 +17,15 @@ from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
     robustness,
-    routing,
 )
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
-    Overlays,
     encode_expert_overlays,
     encode_thumbnails,
     overlapping_crops,
 )
 from moecore.measure.routing_metrics.layer_metrics import (
+    average_layers,
     dead_expert_share,
     expert_counts,
     load_cv2,
@@ -34,6 +33,8 @@ from moecore.measure.routing_metrics.layer_metrics import (
     normalised_load_entropy,
 )
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
+from moecore.measure.routing_metrics.layer_use import load_shares
+from moecore.measure.routing_metrics.sweeps import fallback_slopes
 from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.typed_results import Measured
@@ -369,82 +370,66 @@ def _matched(number: int, seed: int) -> dict[str, float]:
 def routed_by(records: tuple[RoutingRecord, ...], number: int, seed: int) -> Config:
     if not records:
         return DENSE
-    layers = []
-    for record in records:
-        counts = expert_counts(record.chosen)
+    counts = [expert_counts(record.chosen) for record in records]
+    values = [*augmented(seed), *swept(number, seed)]
+    layers: list[dict[str, float]] = []
+    for place, (record, of_layer) in enumerate(zip(records, counts, strict=True), 1):
+        sure = router_confidence(record.probs)._asdict()
         layers.append(
             {
-                "load": (counts / counts.sum()).tolist(),
-                "load_cv2": load_cv2(counts),
-                "max_violation": max_load_violation(counts),
-                "dead": dead_expert_share(counts),
+                "load_cv2": load_cv2(of_layer),
+                "max_violation": max_load_violation(of_layer),
+                "dead": dead_expert_share(of_layer),
                 "experts_per_token": float(record.chosen.sum(dim=-1).double().mean()),
                 "unrouted": 0.0,
-                "entropy": normalised_load_entropy(counts),
-                "confidence": router_confidence(record.probs),
-                "inner_load": None,
-                "inner_mass": None,
-                "inner_cells": None,
-                "teacher_agreement": 0.9 if number == 2 else None,
+                "entropy": normalised_load_entropy(of_layer),
+                **{f"confidence_{name}": share for name, share in sure.items()},
                 **_matched(number, seed),
+                **({"teacher_agreement": 0.9} if number == 2 else {}),
             }
         )
+        values += [
+            Value(metric=f"{name}_layer", at={"layer": place}, value=one)
+            for name, one in layers[-1].items()
+        ]
+    values += [Value(metric=name, value=one) for name, one in average_layers(layers).items()]
     images = np.random.default_rng(0).integers(0, 255, (4, 1, 28, 28), dtype=np.uint8)
     four = tuple(RoutingRecord(*(field[:4] for field in record[:5])) for record in records)
-    shown = encode_expert_overlays(images, four)
-    names = ("load_cv2", "max_violation", "dead", "experts_per_token", "unrouted", "entropy")
-    names += tuple(_matched(number, seed))
-    means = {name: sum(layer[name] for layer in layers) / len(layers) for name in names}
-    return routing.Result(
-        images=12,
-        **means,
-        inner_load=None,
-        inner_mass=None,
-        inner_cells=None,
-        layers=layers,
-        overlays=shown if isinstance(shown, Overlays) else Overlays(**shown),
-        corresponding=overlapping_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
-        augmentations=augmented(seed),
-        sweeps=swept(number, seed),
-        teacher_agreement=0.9 if number == 2 else None,
-    )
+    facts = {
+        "load": [load_shares(one) for one in counts],
+        "overlays": encode_expert_overlays(images, four),
+        "corresponding": overlapping_crops(images, TokenLayout(1, (4, 4), (28, 28)), 0),
+        "roles": None,
+    }
+    return Found(values=values, facts=to_jsonable(facts))
 
 
-def augmented(seed: int) -> list[dict[str, Any]]:
+def augmented(seed: int) -> Iterator[Value]:
     """Matches under two augmentations."""
     names = ("match_top1", "match_top2_ordered", "match_top2_sets")
-    rows = []
     for place, augmentation in enumerate(("flip", "noise 0.1")):
-        row: dict[str, Any] = {"name": augmentation}
         for rank, name in enumerate(names):
-            value = 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed
-            row |= {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
-        rows.append(row)
-    return rows
+            share = 0.9 - 0.1 * place - 0.2 * rank + 0.01 * seed
+            limits = (share - 0.05, share + 0.05)
+            yield value(f"{name}_augmented", share, *limits, augmentation=augmentation)
 
 
-def swept(number: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+def swept(number: int, seed: int) -> Iterator[Value]:
     """Over k, and for odd methods over the threshold, with a point that has no tail mass."""
-    over_k = [
-        {
-            "k": k,
-            "score": 0.7 + 0.01 * k + 0.01 * seed,
-            "load_cv2": 1 / k,
-            "tail_mass": 0.1 * k,
-        }
-        for k in (1, 2, 4)
-    ]
-    over_threshold = [
-        {
-            "threshold": t,
-            "fallback": t * t,
-            "tail_mass": None if t > 0.6 else 1 - t,
-            "score": 0.7,
-            "load_cv2": 0.2,
-        }
-        for t in (0.7, 0.1, 0.3, 0.5)
-    ]
-    return {"k": over_k, "threshold": over_threshold if number % 2 else []}
+    for k in (1, 2, 4):
+        score = 0.7 + 0.01 * k + 0.01 * seed
+        for name, one in (("score", score), ("load_cv2", 1 / k), ("tail_mass", 0.1 * k)):
+            yield Value(metric=f"{name}_k", at={"k": k}, value=one)
+    fallback = {}
+    for t in (0.1, 0.3, 0.5, 0.7) if number % 2 else ():
+        fallback[t] = t * t
+        numbers = {"fallback": t * t, "score": 0.7, "load_cv2": 0.2}
+        if t < 0.6:
+            numbers["tail_mass"] = 1 - t
+        for name, one in numbers.items():
+            yield Value(metric=f"{name}_threshold", at={"threshold": t}, value=one)
+    for name, slope in fallback_slopes(fallback).items():
+        yield Value(metric=name, value=slope)
 
 
 def _logits(

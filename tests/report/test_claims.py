@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from moecore.core.files import UnusableFile, UserError, write_json, write_whole
 from moecore.core.source_layout import ROOT
 from moecore.measure.base import Estimate
+from moecore.measure.routing import Routing
+from moecore.measure.values import Value
 from moecore.report.claims import pages
 from moecore.report.claims.answers import judge_again
 from moecore.report.claims.claims_table import ANSWERS, build_claim_row, claims_markdown
@@ -51,6 +53,7 @@ from moecore.study.sections import (
     has_changed_settings,
 )
 from moecore.study.study import read_study
+from moecore.training.outcome import Outcome
 from tests.report.generated import (
     TASK,
     card,
@@ -72,7 +75,13 @@ def model(method: int, match: float | None, accuracy: float = 0.5) -> Measured:
     outcome = trained(method, 0, False, "pretrain").model_copy(update={"test_score": score})
     if match is None:
         return model_with_results(outcome)
-    return model_with_results(outcome, ROUTED.model_copy(update={"match_top1": match}))
+    return matching(outcome, Value(metric="match_top1", value=match))
+
+
+def matching(outcome: Outcome, match: Value) -> Measured:
+    """A model whose views match as often as this."""
+    values = (*(one for one in ROUTED.values if one.metric != "match_top1"), match)
+    return Measured({Outcome: outcome, Routing: ROUTED.model_copy(update={"values": values})})
 
 
 def study(**methods: list) -> Results:
@@ -252,11 +261,9 @@ def test_holm_counts_the_claims_of_one_paper():
 def with_items(values: list[np.ndarray]) -> dict[int, Measured]:
     """A model a seed whose match ratio is the mean of these items."""
     return {
-        seed: model_with_results(
+        seed: matching(
             trained(0, 0, False, "pretrain"),
-            ROUTED.model_copy(
-                update={"match_top1": one.mean(), "items": {"match_top1": encode_item_values(one)}}
-            ),
+            Value(metric="match_top1", value=one.mean(), items=encode_item_values(one)),
         )
         for seed, one in enumerate(values)
     }

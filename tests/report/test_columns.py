@@ -14,7 +14,7 @@ from moecore.measure.corruptions import (
     relative_error,
 )
 from moecore.measure.robustness import Result as Robustness
-from moecore.measure.routing import Result as Routing
+from moecore.measure.routing import Routing
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
@@ -24,7 +24,6 @@ from moecore.report.measures.attacked_scores import (
     attack_scores_by_epsilon,
     hits_at_largest_epsilon,
 )
-from moecore.report.measures.routing import swept_values
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
 from moecore.report.reference_methods import column_context
@@ -221,16 +220,17 @@ def test_values_of_the_sweeps_and_of_layers_are_columns(whole):
     (method,) = guided
     layers = [f"teacher_agreement_layer_{number}" for number in (1, 2, 3)]
     assert [cells(whole, method)[name].value for name in layers] == pytest.approx([0.9] * 3)
-    routed = whole.phases["pretrain"].models["vmoe"][0].of(Routing)
-    assert found["match_top1_layer_2"].value == routed.layers[1].match_top1
-    assert found["confidence_highest_layer_3"].value == routed.layers[2].confidence.highest
+    routed = whole.phases["pretrain"].models["vmoe"][0].found(Routing)
+    for name, layer in (("match_top1", 2), ("confidence_highest", 3)):
+        value = routed.find(f"{name}_layer", layer=layer).value
+        assert found[f"{name}_layer_{layer}"].value == value
     metrics = {one.name: one.column for one in build_table(whole, whole.phases["pretrain"]).metrics}
     assert metrics["score_k_2"].form == "share" and metrics["score_k_2"].detail
 
 
 def sweep(phase, method, setting, name):
     return points_over_seeds(
-        [swept_values(result, setting, name) for result in phase.of(Routing)[method]]
+        [result.curve(f"{name}_{setting}", setting) for result in phase.of(Routing)[method]]
     )
 
 

@@ -7,19 +7,24 @@ from moecore.core.files import UserError, write_json
 from moecore.core.plain_values import to_jsonable
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
-from moecore.measure.routing_metrics.seed_matching import (
+from moecore.measure.routing_metrics.expert_roles import (
+    ExpertRoles,
+    compare_seeds,
+    read_kept_choices,
+)
+from moecore.measure.routing_metrics.expert_similarity import (
     chance_agreement,
+    decode_choices,
     indicator_correlation,
     match_experts,
     matched_agreement_by_image,
     seed_agreement,
 )
+from moecore.measure.values import Found
 from moecore.nn.routers.expert_choice import ExpertChoice
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.report.claims.evaluation import evaluate_claims
-from moecore.report.measures.expert_roles import Result, figures, phase_blocks
-from moecore.report.measures.seed_stability import compare_seeds, decode_choices
 from moecore.report.page.expert_answers import (
     display_of,
     list_partners,
@@ -27,6 +32,7 @@ from moecore.report.page.expert_answers import (
     worth_words,
 )
 from moecore.report.page.explorer_page import match_choices
+from moecore.report.pictures.expert_roles import figures
 from moecore.report.tables.headline_metrics import draw_run_figures
 from moecore.report.tables.metrics_by_method import compare_methods
 from moecore.report.typed_results import Measured, Phase, Results
@@ -98,14 +104,15 @@ def test_seeds_that_are_told_the_same_agree():
     """One model thrice: its choices are kept whole. What the page and compare.json say of it."""
     measured = subject(Told())
     result = expert_roles(measured, windows=(2,))
-    chosen = decode_choices(result.layers[0].kept)
+    chosen = decode_choices(read_kept_choices(result)[0])
     assert chosen.shape == (40, 5, 3) and (chosen.sum(axis=-1) == 1).all()
-    models = {"told": dict.fromkeys(range(3), Measured({Result: result}))}
+    models = {"told": dict.fromkeys(range(3), Measured({ExpertRoles: result}))}
     phase = Phase("pretrain", {}, measured.model.image.task, models)
     agreement = compare_seeds(result, result)
     assert agreement.correlation == pytest.approx(1) and agreement.overlap == 1
     assert agreement.chance < 0.8
-    first, second = phase_blocks(phase)
+    display = display_of(ExpertRoles)
+    first, second = display.blocks(phase)
     drawn = ["expert_information", "expert_similarity_1", "coactivation_1_2", "expert_similarity_2"]
     assert len(first.pictures) == 4 and [name for name, _ in figures(result)] == drawn
     assert second.grids[0].lines[0].items[0].text.startswith("1.00")
@@ -122,7 +129,7 @@ def test_seeds_that_are_told_the_same_agree():
     (answer,) = evaluate_claims([asked], Results({"pretrain": two}))
     assert answer.verdict == "open" and answer.p is None and answer.ours.interval.limits is None
     one = phase._replace(models={"told": {0: models["told"][0]}})
-    assert len(list(phase_blocks(one))) == 1
+    assert len(display.blocks(one)) == 1
     assert "seed_stability" not in compare_methods(Results({"pretrain": one}))["told"]["pretrain"]
     assert compared["information_truth"]["mean"] == pytest.approx(1, abs=0.05)
     assert compared["consistency_2_chance"]["mean"] > 0
@@ -172,7 +179,7 @@ def test_what_the_explorer_knows_of_experts():
 
 def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
     """Not asked they are nothing, and refused a reason; the figures of the run have them, too."""
-    display, item = display_of(Result), "routing/pretrain/vmoe/0"
+    display, item = display_of(ExpertRoles), "routing/pretrain/vmoe/0"
     path = tmp_path / f"artifacts/measured/{item}.json"
     asked = routing_with_roles(windows=(2,))
     read, drawn = [], []
@@ -181,12 +188,11 @@ def test_roles_are_a_part_of_what_the_stage_routing_wrote(tmp_path):
         (asked.model_copy(update={"roles": None}), NoisyTopK(k=1)),
         (asked, ExpertChoice()),
     ):
-        result = settings.measure(subject(router), compute_without_cache)
+        result = settings.collect_result(subject(router), compute_without_cache)
         write_json(path, to_jsonable(result))
         read.append(display.read(path, "routing"))
-        assert read[-1] == result.roles
         drawn.append({name for name, _ in draw_run_figures(tmp_path, "routing", item)})
-    assert isinstance(read[0], Result) and read[1] is None
+    assert isinstance(read[0], Found) and read[1] is None
     assert "tokens choose no experts" in read[2].skipped
     assert drawn[1] == drawn[2] < drawn[0] and "expert_information" in drawn[0] - drawn[1]
 
@@ -198,11 +204,11 @@ def test_seeds_are_halved_by_people():
     several = measured._replace(data=measured.data._replace(test=split))
     other = several._replace(model=subject(NoisyTopK(k=1), seed=1).model)
     results = [expert_roles(one, windows=(2,)) for one in (several, other)]
-    assert results[0].layers[0].kept.people == tuple(np.arange(40) // 2)
-    models = {"vmoe": dict(enumerate(Measured({Result: one}) for one in results))}
+    assert read_kept_choices(results[0])[0].people == tuple(np.arange(40) // 2)
+    models = {"vmoe": dict(enumerate(Measured({ExpertRoles: one}) for one in results))}
     phase = Phase("pretrain", {}, measured.model.image.task, models)
-    layers = zip(*(one.layers for one in results), strict=True)
-    chosen = [[decode_choices(layer.kept) for layer in pair] for pair in layers]
+    layers = zip(*map(read_kept_choices, results), strict=True)
+    chosen = [[decode_choices(layer) for layer in pair] for pair in layers]
     expected, by_image = (
         np.mean(
             [seed_agreement(*pair, np.arange(40) // size % 2 == 0).correlation for pair in chosen]

@@ -8,7 +8,7 @@ import pytest
 
 from moecore.core.files import UserError
 from moecore.data.views import invariance_transforms
-from moecore.measure.routing import Result as Routing
+from moecore.measure.routing import Routing
 from moecore.measure.values import place_slug
 from moecore.report.column import PlannedMetric, PlannedPhase
 from moecore.report.figures.drawing import PALETTE
@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
 def test_the_values_come_from_where_they_are_stored(whole):
     phase = whole.phases["pretrain"]
     cells = build_table(whole, phase).cells["vmoe"]  # generated method 1, seed 0
-    routed = phase.models["vmoe"][0].of(Routing)
+    routed = phase.models["vmoe"][0].found(Routing)
     trained = phase.models["vmoe"][0].of(Outcome)
     expected = {"match_top1": 0.52, "match_top2_ordered": 0.32, "match_top2_sets": 0.42}
     expected |= {"token_entropy": 0.43, "fallback": 0.01, "below_k": 0.02, "tail_mass": 0.05}
@@ -78,7 +78,7 @@ def test_the_values_come_from_where_they_are_stored(whole):
     }
     assert {name: cells[name].interval.value for name in expected} == pytest.approx(expected)
     for place in ("highest", "second", "others"):
-        of_layers = [getattr(layer.confidence, place) for layer in routed.layers]
+        of_layers = routed.curve(f"confidence_{place}_layer", "layer").values()
         assert cells[f"confidence_{place}"].interval.value == pytest.approx(sum(of_layers) / 3)
     assert len(trained.agreement_with_final) == 10
     assert cells["imed_rotation_5"].kind == "bootstrap"

@@ -8,11 +8,17 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.routing_records import TokenLayout
+from moecore.measure.base import SEED
+from moecore.measure.routing_metrics.token_labels import RARE
 from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import permuted_orders
 
+PERMUTATIONS = 200
 FEWEST = 4  # images whose labels are exchanged: of three, no order is rarer than 1 in 3! = 6
 
 
@@ -168,3 +174,60 @@ def _specialisation(
     share, chance = shares.sum() / number, null.mean() / number
     excess = share - chance + above * len(chosen) / number
     return Specialisation(float(share), float(chance), number, excess)
+
+
+class LabelSpecialisation(Config):
+    """The largest share of a label's tokens that one expert has."""
+
+    share: float  # mean over the labels of RARE tokens at least
+    chance: float  # of permuted labels, mean
+    labels: int  # how many are of as many tokens
+
+
+class LabelInformation(Config):
+    """What the experts of a token tell of one kind of label, in nats."""
+
+    information: float  # plug-in mutual information
+    chance: float  # of permuted labels, mean
+    p: float  # share of permutations, itself among them, with as much information
+    normalised: float  # (information − chance) / entropy of the labels
+    specialisation: LabelSpecialisation | None = None  # None where no label has RARE tokens
+
+
+def label_information(
+    chosen: Tensor,
+    layout: TokenLayout,
+    labels: dict[str, Tensor],
+    people: np.ndarray | None = None,
+) -> tuple[dict[str, LabelInformation], dict[str, np.ndarray]]:
+    """Return what experts tell of each kind of label of which they see two, and values by image.
+
+    A position is exchanged within its image, every other label with its image's whole map, and with
+    all images of the person.
+    """
+    rows, values = {}, {}
+    patches = chosen[:, layout.special :].numpy()
+    for name, given in labels.items():
+        of_tokens = given.expand(chosen.shape[:2])[:, layout.special :].numpy()
+        is_told = (of_tokens >= 0) & patches.any(axis=-1)
+        if len(np.unique(of_tokens[is_told])) < 2:
+            continue
+        if name == "position":
+            permuted = permute_positions(of_tokens, PERMUTATIONS, SEED)
+        else:
+            permuted = permute_images(of_tokens, PERMUTATIONS, SEED, people)
+        told = expert_information(patches, of_tokens, permuted, RARE)
+        values[f"information_{name}"] = told.excess_by_image / told.label_entropy
+        rows[name] = LabelInformation(
+            information=told.information,
+            chance=told.chance,
+            p=told.p,
+            normalised=(told.information - told.chance) / told.label_entropy,
+        )
+        if special := told.specialisation:
+            values[f"specialisation_{name}"] = special.excess_by_image
+            shares = LabelSpecialisation(
+                share=special.share, chance=special.chance, labels=special.labels
+            )
+            rows[name] = rows[name].model_copy(update={"specialisation": shares})
+    return rows, values

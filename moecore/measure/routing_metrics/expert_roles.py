@@ -3,7 +3,7 @@
 All from the pass of ``Routing``. N images, T tokens per image, E experts, k chosen per token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, NamedTuple
@@ -17,77 +17,225 @@ from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import RoutingRecord, TokenLayout, first_choices
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import SEED, MeasuredModel, Number
-from moecore.measure.item_mean_result import ItemMeans
+from moecore.measure.base import MeasuredModel, MeasuredPart, Number
 from moecore.measure.routing_metrics.barred_experts import find_own_model
-from moecore.measure.routing_metrics.coactivation import (
+from moecore.measure.routing_metrics.choice_patterns import (
+    EarlyChoices,
+    chance_violation,
+    choice_predictability,
+    choose_one_layer_early,
     conditional_coactivation,
     count_coactivation,
+    cumulative_load_shares,
     follow_up_shares,
+    margin_values,
+    mean_batch_violation,
     pair_lift_by_image,
+    window_consistency,
 )
 from moecore.measure.routing_metrics.expert_information import (
-    expert_information,
-    permute_images,
-    permute_positions,
+    LabelInformation,
+    label_information,
 )
 from moecore.measure.routing_metrics.expert_similarity import (
     CountedImages,
+    KeptChoices,
     KeptTokens,
+    PairAgreement,
     Similarity,
+    compare_kept_choices,
     expert_similarity,
     keep_layer_tokens,
 )
 from moecore.measure.routing_metrics.layer_metrics import expert_counts
-from moecore.measure.routing_metrics.load_concentration import (
-    chance_violation,
-    choice_margin,
-    cumulative_load_shares,
-    mean_batch_violation,
-)
-from moecore.measure.routing_metrics.local_consistency import (
-    consistency_by_image,
-    consistency_by_threshold,
-    window_use_histogram,
-)
-from moecore.measure.routing_metrics.predictability import (
-    EarlyChoices,
-    choice_predictability,
-    choose_one_layer_early,
-)
 from moecore.measure.routing_metrics.token_labels import (
-    RARE,
     image_labels_by_kind,
     token_labels_by_kind,
 )
+from moecore.measure.values import Found, Metric, OnPage, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import model_device
 from moecore.nn.routing_traces import record_on_finer_grid
-from moecore.statistics.crossed import linearize_ratio
 from moecore.statistics.intervals import indices_by_person
 
-PERMUTATIONS = 200
-SMALLEST = 0.01  # quantile of the margins
+LABELS = {  # name → the words of a column and of a figure
+    "class": "class",
+    "position": "position",
+    "truth": "truth",
+    "word": "word",
+    "stop_word": "stop word or not",
+    "tissue": "tissue",
+    "layer_before": "expert before",
+}
+TELLS = "mutual information above that of permuted labels / the label's entropy; mean over layers"
+SPECIAL = "largest share of a label's tokens that one expert has, above that of permuted labels"
+TWO_IMAGES = "the same of tokens of two images; mean over layers"
+METRICS = {
+    **{
+        f"information_{name}": Metric(
+            f"Experts tell the {words}", "", "share", note=TELLS, signed=True
+        )
+        for name, words in LABELS.items()
+    },
+    **{
+        f"information_{name}_p": Metric(
+            f"Experts tell the {words}, p",
+            note="share of permutations of the labels with as much information; largest of the "
+            "layers",
+            detail=True,
+        )
+        for name, words in LABELS.items()
+    },
+    **{
+        f"specialisation_{name}": Metric(
+            f"Specialisation by {words}",
+            "",
+            "share",
+            note=f"{SPECIAL}; mean over labels and layers",
+            signed=True,
+        )
+        for name, words in LABELS.items()
+    },
+    "pair_lift": Metric(
+        "Co-activation lift",
+        note="P(b | a) / P(b) of the pairs of experts that tokens chose; mean over layers",
+        chance="of experts chosen independently at an even load; mean over layers",
+        signed=True,
+    ),
+    "expert_cka": Metric(
+        "Similarity of experts, CKA",
+        "",
+        "share",
+        note="linear CKA of what two experts make of the same tokens, mean over pairs; mean over "
+        "layers",
+        chance=TWO_IMAGES,
+        signed=True,
+    ),
+    "expert_cosine": Metric(
+        "Similarity of experts, cosine",
+        note="cosine of what two experts make of a token, mean over pairs; mean over layers",
+        chance=TWO_IMAGES,
+        signed=True,
+    ),
+    "margin": Metric(
+        "Margin",
+        note="lowest score of a chosen expert − highest of another, by what the router chooses "
+        "by (of a trace: probabilities); mean over layers",
+        signed=True,
+    ),
+    "smallest_margin": Metric(
+        "Margin, smallest", note="its 1 % quantile over tokens; mean over layers", detail=True
+    ),
+    "early_choice": Metric(
+        "Choice foretold a layer earlier",
+        "",
+        "share",
+        note="of a token's experts those that the layer's router chooses from what came to the "
+        "layer before; mean over layers",
+        chance="k / number of experts; mean over layers",
+        signed=True,
+    ),
+    "early_load": Metric(
+        "Load foretold a layer earlier",
+        note="cosine of the experts' loads by these choices and by the layer's own; mean over "
+        "layers",
+        chance="of an even load; mean over layers",
+        signed=True,
+    ),
+    "early_load_rank": Metric(
+        "Load foretold, ranks",
+        note="Spearman's correlation of the same; mean over layers",
+        detail=True,
+    ),
+    "early_hottest": Metric(
+        "Hottest experts foretold",
+        "",
+        "share",
+        note="of the most used eighth of the experts those that both loads have; mean over layers",
+        detail=True,
+    ),
+    "batch_violation": Metric(
+        "MaxVio of a batch", note="mean over batches; mean over layers", detail=True
+    ),
+    "batch_violation_chance": Metric(
+        "MaxVio by chance", note="of as many even random choices; mean over layers", detail=True
+    ),
+    "coverage": Metric(
+        "Load of the most used quarter",
+        "",
+        "share",
+        note="share of the choices that a quarter of the experts has; mean over layers",
+        detail=True,
+    ),
+    "consistency": Metric(
+        "Local consistency, {} tokens",
+        "",
+        "share",
+        note="F1 of the best sets of experts for windows of {} neighbouring tokens; mean over "
+        "layers",
+        chance="the same with each image's tokens exchanged; mean over layers",
+        over="window",
+        signed=True,
+    ),
+    "seed_stability": Metric(
+        "Stability over seeds",
+        note="correlation over tokens of who chose an expert of one seed and its partner of "
+        "another, mean over experts, layers and pairs of seeds",
+        of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).correlation,
+    ),
+    "seed_stability_chance": Metric(
+        "Stability over seeds, by chance",
+        note="the same with one seed's images exchanged",
+        detail=True,
+        of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).chance,
+    ),
+    "seed_overlap": Metric(
+        "Choices that seeds share",
+        "",
+        "share",
+        note="of one seed's experts those that the other chose too, once matched",
+        detail=True,
+        of_pairs=lambda ours, theirs: compare_seeds(ours, theirs).overlap,
+    ),
+}
+QUARTER = 4  # of the experts, whose load is told
 KEPT = 2**13  # tokens of a layer whose experts are kept, for a comparison of seeds
 
 
-class ExpertRoles(Config):
-    """The sizes that some numbers depend on."""
+class ExpertRoles(MeasuredPart):
+    """The sizes that some numbers depend on.
+
+    information_{label} is above chance and over the label's entropy, specialisation_{label} less
+    its chance. pair_lift: mean of P(b | a) / P(b) over pairs of experts that tokens chose; its
+    chance is at an even load. margin: see ``selection_scores``. consistency: F1 of the best sets
+    for windows of so many tokens; its chance with the tokens of each image exchanged. expert_cka,
+    expert_cosine: of what two make of the same tokens, mean over pairs; their chance of tokens of
+    two images. early_choice, early_load, early_load_rank, early_hottest: see
+    ``choice_predictability``. batch_violation: the mean MaxVio of batches, beside that of even
+    random choices.
+    """
+
+    metrics = METRICS
+    page = OnPage("what experts are for", place=7, about="information_class")
 
     batch: int = Field(64, ge=1, description="Images of a batch whose MaxVio is taken.")
     windows: tuple[Annotated[int, Field(ge=2)], ...] = Field(
         (2, 4, 8), description="Neighbouring tokens that share a set of experts; fewer than all."
     )
 
+    @classmethod
+    def model_refusal(cls, model: Model) -> str | None:
+        """Return why a model's experts have no roles, in words: tokens choose among experts."""
+        moe = model.moe
+        if moe is None:
+            return "a dense model has no experts"
+        if not moe.router.chooses_per_token:
+            return f"with the router {moe.router.kind} tokens choose no experts"
+        return "there is one expert" if moe.experts.number < 2 else None
 
-def roles_refusal(model: Model) -> str | None:
-    """Return why a model's experts have no roles, in words: tokens must choose among experts."""
-    moe = model.moe
-    if moe is None:
-        return "a dense model has no experts"
-    if not moe.router.chooses_per_token:
-        return f"with the router {moe.router.kind} tokens choose no experts"
-    return "there is one expert" if moe.experts.number < 2 else None
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the windows."""
+        return {"window": self.windows}
 
 
 class WatchedPass(NamedTuple):
@@ -104,14 +252,15 @@ def watch_experts(model: Model, images: CountedImages) -> Iterator[WatchedPass]:
         yield WatchedPass(tokens, early)
 
 
-def tell_roles(
+def put_roles(
     subject: MeasuredModel,
     where: np.ndarray,
     records: Sequence[RoutingRecord],
     watched: WatchedPass,
     settings: ExpertRoles,
-) -> "Result":
-    """Return each layer's roles, and means over the layers with intervals over images.
+    out: Values,
+) -> None:
+    """Put means over the layers, with intervals over images; facts.roles: each layer's roles.
 
     records: of a pass over the test images at these places, (N,), which was watched.
     """
@@ -129,8 +278,8 @@ def tell_roles(
     def known_labels(layout: TokenLayout) -> dict[str, Tensor]:
         return classes | token_labels_by_kind(subject, where, images, layout)
 
-    layers = []
-    by_image = []
+    layers: list[RolesLayer] = []
+    by_image: list[ByImage] = []
     for index, (record, layout) in enumerate(zip(records, subject.model.layouts, strict=True)):
         labels = dict(known_labels(layout))
         beside = BesideRecord(people, alike[index], predicted[index], scores=scores[index])
@@ -142,41 +291,40 @@ def tell_roles(
         layer, values = layer_roles(record, layout, labels, settings, beside)
         layers.append(layer)
         by_image.append(values)
+    out.people = people
     # the first layer has none before it
-    shared = [name for name in by_image[-1] if all(name in one for one in by_image[1:])]
-    return Result.of(
-        {name: mean_over_layers_with_name(by_image, name) for name in shared},
-        people,
-        images=len(images),
-        batch=settings.batch,
-        layers=layers,
-    )
+    for name in [name for name in by_image[-1] if all(name in one for one in by_image[1:])]:
+        metric, at = metric_and_place(name)
+        out.put(metric, mean_over_layers_with_name(by_image, name), **at)
+    put_without_items(layers, out)
+    out.facts["roles"] = {"images": len(images), "batch": settings.batch, "layers": layers}
 
 
-class LabelSpecialisation(Config):
-    """The largest share of a label's tokens that one expert has."""
+def metric_and_place(name: str, suffix: str = "") -> tuple[str, dict[str, Place]]:
+    """Return the metric of a layer's number, followed by ``suffix``, and its place.
 
-    share: float  # mean over the labels of RARE tokens at least
-    chance: float  # of permuted labels, mean
-    labels: int  # how many are of as many tokens
-
-
-class LabelInformation(Config):
-    """What the experts of a token tell of one kind of label, in nats."""
-
-    information: float  # plug-in mutual information
-    chance: float  # of permuted labels, mean
-    p: float  # share of permutations, itself among them, with as much information
-    normalised: float  # (information − chance) / entropy of the labels
-    specialisation: LabelSpecialisation | None = None  # None where no label has RARE tokens
+    That of consistency_2 is the window of two tokens.
+    """
+    metric, _, window = name.rpartition("_")
+    if metric != "consistency":
+        return f"{name}{suffix}", {}
+    return f"{metric}{suffix}", {"window": int(window)}
 
 
-class KeptChoices(Config):
-    """Which experts some tokens chose: bits of (images, tokens, experts), by ``encode_arrays``."""
-
-    shape: tuple[int, int, int]
-    bits: str
-    people: tuple[int, ...] | None = None  # whose image each is, where people have several
+def put_without_items(layers: Sequence["RolesLayer"], out: Values) -> None:
+    """Put means over the layers of what has no value an image, and the largest p of each label."""
+    for name in ("smallest_margin", "early_load_rank", "early_hottest", "batch_violation"):
+        if known := [layer.values[name] for layer in layers if name in layer.values]:
+            out.put(name, sum(known) / len(known))
+    for name in dict.fromkeys(name for layer in layers for name in layer.chances):
+        known = [layer.chances[name] for layer in layers if name in layer.chances]
+        metric, at = metric_and_place(name, "_chance")
+        out.put(metric, sum(known) / len(known), **at)
+    for name in LABELS:
+        if known := [layer.labels[name].p for layer in layers if name in layer.labels]:
+            out.put(f"information_{name}_p", max(known))
+    shares = [layer.coverage[max(1, len(layer.coverage) // QUARTER) - 1] for layer in layers]
+    out.put("coverage", sum(shares) / len(shares))
 
 
 class RolesLayer(Config):
@@ -197,26 +345,23 @@ class RolesLayer(Config):
     kept: KeptChoices
 
 
-class Result(ItemMeans):
-    """Means over the MoE layers with intervals over images, and each layer.
-
-    information_{label}: as ``normalised``.  specialisation_{label}: less its chance.  pair_lift:
-    mean of P(b | a) / P(b) over pairs of experts that tokens chose; its chance is at an even load.
-    margin: lowest score of a chosen expert − highest of another, see ``selection_scores``.
-    consistency_{m}: F1 of the best sets for windows of m tokens; its chance with the tokens of
-    each image exchanged.  expert_cka, expert_cosine: of what two make of the same tokens, mean over
-    pairs; their chance of tokens of two images.  early_choice, early_load: see
-    ``choice_predictability``, as early_load_rank and early_hottest of layers alone.
-    Of layers alone, too: smallest_margin, a 1 % quantile; batch_violation, the mean MaxVio of
-    batches, beside that of even random choices.
-    """
-
-    images: int
-    batch: int  # images of a batch of batch_violation
-    layers: tuple[RolesLayer, ...]
+def read_layers(result: Found) -> list[RolesLayer]:
+    """Return each layer's roles."""
+    return [RolesLayer.model_validate(layer) for layer in result.facts["roles"]["layers"]]
 
 
-Values = dict[str, np.ndarray]  # name → one value an image, (N,)
+def read_kept_choices(result: Found) -> tuple[KeptChoices, ...]:
+    """Return the choices that each layer kept."""
+    layers = result.facts["roles"]["layers"]
+    return tuple(KeptChoices.model_validate(layer["kept"]) for layer in layers)
+
+
+def compare_seeds(ours: Found, theirs: Found) -> PairAgreement:
+    """Return how far two seeds agree; the same two are compared once."""
+    return compare_kept_choices(read_kept_choices(ours), read_kept_choices(theirs))
+
+
+ByImage = dict[str, np.ndarray]  # name → one value an image, (N,)
 
 
 class BesideRecord(NamedTuple):
@@ -239,8 +384,8 @@ def layer_roles(
     labels: dict[str, Tensor],
     settings: ExpertRoles,
     beside: BesideRecord = NOTHING_BESIDE,
-) -> tuple[RolesLayer, Values]:
-    """Return one layer's roles, and the values by image of what ``Result`` has.
+) -> tuple[RolesLayer, ByImage]:
+    """Return one layer's roles, and its numbers by image; consistency_2: of windows of two.
 
     labels: name → (N or 1, T or 1), -1 where unknown; special tokens have none.
     """
@@ -315,72 +460,6 @@ def selection_scores(
     return scores
 
 
-def margin_values(scores: Tensor, chosen: Tensor) -> tuple[Values, dict[str, float]]:
-    """Return the margin by image, and the smallest; nothing where no token has one."""
-    margins = choice_margin(scores, chosen)
-    is_known = margins.isfinite()
-    if not is_known.any():
-        return {}, {}
-    sums = margins.nan_to_num().sum(dim=1), is_known.sum(dim=1)
-    return (
-        {"margin": linearize_ratio(*(one.numpy() for one in sums))},
-        {"smallest_margin": float(np.quantile(margins[is_known].numpy(), SMALLEST))},
-    )
-
-
-def label_information(
-    chosen: Tensor,
-    layout: TokenLayout,
-    labels: dict[str, Tensor],
-    people: np.ndarray | None = None,
-) -> tuple[dict[str, LabelInformation], Values]:
-    """Return what experts tell of each kind of label of which they see two, and values by image.
-
-    A position is exchanged within its image, every other label with its image's whole map, and with
-    all images of the person.
-    """
-    rows, values = {}, {}
-    patches = chosen[:, layout.special :].numpy()
-    for name, given in labels.items():
-        of_tokens = given.expand(chosen.shape[:2])[:, layout.special :].numpy()
-        is_told = (of_tokens >= 0) & patches.any(axis=-1)
-        if len(np.unique(of_tokens[is_told])) < 2:
-            continue
-        if name == "position":
-            permuted = permute_positions(of_tokens, PERMUTATIONS, SEED)
-        else:
-            permuted = permute_images(of_tokens, PERMUTATIONS, SEED, people)
-        told = expert_information(patches, of_tokens, permuted, RARE)
-        values[f"information_{name}"] = told.excess_by_image / told.label_entropy
-        rows[name] = LabelInformation(
-            information=told.information,
-            chance=told.chance,
-            p=told.p,
-            normalised=(told.information - told.chance) / told.label_entropy,
-        )
-        if special := told.specialisation:
-            values[f"specialisation_{name}"] = special.excess_by_image
-            shares = LabelSpecialisation(
-                share=special.share, chance=special.chance, labels=special.labels
-            )
-            rows[name] = rows[name].model_copy(update={"specialisation": shares})
-    return rows, values
-
-
-def window_consistency(patches: Tensor, windows: Sequence[int]) -> tuple[Values, dict[str, float]]:
-    """Return values by image, and the mean by chance, of windows shorter than tokens (N, T, E)."""
-    values, chances = {}, {}
-    number, length = patches.shape[:2]
-    order = np.random.default_rng(SEED).permuted(np.tile(np.arange(length), (number, 1)), axis=1)
-    shuffled = patches[torch.arange(number).unsqueeze(-1), torch.from_numpy(order)]
-    for window in [window for window in windows if window < length]:
-        name = f"consistency_{window}"
-        values[name] = consistency_by_image(window_use_histogram(patches, window).numpy())
-        uses = window_use_histogram(shuffled, window).sum(dim=0).numpy()
-        chances[name] = float(consistency_by_threshold(uses).max())
-    return values, chances
-
-
-def mean_over_layers_with_name(layers: list[Values], name: str) -> np.ndarray:
+def mean_over_layers_with_name(layers: list[ByImage], name: str) -> np.ndarray:
     """Return the mean over the layers that have the name: all, or all but the first, (N,)."""
     return np.mean([layer[name] for layer in layers if name in layer], axis=0)

@@ -4,18 +4,17 @@ B images, T tokens per image, E experts. Probabilities and masks are (B, T, E).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord, first_choices
 
 
-class Confidence(Config):
+class Confidence(NamedTuple):
     """How sure a router is: highest, second and other probs, mean over tokens (PRC, table 5)."""
 
     highest: float
@@ -167,9 +166,10 @@ def processing_change_by_layer(
     ]
 
 
-def average_layers(layers: Sequence[Config], names: Iterable[str]) -> dict[str, Any]:
-    """Return the mean of each field over the MoE layers; None where a layer has none."""
-    return {name: mean_over_layers([getattr(layer, name) for layer in layers]) for name in names}
+def average_layers(layers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over the MoE layers, of those that every layer has."""
+    shared = [name for name in layers[0] if all(name in layer for layer in layers)]
+    return {name: sum(layer[name] for layer in layers) / len(layers) for name in shared}
 
 
 def mean_over_layers(values: Sequence[float | None]) -> float | None:

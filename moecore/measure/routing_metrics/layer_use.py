@@ -1,6 +1,8 @@
-"""How one MoE layer uses its experts: load, entropy, the router's confidence, and who is eligible.
+"""How one MoE layer uses its experts: load, entropy, confidence, and which weight is left out.
 
-B images, T tokens per image, E experts; a record's fields are (B, T, E).
+ERMoE, supplement §6 and §8. B images, T tokens per image, E experts; a record's fields, scores and
+probs are (B, T, E). With a threshold, a token's eligible experts are A = {e : score > threshold},
+and without one all are.
 """
 
 import math
@@ -8,10 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config
+from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
 from moecore.measure.routing_metrics.layer_metrics import (
-    Confidence,
     dead_expert_share,
     expert_counts,
     linearize_mean,
@@ -21,66 +22,92 @@ from moecore.measure.routing_metrics.layer_metrics import (
     normalised_load_entropy,
     routing_confidence,
 )
-from moecore.measure.routing_metrics.tail_and_fallback import (
-    below_k_eligible_flags,
-    below_k_eligible_rate,
-    eligible_tail_mass,
-    eligible_tail_sums_by_image,
-    fallback_rate,
-    tail_by_token,
-    tail_of_probs,
-)
 from moecore.nn.experts.base import map_shape
 from moecore.statistics.crossed import linearize_ratio
 
+# What a score counts at least as a weight, as in the router: above a negative threshold, scores may
+# be negative.
+_LEAST = 1e-6
 
-class BorderShares(Config):
-    """Shares of a layer's choices (load), of its probability (mass) and of its experts (cells).
 
-    On the border of the map of experts, in its corners, which belong to the border, and inside it.
-    MoGE's regularizer rewards the border: read a share beside that of the cells. A map with a side
-    of two experts at most is all border: it has no inside, whose values are None.
+def fallback_rate(scores: Tensor, threshold: float) -> float:
+    """Share of tokens without any eligible expert, which fall back to top-k. §6, figure S3."""
+    return below_k_eligible_rate(scores, threshold, 1)
+
+
+def below_k_eligible_rate(scores: Tensor, threshold: float, k: int) -> float:
+    """Share of tokens with fewer than ``k`` eligible experts (Algorithm 1, line 13)."""
+    return float(below_k_eligible_flags(scores, threshold, k).mean())
+
+
+def below_k_eligible_flags(scores: Tensor, threshold: float, k: int) -> Tensor:
+    """1 for each token with fewer than ``k`` eligible experts, else 0; (B, T) fp64."""
+    return (_eligible_experts(scores, threshold).sum(dim=-1) < k).double()
+
+
+def eligible_tail_mass(scores: Tensor, threshold: float, k: int) -> float | None:
+    """Weight of the eligible experts beyond the best ``k``, over that of all eligible ones.
+
+    Eq. 12; in [0, 1). Mean over the tokens that have an eligible expert; None where none has one.
+    Weights are the scores, at least 1e-6.
     """
-
-    border_load: float | None  # None, as every load, where no token chose an expert
-    border_mass: float
-    border_cells: float
-    corner_load: float | None
-    corner_mass: float
-    corner_cells: float
-    inner_load: float | None
-    inner_mass: float | None
-    inner_cells: float | None
+    eligible = _eligible_experts(scores, threshold)
+    # (tokens with an eligible expert, E)
+    weights = scores.double().clamp_min(_LEAST).where(eligible, 0)[eligible.any(dim=-1)]
+    if not len(weights):
+        return None
+    return float(_share_beyond(weights, k).mean())
 
 
-class Use(BorderShares):
-    """One MoE layer's values, or the means over layers of those that all of them have.
+def eligible_tail_sums_by_image(scores: Tensor, threshold: float, k: int) -> tuple[Tensor, Tensor]:
+    """Return each image's sum of ``eligible_tail_mass``, and of how many tokens; (B,) fp64."""
+    eligible = _eligible_experts(scores, threshold)
+    some = eligible.any(dim=-1)
+    weights = scores.double().clamp_min(_LEAST).where(eligible, 0)
+    tail = _share_beyond(weights, k).where(some, 0)
+    return tail.sum(dim=-1), some.sum(dim=-1).double()
 
-    Where no token chose an expert, as the router depth may decide, the load has no values.
+
+def tail_of_probs(probs: Tensor, k: int) -> float:
+    """Share of the probability outside a token's best ``k`` experts, mean over tokens.
+
+    Eq. 12 where every expert is eligible: Σ_{e > k} p_(e) / Σ_e p_(e), p_(1) ≥ p_(2) ≥ …; in
+    [0, 1 − k/E]: 0 for k ≥ E, 1 − k/E where no expert is preferred.
     """
-
-    load_cv2: float | None
-    max_violation: float | None
-    dead: float | None  # share of experts with under 1 % of the mean load
-    experts_per_token: float  # chosen, before capacity
-    unrouted: float  # share of tokens that chose none
-    entropy: float | None
-    token_entropy: float
-    tail_of_probs: float | None = None  # routers with k only
-    fallback: float | None = None  # routers with a threshold only, as the next two
-    below_k: float | None = None
-    tail_mass: float | None = None  # None too where no token has an eligible expert
+    return float(tail_by_token(probs, k).mean())
 
 
-class LayerUse(Use):
-    """One MoE layer's."""
+def tail_by_token(probs: Tensor, k: int) -> Tensor:
+    """``tail_of_probs`` of each token, (B, T) fp64."""
+    _check_nonempty(probs, "probs")
+    return _share_beyond(probs.double(), k)
 
-    load: tuple[float, ...]  # share of the choices per expert; zeros where there is no choice
-    confidence: Confidence
+
+def _share_beyond(weights: Tensor, k: int) -> Tensor:
+    """Share of the weights (…, E) that lies outside the best ``k``, (…)."""
+    ordered = weights.sort(dim=-1, descending=True).values
+    return ordered[..., k:].sum(dim=-1) / ordered.sum(dim=-1)
 
 
-def map_border_shares(load: Tensor, mass: Tensor) -> BorderShares:
-    """Return where on ``map_shape`` load and mass, both (E,) of sum 1, lie; or a load of zeros."""
+def _eligible_experts(scores: Tensor, threshold: float) -> Tensor:
+    _check_nonempty(scores, "scores")
+    return scores > threshold
+
+
+def _check_nonempty(values: Tensor, name: str) -> None:
+    if not values.numel():
+        shape = f"{tuple(values.shape)} (images, tokens, experts)"
+        raise UserError(f"eligibility: {name} of shape {shape} hold no token")
+
+
+def map_border_shares(load: Tensor, mass: Tensor) -> dict[str, float]:
+    """Return where on ``map_shape`` load and mass, both (E,) of sum 1, and experts (cells) lie.
+
+    As shares: on its border, in its corners, which belong to the border, and inside it.
+
+    MoGE's regularizer rewards the border: read a share beside that of the cells. A load of zeros
+    lies nowhere, and a map with a side of two experts at most has no inside: no such values.
+    """
     rows, columns = map_shape(len(load))
     row = torch.arange(rows)[:, None]
     column = torch.arange(columns)[None]
@@ -88,16 +115,16 @@ def map_border_shares(load: Tensor, mass: Tensor) -> BorderShares:
     at_column_end = (column == 0) | (column == columns - 1)
     border = (at_row_end | at_column_end).flatten()
     cells = torch.full_like(load, 1 / len(load))
-    values: dict[str, float | None] = {}
+    values = {}
     for place, where in (
         ("border", border),
         ("corner", (at_row_end & at_column_end).flatten()),
         ("inner", ~border),
     ):
         for name, shares in (("load", load), ("mass", mass), ("cells", cells)):
-            is_known = where.any() and shares.any()
-            values[f"{place}_{name}"] = float(shares[where].sum()) if is_known else None
-    return BorderShares.model_validate(values)
+            if where.any() and shares.any():
+                values[f"{place}_{name}"] = float(shares[where].sum())
+    return values
 
 
 def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
@@ -109,34 +136,40 @@ def choices_by_image(chosen: Tensor) -> dict[str, Tensor]:
     return {"experts_per_token": numbers.mean(dim=1), "unrouted": none.mean(dim=1)}
 
 
-def layer_use_metrics(layer: RoutingRecord, threshold: float | None, k: int | None) -> LayerUse:
-    """The metrics of one MoE layer; threshold and k: of its router, None where it has none."""
+def load_shares(counts: Tensor) -> Tensor:
+    """Return each expert's share of the choices, (E,) fp64; zeros where there is none."""
+    return counts.double() / counts.sum().clamp(min=1)
+
+
+def layer_use_metrics(
+    layer: RoutingRecord, threshold: float | None, k: int | None
+) -> dict[str, float]:
+    """The metrics of one MoE layer; threshold and k: of its router, None where it has none.
+
+    Where no token chose an expert, as the router depth may decide, the load has no values.
+    """
     counts = expert_counts(layer.chosen)
-    fallback = None
-    below_k = None
-    tail = None
-    if threshold is not None:
-        fallback = fallback_rate(layer.logits, threshold)
-        if k is not None:
-            below_k = below_k_eligible_rate(layer.logits, threshold, k)
-            tail = eligible_tail_mass(layer.logits, threshold, k)
-    load = counts.double() / counts.sum().clamp(min=1)
     mass = layer.probs.double().flatten(0, -2).mean(dim=0)
-    return LayerUse(
-        **map_border_shares(load, mass / mass.sum()).model_dump(),
-        load=load.tolist(),
-        load_cv2=load_cv2(counts) if counts.any() else None,
-        max_violation=max_load_violation(counts) if counts.any() else None,
-        dead=dead_expert_share(counts) if counts.any() else None,
-        **{name: float(one.mean()) for name, one in choices_by_image(layer.chosen).items()},
-        entropy=normalised_load_entropy(counts) if counts.any() else None,
-        confidence=routing_confidence(layer.probs),
-        token_entropy=mean_token_entropy(layer.probs),
-        tail_of_probs=None if k is None else tail_of_probs(layer.probs, k),
-        fallback=fallback,
-        below_k=below_k,
-        tail_mass=tail,
+    values: dict[str, float | None] = dict(
+        map_border_shares(load_shares(counts), mass / mass.sum())
     )
+    if counts.any():
+        values["load_cv2"] = load_cv2(counts)
+        values["max_violation"] = max_load_violation(counts)
+        values["dead"] = dead_expert_share(counts)
+        values["entropy"] = normalised_load_entropy(counts)
+    values |= {name: float(one.mean()) for name, one in choices_by_image(layer.chosen).items()}
+    sure = routing_confidence(layer.probs)._asdict()
+    values |= {f"confidence_{name}": value for name, value in sure.items()}
+    values["token_entropy"] = mean_token_entropy(layer.probs)
+    if k is not None:
+        values["tail_of_probs"] = tail_of_probs(layer.probs, k)
+    if threshold is not None:
+        values["fallback"] = fallback_rate(layer.logits, threshold)
+        if k is not None:
+            values["below_k"] = below_k_eligible_rate(layer.logits, threshold, k)
+            values["tail_mass"] = eligible_tail_mass(layer.logits, threshold, k)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def use_metrics_by_image(
@@ -144,7 +177,7 @@ def use_metrics_by_image(
 ) -> dict[str, Tensor]:
     """The metrics of ``layer_use_metrics`` as one value per image, (B,) fp64, whose mean each is.
 
-    And the probabilities of ``Confidence``, as ``confidence_highest`` and so on.
+    The share of dead experts, and where on the map they lie, have none.
     """
     counts = layer.chosen.sum(dim=1).double()
     probs = layer.probs.double()

@@ -3,7 +3,7 @@
 ERMoE, figures S3 and S5. N images.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.data.image_noise import standard_normal_noise
 from moecore.measure.routing_metrics.layer_metrics import expert_counts, load_cv2, mean_over_layers
-from moecore.measure.routing_metrics.tail_and_fallback import (
+from moecore.measure.routing_metrics.layer_use import (
     eligible_tail_mass,
     fallback_rate,
     tail_of_probs,
@@ -89,6 +89,7 @@ def augmentation_variants(
         yield ChangedImages("augmentation", asked.name, views.images[:number], moved)
 
 
+TRAINED_THRESHOLD = 0.5  # T of figure S3, where its curve is said to bend
 Experts = tuple[Annotated[int, Field(ge=1)], ...]  # numbers of experts per token
 
 
@@ -108,34 +109,7 @@ class SweepSettings(Config):
     images: int = Field(300, ge=1, description="Of the images that the routing is measured on")
 
 
-class SettingOutcome(Config):
-    """What a model predicts under one setting, and the means over its MoE layers."""
-
-    score: float  # the task's
-    load_cv2: float | None  # None where no token of a layer chose an expert
-    tail_mass: float | None
-    """Eq. 12 with a threshold (None where no token of a layer has an eligible expert), else the
-    share of the probs outside the best k."""
-    fallback: float | None = None  # routers with a threshold only
-
-
-class KRow(SettingOutcome):
-    """With ``k`` experts a token."""
-
-    k: int
-
-
-class RouterThresholdRow(SettingOutcome):
-    """With another threshold of the router."""
-
-    threshold: float
-
-
-class RoutingSweeps(Config):
-    """Rows of both sweeps; none for a router without k or without a threshold."""
-
-    k: tuple[KRow, ...]
-    threshold: tuple[RouterThresholdRow, ...]
+Numbers = dict[str, float]  # what a model has under one setting, by name
 
 
 class SweepImages(NamedTuple):
@@ -179,33 +153,34 @@ def copy_with_k(model: Model, k: int) -> Model | None:
     return copy_with_router(model, moe.router.with_k(k))
 
 
-def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> list[KRow]:
-    """One row for each k ≤ E of ``numbers``; [] for a router without k. Of split experts the rows
-    tell how many pieces a token chooses.
+def sweep_k(model: Model, sample: SweepImages, numbers: Experts, batch: int) -> dict[int, Numbers]:
+    """Return each k ≤ E of ``numbers`` → what ``setting_numbers`` has; {} for a router without k.
+
+    Of split experts the keys are how many pieces a token chooses.
     """
-    rows = []
+    outcomes = {}
     for k in numbers:
         other = copy_with_k(model, k)
         if other is not None:
             pieces = other.experts_and_router.experts.scale_k(k)
-            rows.append(KRow(k=pieces, **_values(other, pieces, sample, batch)))
-    return rows
+            outcomes[pieces] = setting_numbers(other, pieces, sample, batch)
+    return outcomes
 
 
 def sweep_threshold(
     model: Model, sample: SweepImages, thresholds: tuple[float, ...], batch: int
-) -> list[RouterThresholdRow]:
-    """Return one row per threshold, as ``sweep_k`` does; [] for a router without a threshold."""
+) -> dict[float, Numbers]:
+    """Return the same of each threshold; {} for a router without a threshold."""
     router = model.experts_and_router.router
     if not isinstance(router, Eigenbasis):
-        return []
+        return {}
     chosen = model.experts_and_router.experts.scale_k(router.k)
-    rows = []
+    outcomes = {}
     for threshold in thresholds:
         changed = router.model_copy(update={"threshold": threshold})
-        values = _values(copy_with_router(model, changed), chosen, sample, batch)
-        rows.append(RouterThresholdRow(threshold=threshold, **values))
-    return rows
+        other = copy_with_router(model, changed)
+        outcomes[threshold] = setting_numbers(other, chosen, sample, batch)
+    return outcomes
 
 
 def score_threshold(router: Any) -> float | None:
@@ -218,28 +193,31 @@ def score_threshold(router: Any) -> float | None:
 
 def run_sweeps(
     model: Model, sample: SweepImages, settings: SweepSettings, batch: int
-) -> RoutingSweeps:
-    """Both sweeps of a model with MoE layers."""
-    return RoutingSweeps(
-        k=sweep_k(model, sample, settings.k, batch),
-        threshold=sweep_threshold(model, sample, settings.threshold, batch),
-    )
+) -> dict[str, Mapping[Any, Numbers]]:
+    """Both sweeps of a model with MoE layers, by the name of what is set."""
+    return {
+        "k": sweep_k(model, sample, settings.k, batch),
+        "threshold": sweep_threshold(model, sample, settings.threshold, batch),
+    }
 
 
-def _values(model: Model, k: int, sample: SweepImages, batch: int) -> dict[str, Any]:
+def setting_numbers(model: Model, k: int, sample: SweepImages, batch: int) -> Numbers:
+    """Return the task's score, and the means of ``routing_means_over_layers``."""
     prediction, records = predict_in_batches(model, sample.images, batch)
     threshold = score_threshold(model.experts_and_router.router)
-    scores = sample.task.scores(prediction, sample.labels)
-    return {
-        "score": float(scores.double().numpy().mean()),
-        **routing_means_over_layers(records, k, threshold),
-    }
+    score = float(sample.task.scores(prediction, sample.labels).double().numpy().mean())
+    return {"score": score, **routing_means_over_layers(records, k, threshold)}
 
 
 def routing_means_over_layers(
     records: Sequence[RoutingRecord], k: int, threshold: float | None
-) -> dict[str, Any]:
-    """Means over the MoE layers of what ``SettingOutcome`` has."""
+) -> Numbers:
+    """Means over the MoE layers of what all of them have.
+
+    tail_mass: eq. 12 with a threshold, else the share of the probs outside the best k.  fallback:
+    with a threshold only.  Where no token chose an expert a layer has no load_cv2, where none has
+    an eligible expert no tail_mass.
+    """
     counts = [expert_counts(record.chosen) for record in records]
     means = {"load_cv2": [load_cv2(one) if one.any() else None for one in counts]}
     if threshold is None:
@@ -247,4 +225,19 @@ def routing_means_over_layers(
     else:
         tails = [eligible_tail_mass(record.logits, threshold, k) for record in records]
         means["fallback"] = [fallback_rate(record.logits, threshold) for record in records]
-    return {name: mean_over_layers(one) for name, one in {**means, "tail_mass": tails}.items()}
+    averaged = {name: mean_over_layers(one) for name, one in {**means, "tail_mass": tails}.items()}
+    return {name: mean for name, mean in averaged.items() if mean is not None}
+
+
+def fallback_slopes(fallback: Mapping[float, float]) -> Numbers:
+    """Return how fast the fallback rises on either side of TRAINED_THRESHOLD (figure S3).
+
+    fallback: threshold → share; a side without another threshold has no slope.
+    """
+    slopes: Numbers = {}
+    for side, end in (("below", min), ("above", max)):
+        other = end(fallback, default=TRAINED_THRESHOLD)
+        if TRAINED_THRESHOLD in fallback and other != TRAINED_THRESHOLD:
+            rise = fallback[other] - fallback[TRAINED_THRESHOLD]
+            slopes[f"fallback_slope_{side}"] = rise / (other - TRAINED_THRESHOLD)
+    return slopes

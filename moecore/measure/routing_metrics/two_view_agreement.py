@@ -4,69 +4,69 @@ N images, T tokens per view, E experts.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moecore.core.config import Config
 from moecore.core.routing_records import RoutingRecord, TokenLayout, chosen_first_scores
-from moecore.data.views.views import ViewsWithAffines
+from moecore.data.views.views import ViewSettings, ViewsWithAffines
+from moecore.measure.base import SEED
 from moecore.measure.routing_metrics.consistency import match_counts_by_image, match_ratios
 from moecore.measure.routing_metrics.layer_metrics import average_layers, kept_choices
+from moecore.measure.routing_metrics.two_view_augmentations import (
+    TwoViewAugmentation,
+    draw_two_views,
+)
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.correspondence import TokenPairs, token_pair_values, token_pairs_by_layer
 from moecore.nn.predict import predict_in_batches
-from moecore.statistics.crossed import encode_item_values, linearize_ratio
-from moecore.statistics.intervals import bootstrap_interval
+from moecore.statistics.crossed import linearize_ratio
+from moecore.statistics.intervals import Interval, bootstrap_interval
 
+TEXT = 3  # axes of blocks of text, (N, C, M): it has neither views nor pictures
 NAMES = ("match_top1", "match_top2_ordered", "match_top2_sets")
+SHARES = (*NAMES, "switch_fraction")  # of the second's experts those that the first has not
 
 
-class TwoViewMatchShares(Config):
-    """What corresponding patches of two views share; None of text, which has no views."""
+def view_match_shares(
+    model: Model, images: np.ndarray, views: ViewSettings, batch: int
+) -> Sequence[tuple[Mapping[str, float], Mapping[str, Tensor]]]:
+    """Return how often corresponding patches in two views agree, per MoE layer (PRC, table 4).
 
-    match_top1: float | None = None  # share of pairs with the same best expert
-    match_top2_ordered: float | None = None  # the same two best in this order
-    match_top2_sets: float | None = None  # the same two best
-    switch_fraction: float | None = None  # share of the second's experts that the first has not
-
-
-class AugmentedRow(TwoViewMatchShares):
-    """Means over the MoE layers under one augmentation, with 95 % limits.
-
-    items: of each match ratio one number an item, as ``encode_item_values`` packs them.
+    And the match ratios as one value an image, (N,). Text has none.
     """
-
-    name: str
-    match_top1_low: float
-    match_top1_high: float
-    match_top2_ordered_low: float
-    match_top2_ordered_high: float
-    match_top2_sets_low: float
-    match_top2_sets_high: float
-    items: dict[str, str] = {}
+    if images.ndim == TEXT:
+        return [({}, {})] * len(model.experts_and_router.indices(model.config.depth))
+    asked = TwoViewAugmentation(name="views", views=views)
+    drawn = draw_two_views(images, asked, SEED)
+    _, records = predict_in_batches(model, drawn.images, batch)
+    paired = token_pairs_by_layer(drawn.affines, model.layouts, special=False)
+    return [
+        (layer_match_shares(record, *pairs), match_ratios_by_image(record, *pairs))
+        for record, pairs in zip(records, paired, strict=True)
+    ]
 
 
 def augmented_row(
-    name: str, model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
-) -> AugmentedRow:
-    """Return what partners in both ``views`` share, as means over the MoE layers."""
+    model: Model, views: ViewsWithAffines, batch: int, people: np.ndarray | None = None
+) -> dict[str, tuple[np.ndarray, Interval]]:
+    """Return what partners in both ``views`` share: SHARES → one value an image, (N,), and the mean
+    over the MoE layers with its interval.
+
+    people: (N,), whose image each is, or None.
+    """
     _, records = predict_in_batches(model, views.images, batch)
     paired = token_pairs_by_layer(views.affines, model.layouts, special=False)
-    layers = [
-        layer_match_shares(record, *pairs) for record, pairs in zip(records, paired, strict=True)
-    ]
-    by_image = [
-        match_ratios_by_image(record, *pairs) for record, pairs in zip(records, paired, strict=True)
-    ]
-    return AugmentedRow(
-        name=name,
-        **average_layers(layers, TwoViewMatchShares.model_fields),
-        **match_intervals(records, paired, people),
-        items=encode_means_over_layers(by_image, people),
+    pairs = list(zip(records, paired, strict=True))
+    means = average_layers([layer_match_shares(record, *pair) for record, pair in pairs])
+    images = mean_items_over_layers(
+        [match_ratios_by_image(record, *pair) for record, pair in pairs]
     )
+    limits = match_intervals(records, paired, people)
+    return {
+        name: (images[name], Interval(mean, *limits.get(name, ()))) for name, mean in means.items()
+    }
 
 
 def choice_ranking_scores(record: RoutingRecord) -> Tensor:
@@ -79,15 +79,17 @@ def choice_ranking_scores(record: RoutingRecord) -> Tensor:
 
 def layer_match_shares(
     record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout
-) -> TwoViewMatchShares:
-    """Return what partners of one MoE layer share; record: fields (2N, T, E), first views first."""
+) -> dict[str, float]:
+    """Return what partners of one MoE layer share, by SHARES.
+
+    match_top1: share of pairs with the same best expert; match_top2_ordered: the same two best in
+    this order; match_top2_sets: the same two.  record: fields (2N, T, E), first views first.
+    """
     ratios = match_ratios(
         *token_pair_values(choice_ranking_scores(record), pairs, layout), pairs.found
     )
     switched = (switched_by_token(record, pairs, layout) * pairs.found).sum() / pairs.found.sum()
-    return TwoViewMatchShares(
-        **dict(zip(NAMES, ratios, strict=True)), switch_fraction=float(switched)
-    )
+    return dict(zip(SHARES, (*ratios, float(switched)), strict=True))
 
 
 def switched_by_token(record: RoutingRecord, pairs: TokenPairs, layout: TokenLayout) -> Tensor:
@@ -107,20 +109,15 @@ def match_ratios_by_image(
     sums = torch.cat([counts, switched.unsqueeze(-1)], dim=1).numpy()
     return {
         name: torch.from_numpy(linearize_ratio(sums[:, place], number))
-        for place, name in enumerate(TwoViewMatchShares.model_fields)
+        for place, name in enumerate(SHARES)
     }
 
 
-def encode_means_over_layers(
-    layers: Sequence[Mapping[str, Tensor]], people: np.ndarray | None
-) -> dict[str, str]:
-    """The means over the layers of what all of them have, packed; layers: name → (N,)."""
+def mean_items_over_layers(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, np.ndarray]:
+    """Return the means over the layers of what all of them have, (N,); layers: name → (N,)."""
     names = [name for name in layers[0] if all(name in layer for layer in layers)]
     return {
-        name: encode_item_values(
-            torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy(), people
-        )
-        for name in names
+        name: torch.stack([layer[name] for layer in layers]).mean(dim=0).numpy() for name in names
     }
 
 
@@ -128,8 +125,8 @@ def match_intervals(
     records: tuple[RoutingRecord, ...],
     paired: Sequence[tuple[TokenPairs, TokenLayout]],
     people: np.ndarray | None = None,
-) -> dict[str, Any]:
-    """Intervals by the bootstrap over images, as an image's pairs are not independent.
+) -> dict[str, tuple[float | None, float | None]]:
+    """Limits by the bootstrap over images, as an image's pairs are not independent, by NAMES.
 
     Over people where they are given and have several images. Where layers have other numbers of
     pairs, each layer's are counted as if they were as many as the last one's.
@@ -155,6 +152,5 @@ def match_intervals(
             highest=1.0,
             people=whose,
         )
-        limits[f"{name}_low"] = interval.low
-        limits[f"{name}_high"] = interval.high
+        limits[name] = interval.low, interval.high
     return limits

@@ -214,3 +214,19 @@ def draw_class_routing_by_epoch(result: Outcome) -> Figure:
         for epoch, classes in result.class_maps.items()
     }
     return draw_expert_grids_by_class(rows, result.task.classes, caption="Last MoE layer.")
+
+
+def describe_strongest_preference(first: Mapping[str, Outcome]) -> str:
+    """The class and the expert that belong together most, in the last MoE layer and epoch."""
+    most = (0.0, "")
+    for method, result in first.items():
+        for layers in list(result.class_maps.values())[-1:]:
+            maps = np.array([of_class[-1] for of_class in layers], dtype=float)
+            if np.isfinite(maps).any():
+                label, expert = np.unravel_index(np.nanargmax(maps), maps.shape)
+                words = f"{result.task.classes[label]} for expert {expert} of {method}"
+                most = max(most, (float(maps[label, expert]), words))
+    share, words = most
+    if not words:
+        return ""
+    return f"the strongest preference is that of {words} ({100 * share:.0f} % of its probability)"

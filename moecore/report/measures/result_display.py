@@ -11,9 +11,15 @@ from matplotlib.figure import Figure
 from moecore.core.config import Config, collect_constants_named, find_class
 from moecore.core.files import UserError
 from moecore.core.outside_packages import list_allowed_modules
-from moecore.measure.base import Measurement, Skipped, builtin_measurements, read_result
+from moecore.measure.base import (
+    MeasuredPart,
+    Measurement,
+    Skipped,
+    builtin_measurements,
+    read_result,
+)
 from moecore.measure.values import Chart, Found, OnPage
-from moecore.report.column import Column, Columns, decode_items
+from moecore.report.column import Columns, decode_items
 from moecore.report.figures.charts import (
     EVERYWHERE,
     ChartSpec,
@@ -36,18 +42,11 @@ PICTURES = "moecore.report.pictures"  # the folder of modules that have PICTURES
 class Pictures(NamedTuple):
     """What no chart of a measurement's page shows: PICTURES of a module."""
 
-    stage: str  # the measurement's name
+    stage: str  # the measurement's name, "routing", or that of a part, "routing.roles"
     figures: Draw = lambda result: iter(())
     is_on_page: bool = True  # below the charts; False: of a run's own page alone
+    above: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks before the charts
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
-
-
-class PartOf(NamedTuple):
-    """What of a stage's result a setting of this name asks for; None where it did not."""
-
-    whole: type[Config]  # the stage's result
-    name: str
-    refusal: Callable[[Any], str | None]  # why a model has no such part, in words
 
 
 class Shown(NamedTuple):
@@ -61,19 +60,22 @@ class Shown(NamedTuple):
     part: Callable[[Phase], Iterable[Block]] | None = None  # None: the figures, folded
     applies: Callable[[Task], bool] = lambda task: True
     place: int = 100  # in the order of the page; of one place, by the names of their files
-    within: PartOf | None = None  # where the result is a part of what the stage writes
+    within: str = ""  # the setting of the measurement that it is a part of
 
     def read(self, path: Path, stage: str) -> Config | Skipped | None:
         """Return the result in the file that ``stage`` wrote, or why there is none.
 
         None for a part that was not asked. Raises UserError as ``read_result`` does.
         """
-        if issubclass(self.result, Measurement):
-            return read_result(path, Found, stage)
-        if self.within is None:
+        if not issubclass(self.result, MeasuredPart):
             return read_result(path, self.result, stage)
-        whole = read_result(path, self.within.whole, stage)
-        return whole if isinstance(whole, Skipped) else getattr(whole, self.within.name)
+        whole = read_result(path, Found, stage)
+        if not self.within or isinstance(whole, Skipped):
+            return whole
+        part = whole.facts.get(self.within)
+        if part is None:
+            return None
+        return Skipped.model_validate(part) if set(part) == {"skipped"} else whole
 
     def has_figures_of(self, result: Any) -> bool:
         """Return whether there is a result of this kind: ``calibrate`` finds other numbers of ages
@@ -86,9 +88,7 @@ class Shown(NamedTuple):
 
     def is_asked(self, settings: Any) -> bool:
         """Return whether these settings of a study ask for it where its stage is."""
-        if self.within is None:
-            return True
-        return getattr(getattr(settings, self.stage), self.within.name) is not None
+        return not self.within or getattr(getattr(settings, self.stage), self.within) is not None
 
     def blocks(self, phase: Phase) -> list[Block]:
         """What the page says of it."""
@@ -110,10 +110,12 @@ def list_displays() -> list[Shown]:
     try:
         displays = collect_constants_named(__name__.rpartition(".")[0], "SHOWN")
         pictures = {one.stage: one for one in collect_constants_named(PICTURES, "PICTURES")}
-        displays += [
-            display_measurement(name, pictures.get(name, Pictures(name)))
-            for name in list_measurements_with_metrics()
-        ]
+        for name in list_measurements_with_metrics():
+            kind = find_class(Measurement, name)
+            displays.append(display_measurement(name, kind, pictures.get(name, Pictures(name))))
+            for within, part in kind.parts.items():
+                drawn = pictures.get(f"{name}.{within}", Pictures(name))
+                displays.append(display_measurement(name, part, drawn, within))
     except ValueError as error:
         raise UserError(f"report: {error}") from None
     return sorted(displays, key=lambda shown: (shown.place, shown.stage))
@@ -130,11 +132,15 @@ def defines_measurement(file: Path) -> bool:
     return "(Measurement):" in file.read_text(encoding="utf-8")
 
 
-def display_measurement(name: str, pictures: Pictures) -> Shown:
-    """Return what is shown of a measurement's metrics, and its pictures that no chart draws."""
-    kind = find_class(Measurement, name)
-    columns = (MetricColumns(name, kind),)
-    shown = Shown(name, kind.page.title, kind, columns, pictures.figures, place=kind.page.place)
+def display_measurement(
+    name: str, kind: type[MeasuredPart], pictures: Pictures, within: str = ""
+) -> Shown:
+    """Return what is shown of the metrics of a measurement, or of what is within it, and its
+    pictures that no chart draws.
+    """
+    columns = (MetricColumns(name, kind, within),)
+    shown = Shown(name, kind.page.title, kind, columns, pictures.figures)
+    shown = shown._replace(place=kind.page.place, within=within)
     return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
 
 
@@ -149,7 +155,8 @@ def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[B
     skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
     about = page.about or shown.first_directed(phase)
     title = page.heading or page.title[0].upper() + page.title[1:]
-    return [Block(title, pictures=drawn, below=list(skipped), about=about), *pictures.more(phase)]
+    block = Block(title, pictures=drawn, below=list(skipped), about=about)
+    return [*pictures.above(phase), block, *pictures.more(phase)]
 
 
 def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
@@ -202,25 +209,6 @@ def path_reader(path: str) -> Callable[[Any], Any]:
 def items_reader(name: str) -> Callable[[Any], np.ndarray | None]:
     """Return what reads the items that a result, or its row, keeps under this name."""
     return lambda kept: decode_items(kept.items.get(name))
-
-
-def item_mean_column(
-    name: str, label: str, better: str = "", form: str = "number", note: str = "", field: str = ""
-) -> Column:
-    """Return the column of a mean that an ``ItemMeans`` has under ``field``, or the column's name.
-
-    None where the result has no such mean; with its items.
-    """
-    field = field or name
-    return Column(
-        name,
-        label,
-        lambda result: result.values.get(field),
-        better,
-        form,
-        note,
-        items=items_reader(field),
-    )
 
 
 def draw_method_curves(

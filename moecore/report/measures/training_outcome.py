@@ -26,6 +26,7 @@ from moecore.report.figures.training_figures import (
     NUMBERED,
     agreement_points,
     confusion_matrix,
+    describe_strongest_preference,
     draw_class_routing_by_epoch,
     routing_agreement,
     row_shares,
@@ -33,7 +34,6 @@ from moecore.report.figures.training_figures import (
 )
 from moecore.report.measures import region_experts as regions
 from moecore.report.measures.result_display import Figures, Shown, first_seed_pictures
-from moecore.report.measures.routing_sweeps import describe_strongest_preference
 from moecore.report.page.rows import percent_grid
 from moecore.report.page.view import Block, PageCell, PageTable, Picture, TableRow
 from moecore.report.reference_methods import convergence_columns, overhead_columns

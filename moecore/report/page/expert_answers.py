@@ -10,10 +10,13 @@ from typing import Any
 from moecore.core.config import Config
 from moecore.measure.expert_worth import ExpertWorth
 from moecore.measure.router_regret import RouterRegret
-from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
-from moecore.measure.routing_metrics.expert_roles import RolesLayer
+from moecore.measure.routing_metrics.expert_roles import (
+    LABELS,
+    ExpertRoles,
+    RolesLayer,
+    read_layers,
+)
 from moecore.measure.values import Found
-from moecore.report.measures.expert_roles import LABELS
 from moecore.report.measures.result_display import Shown, list_displays
 from moecore.report.tables.number_format import NumberFormat
 from moecore.report.typed_results import Measured
@@ -50,8 +53,8 @@ def expert_answers(
     images: the places in the test split of those that are shown.
     """
     known: list[dict[str, Any]] = [{} for _ in range(layers)]
-    if roles := measured.of(ExpertRoles):
-        known = roles_answers(roles.layers)
+    if roles := measured.found(ExpertRoles):
+        known = roles_answers(read_layers(roles))
     if worth := measured.found(ExpertWorth):
         values = [value for value in worth.all("expert_worth") if "expert" in value.at]
         for layer, answers in enumerate(known, 1):
@@ -88,7 +91,7 @@ def open_questions(measured: Measured) -> list[str]:
     sentences, unset, unnamed = [], [], []
     for kind, question in QUESTIONS.items():
         display, reason = display_of(kind), skip_reason(measured, kind)
-        name = f"{display.stage}.{display.within.name}" if display.within else display.stage
+        name = f"{display.stage}.{display.within}" if display.within else display.stage
         if reason:
             sentences.append(f"{name} (for {question}) does not apply: {reason}.")
         elif measured.of(kind) is None:

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moecore.measure.explorer import Result as Explorer
-from moecore.measure.routing_metrics.expert_roles import Result as ExpertRoles
-from moecore.measure.routing_metrics.seed_matching import indicator_correlation, match_experts
-from moecore.report.measures.seed_stability import decode_choices
+from moecore.measure.routing_metrics.expert_roles import ExpertRoles, read_kept_choices
+from moecore.measure.routing_metrics.expert_similarity import (
+    decode_choices,
+    indicator_correlation,
+    match_experts,
+)
 from moecore.report.page.expert_answers import expert_answers, skip_reason
 from moecore.report.page.sections import phase_title
 from moecore.report.page.templating import template_environment
@@ -156,9 +159,9 @@ def match_models(models: Sequence[ExploredModel]) -> list[tuple[str, str, list[l
     first's experts, layer by layer: one to one, from the choices that ``routing.roles`` kept.
     """
     choices = {
-        model.name: [decode_choices(layer.kept) for layer in roles.layers]
+        model.name: [decode_choices(layer) for layer in read_kept_choices(roles)]
         for model in models
-        if model.measured.of(Explorer) and (roles := model.measured.of(ExpertRoles))
+        if model.measured.of(Explorer) and (roles := model.measured.found(ExpertRoles))
     }
     matches = []
     for (one, ours), (other, theirs) in combinations(choices.items(), 2):

@@ -129,8 +129,8 @@ def draw_run_figures(study: Path, stage: str, item: str) -> Iterator[tuple[str, 
         return
     wanted = "" if stage in MODEL_STAGES else stage
     displays = [one for one in list_displays() if one.stage == wanted]
-    kinds = [one for one in displays if one.within is None]
-    parts = [one for one in displays if one.within is not None]
+    kinds = [one for one in displays if not one.within]
+    parts = [one for one in displays if one.within]
     if stage in ALONE:
         kinds = [Shown(stage, "", ALONE[stage].Result, figures=ALONE[stage].figures)]
     path = study / "artifacts/measured" / f"{item}.json"

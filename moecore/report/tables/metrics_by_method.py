@@ -291,7 +291,8 @@ def expected_metrics(
     for shown in list_displays():
         covered = shown.stage in measured and study.run.covers(shown.stage, phase)
         if shown.applies(task) and (covered or not shown.stage) and shown.is_asked(study):
-            refusal = shown.within.refusal if shown.within else None
+            kind: Any = shown.result
+            refusal = kind.model_refusal if shown.within else None
             for entry in shown.columns:
                 planned = entry.foreseen(ahead)
                 metrics |= {

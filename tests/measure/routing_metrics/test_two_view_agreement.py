@@ -24,6 +24,11 @@ from tests.routed import tiny
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 1, 8, 8), dtype=np.uint8)
 
 
+def shares(found: dict) -> dict[str, float]:
+    """Return the means of ``augmented_row``."""
+    return {name: interval.value for name, (_, interval) in found.items()}
+
+
 class ByPixel(nn.Module):
     """Each of the 4 × 4 patches of 2 × 2 pixels goes to the expert that its first pixel names:
     level e / 16 is expert e, the second is e + 1.
@@ -54,14 +59,13 @@ def test_partners_of_mirrored_views_are_found_through_the_affines():
     views = draw_two_views(coded(250), PRESETS["flip"], 0)
     mirrored = (views.affines[:250] != views.affines[250:]).flatten(1).any(1)
     assert 90 < mirrored.sum() < 160, "about half of the pairs differ"
-    found = augmented_row("x", ByPixel(), views, 64)
-    assert [getattr(found, name) for name in NAMES] == [1, 1, 1] and found.switch_fraction == 0
-    unmatched = augmented_row(
-        "x", ByPixel(), views._replace(affines=torch.eye(3).expand(500, 3, 3)), 64
-    )
+    found = shares(augmented_row(ByPixel(), views, 64))
+    assert found == {**dict.fromkeys(NAMES, 1), "switch_fraction": 0}
+    still = views._replace(affines=torch.eye(3).expand(500, 3, 3))
+    unmatched = shares(augmented_row(ByPixel(), still, 64))
     # Half of the pairs are compared at the wrong place, where one of eight experts matches by
     # chance.
-    assert unmatched.match_top1 == pytest.approx(0.5 + 0.5 / 8, abs=0.07)
+    assert unmatched["match_top1"] == pytest.approx(0.5 + 0.5 / 8, abs=0.07)
 
 
 def test_items_of_epochs_by_hand():
@@ -93,34 +97,31 @@ def test_shares_by_hand():
     second[1, :, :, :6] = (second[1, :, :, :6] + 16) % 128
     pixels = torch.from_numpy(np.concatenate([first, second])).float() / 255
     found = augmented_row(
-        "x",
         ByPixel(),
         type(draw_two_views(first, PRESETS["identity"], 0))(pixels, torch.eye(3).expand(4, 3, 3)),
         4,
     )
-    assert [getattr(found, name) for name in NAMES] == [0.5, 0.5, 0.5]
+    assert [shares(found)[name] for name in NAMES] == [0.5, 0.5, 0.5]
     # Resamples of two images have 12/16, 8/16 or 4/16; reflected at 0.5 the limits stay.
-    assert (found.match_top1_low, found.match_top1_high) == (0.25, 0.75)
+    assert found["match_top1"][1].limits == (0.25, 0.75)
 
 
 def test_the_same_view_twice_matches_everywhere():
-    found = augmented_row("x", tiny("vmoe"), draw_two_views(IMAGES, PRESETS["identity"], 0), 24)
-    names = (*NAMES, "match_top1_low", "match_top1_high")
-    assert [getattr(found, key) for key in names] == [1] * 5
+    found = augmented_row(tiny("vmoe"), draw_two_views(IMAGES, PRESETS["identity"], 0), 24)
+    assert [shares(found)[name] for name in NAMES] == [1] * 3
+    assert found["match_top1"][1].limits == (1, 1)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("vmoe", "randaugment"), ("ermoe", "crop")])
 def test_ratios_are_ordered_have_intervals_and_do_not_depend_on_the_batch(name, kind):
     views = draw_two_views(IMAGES, PRESETS[kind], 3)
-    found, parts = (augmented_row("x", tiny(name), views, batch) for batch in (24, 5))
-    assert (
-        found.match_top2_ordered <= min(found.match_top1, found.match_top2_sets)
-        and found.match_top1 < 1
-    )
+    found, parts = (augmented_row(tiny(name), views, batch) for batch in (24, 5))
+    first, ordered, sets = (shares(found)[key] for key in NAMES)
+    assert ordered <= min(first, sets) and first < 1
     for key in NAMES:
-        value = getattr(found, key)
-        assert 0 <= getattr(found, f"{key}_low") <= value <= getattr(found, f"{key}_high") <= 1
-        assert value == pytest.approx(getattr(parts, key))
+        interval = found[key][1]
+        assert 0 <= interval.low <= interval.value <= interval.high <= 1
+    assert shares(found) == pytest.approx(shares(parts))
 
 
 OURS = torch.tensor(

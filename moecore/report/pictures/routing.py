@@ -1,0 +1,109 @@
+"""The load of experts, patches with their experts, and how much time more experts a token take."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from moecore.measure.cost import Cost
+from moecore.measure.exploring.expert_overlay_data import (
+    MatchedCrops,
+    Overlays,
+    parse_expert_grid,
+)
+from moecore.measure.routing import Routing
+from moecore.measure.values import Chart, Found
+from moecore.report.figures.charts import ChartSpec
+from moecore.report.figures.expert_figures import (
+    draw_patch_correspondence,
+    expert_load,
+    expert_overlays,
+)
+from moecore.report.measures.result_display import (
+    Figures,
+    Pictures,
+    draw_chart,
+    draw_method_curves,
+    pictures_by_name,
+)
+from moecore.report.page.view import Block, Picture
+from moecore.report.typed_results import Phase
+
+TEACHER = Chart(
+    *("teacher_agreement_layer", "layer", "Agreement with the teacher", "MoE layer", "Tokens"),
+    words="Tokens whose first expert is the teacher's (TGR, table 7).",
+    share=True,
+    top=1.02,
+    height=3.2,
+)
+
+
+def figures(result: Found) -> Figures:
+    """Yield the load of each layer, and a few images with their patches' experts."""
+    if result.facts["load"]:
+        yield "expert_load", expert_load(result.facts["load"])
+    overlays = Overlays.model_validate(result.facts["overlays"])
+    if overlays.shape[0] and overlays.grids:
+        yield "expert_overlays", expert_overlays(overlays)
+
+
+def loads_and_patches(phase: Phase) -> Iterator[Block]:
+    """Yield load and patches of the methods with MoE layers, and their agreement with a teacher."""
+    drawn = pictures_by_name(phase, Routing, figures)
+    yield Block("Load of the experts", pictures=drawn["expert_load"], about="load_cv2")
+    results = phase.first_found(Routing)
+    yield Block(
+        "Which expert sees which patch",
+        pictures=drawn["expert_overlays"],
+        finding=describe_adjacent_patches(results),
+    )
+    crops = []
+    for pair in [result.facts["corresponding"] for result in results.values()][:1]:
+        if pair:  # the same for every method
+            figure = draw_patch_correspondence(MatchedCrops.model_validate(pair))
+            label = f"{phase.name}: corresponding patches"
+            crops.append(Picture(figure, label, getattr(figure, "caption", "")))
+    yield Block("Corresponding patches", pictures=crops, about="match_top1")
+    yield Block(
+        "Agreement with the teacher by layer",
+        pictures=draw_chart(phase, Routing, TEACHER),
+        about="teacher_agreement",
+    )
+
+
+def describe_adjacent_patches(first: Mapping[str, Found]) -> str:
+    """Say how often patches side by side have the same expert in the last layer.
+
+    first: method → the result whose patches are shown; "" where none are.
+    """
+    shares = {}
+    for method, result in first.items():
+        grids = result.facts["overlays"]["grids"][-1:]
+        rows = [parse_expert_grid(image) for layer in grids for image in layer]
+        same = [(row[:, 1:] == row[:, :-1]).mean() for row in rows if row.shape[1] > 1]
+        if same:
+            shares[method] = float(np.mean(same))
+    if not shares:
+        return ""
+    least = min(shares, key=shares.__getitem__)
+    most = max(shares, key=shares.__getitem__)
+    ends = [f"{100 * shares[one]:.0f} % ({one})" for one in dict.fromkeys((least, most))]
+    return f"patches side by side share their expert in {' to '.join(ends)} of the pairs"
+
+
+def time_over_k(phase: Phase) -> Iterator[Block]:
+    """Yield the time of a batch over the number of experts a token."""
+    look = ChartSpec(
+        "Step time over k", "Experts per token k", "Time of a batch / that of k = 1", height=3.2
+    )
+    words = "Forward passes of this machine (ERMoE, figure S5)."
+    drawn = draw_method_curves(phase, Cost, time_relative_to_top_1, look, words)
+    yield Block("Step time over k", pictures=drawn)
+
+
+def time_relative_to_top_1(result: Found) -> dict[float, float]:
+    """k → the time of a batch, as a multiple of that with one expert per token."""
+    times = result.curve("batch_ms", "k")
+    return {k: time / times[1] for k, time in times.items()} if 1 in times else {}
+
+
+PICTURES = Pictures("routing", figures, is_on_page=False, above=loads_and_patches, more=time_over_k)
