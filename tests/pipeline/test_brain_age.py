@@ -10,8 +10,9 @@ import yaml
 
 from moecore.brain import age_measurement
 from moecore.brain import out_of_fold as brain_out_of_fold
-from moecore.measure import cohort_checks, robustness, routing
+from moecore.measure import cohort_checks, routing
 from moecore.measure.base import Skipped, read_result
+from moecore.measure.values import Found
 from moecore.pipeline.code_hashes import write_code
 from moecore.pipeline.study_runs import write_dvc_files
 from moecore.stages import calibrate as calibrate_stage
@@ -22,7 +23,7 @@ from tests.project import compose_shipped
 
 RESULTS = {
     "calibrate": age_measurement.AgeResult,
-    "robustness": robustness.Result,
+    "robustness": Found,
     "routing": routing.Result,
     "cohort_checks": cohort_checks.Result,
     "out_of_fold": brain_out_of_fold.OutOfFoldResult,
@@ -126,7 +127,9 @@ def test_every_method_goes_through_all_stages(study, method):
     assert isinstance(measured(study, "out_of_fold", method), Skipped)
     attacked = measured(study, "robustness", method)
     whole = measured(study, "cohort_checks", method).whole
-    assert attacked.clean_score == pytest.approx(whole.mae, rel=1e-4), "the same test volumes"
+    assert attacked.find("clean").value == pytest.approx(whole.mae, rel=1e-4), (
+        "the same test volumes"
+    )
     routed = measured(study, "routing", method)
     if method == "dense":
         assert isinstance(routed, Skipped), "it has no experts"

@@ -158,7 +158,9 @@ def numbers(found: dict, metric: str) -> list[float]:
 # what each measured at a Swin with experts in two stages, of 12 × 12 and of 6 × 6 tokens
 MEASURED = {
     "calibrate": lambda found: found["test_images"] == 359 and found["temperature"] > 0,
-    "robustness": lambda found: len(found["attacks"]["pgd-2"][1]["routing_change"]) == 2,
+    "robustness": lambda found: (
+        {value["at"]["layer"] for value in found["values"] if "layer" in value["at"]} == {1, 2}
+    ),
     "routing": lambda found: len(found["layers"]) == 2,
     "invariance": lambda found: all(
         0 < one <= 1 for one in numbers(found, "agreement_transformed")

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from moecore.attacks.base import Attack
-from moecore.measure.base import Skipped
 from moecore.measure.under_attack.curves import (
     AttackRow,
     AuditLine,
@@ -59,8 +58,8 @@ def check_larger_epsilon(task: Task, curves: Curves, attacks: Sequence[Attack]) 
     falling = []
     judged = []
     for attack in attacks:
-        rows = curves[attack.name]
-        if attack.kind not in CLIMBS or not attack.climbs_task or isinstance(rows, Skipped):
+        rows = curves.get(attack.name)
+        if attack.kind not in CLIMBS or not attack.climbs_task or rows is None:
             continue
         judged.append(attack.name)
         if not all(
@@ -83,10 +82,8 @@ def _strongest_row(
     """The row of the largest epsilon of the first attack of that sort."""
     for attack in attacks:
         if wanted(attack):
-            rows = curves[attack.name]
-            if isinstance(rows, Skipped):
-                return None
-            return rows[-1]
+            rows = curves.get(attack.name)
+            return None if rows is None else rows[-1]
     return None
 
 

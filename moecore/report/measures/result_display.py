@@ -22,7 +22,7 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
-from moecore.report.metric_columns import MetricColumns, fill_words
+from moecore.report.metric_columns import FillIn, MetricColumns, fill_words
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
@@ -39,7 +39,9 @@ class Pictures(NamedTuple):
     stage: str  # the measurement's name
     figures: Draw = lambda result: iter(())
     is_on_page: bool = True  # below the charts; False: of a run's own page alone
+    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # below these, of all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
+    fill_in: FillIn | None = None  # words that depend on more than one place
 
 
 class PartOf(NamedTuple):
@@ -124,7 +126,7 @@ def defines_measurement(file: Path) -> bool:
 def display_measurement(name: str, pictures: Pictures) -> Shown:
     """Return what is shown of a measurement's metrics, and its pictures that no chart draws."""
     kind = find_class(Measurement, name)
-    columns = (MetricColumns(name, kind),)
+    columns = (MetricColumns(name, kind, pictures.fill_in),)
     shown = Shown(name, kind.page.title, kind, columns, pictures.figures, place=kind.page.place)
     return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
 
@@ -136,11 +138,23 @@ def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[B
     drawn = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
     if pictures.is_on_page:
         drawn += first_seed_pictures(phase, kind, pictures.figures)
-    results: list[Found] = phase.results(kind)
-    skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
-    about = page.about or shown.first_directed(phase)
+    drawn += pictures.draw(phase)
+    skipped = dict.fromkeys(f"{reason}." for one in phase.found(kind) for reason in one.skipped)
+    about = about_column(phase, shown, page.about) or shown.first_directed(phase)
     title = page.heading or page.title[0].upper() + page.title[1:]
     return [Block(title, pictures=drawn, below=list(skipped), about=about), *pictures.more(phase)]
+
+
+def about_column(phase: Phase, shown: Shown, metric: str) -> str:
+    """Return the name of the first column of a metric; "" for none."""
+    known = column_context(phase, shown.result)
+    named = (
+        column.name
+        for columns in shown.columns
+        if metric and isinstance(columns, MetricColumns)
+        for column in columns.columns_of(known, metric)
+    )
+    return next(named, "")
 
 
 def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:
