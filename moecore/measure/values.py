@@ -43,13 +43,14 @@ class Metric(NamedTuple):
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     over: str | tuple[str, ...] = ""  # a place, such as "transform", or several: a column for each
-    last: str = ""  # one of several: the columns are at its last value, which names do not tell
+    last: str = ""  # one of these: columns are at the last place on it, and not for each
     mean: str = ""  # label of the column of the mean over the places; "" for no such column
     name: str = ""  # of the column; "" for the metric's, followed by the place
     detail: bool = False  # columns for each place (or the only one) are in the full table only
     signed: bool = False  # values per item may lie below 0, and above 1
-    limits: str = "bootstrap"  # kind of one model's interval: "wilson", "quartiles", "draws"; ""
-    # Values per item keep all digits: "exact"; "hits" where items of a share are right or wrong.
+    # Kind of one model's interval: "wilson", "quartiles", "draws"; "" for columns without one.
+    limits: str = "bootstrap"
+    # "exact": values per item keep all digits; "hits": and those of a share are right or wrong.
     items: str = ""
     is_fixed: bool = False  # by the settings: the same for every seed and all data
     # Instead of a value of its own: computed of a model's values and those of all dense models.

@@ -73,6 +73,8 @@ class MetricColumns(NamedTuple):
         """Return the column of a metric at one place, or at none."""
         score = seen.task.score
         named = self._named(key, metric, score_slug(score), at)
+        of_score = score_interval_kind(score) if metric.form == SCORE else metric.limits
+        limits = of_score if metric.limits else "bootstrap"
 
         def read(result: Found) -> float | Interval | None:
             if metric.of_dense:
@@ -101,9 +103,7 @@ class MetricColumns(NamedTuple):
             metric.paper,
             hits=hits if metric.items == "hits" and not seen.task.needs_classes("share") else None,
             items=items,
-            limits=score_interval_kind(score)
-            if metric.form == SCORE and metric.limits
-            else metric.limits or "bootstrap",
+            limits=limits,
             detail=metric.detail,
             is_fixed=metric.is_fixed,
         )

@@ -69,7 +69,7 @@ def title_and_note(attack: str, score: str) -> tuple[str, str]:
 
 
 def attack_title(name: str) -> str:
-    """An attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
+    """Return an attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
     words = name.replace("_", "-").split("-")
     return " ".join(word.upper() if word in ACRONYMS else word for word in words)
 
@@ -81,12 +81,12 @@ def attacked_name(score: str, attack: str) -> str:
 
 
 def attacks_of(result: Found) -> list[str]:
-    """The attacks that the model met; a routing attack has nothing for a dense one."""
+    """Return the attacks that the model met; a routing attack has nothing for a dense one."""
     return list(dict.fromkeys(str(value.at["attack"]) for value in result.all("attacked")))
 
 
 def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
-    """An attack's values by epsilon, or the worst case's; [] where the model did not meet it."""
+    """Return an attack's values by epsilon, or the worst case's; [] of one that was not run."""
     if attack == WORST:
         return result.all("worst")
     return [value for value in result.all("attacked") if value.at["attack"] == attack]
@@ -108,7 +108,7 @@ def count_changed_layers(result: Found) -> int:
 
 
 def figures(result: Found) -> Figures:
-    """The score over epsilon, a line per attack."""
+    """Yield the score over epsilon, a line per attack."""
     score = parse_card_task(result.facts["task"]).score
     curves = {
         name: attack_points([scores_by_epsilon(result, name)], score)
@@ -154,7 +154,7 @@ def draw_attack_curve(phase: Phase, attack: str) -> Picture:
 
 
 def draw_changes(phase: Phase, attack: str) -> list[Picture]:
-    """The change of the routing under one attack; [] where no method has it."""
+    """Draw the change of the routing under one attack; [] where no method has it."""
     look = change_chart_spec(attack)
     label = f"routing under {attack}"
     words = "Mean over MoE layers."
@@ -163,7 +163,7 @@ def draw_changes(phase: Phase, attack: str) -> list[Picture]:
 
 
 def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
-    """The change of the routing of each MoE layer under one attack; [] where nothing moved."""
+    """Draw the change of the routing of each MoE layer; [] where nothing moved."""
     seeds = phase.found_of(Robustness)
     panels = {
         f"MoE {layer}": {
@@ -188,7 +188,7 @@ def change_chart_spec(attack: str) -> ChartSpec:
 
 
 def draw_attacked_images(phase: Phase) -> list[Picture]:
-    """A few images under the strongest attack, of the methods that all others are held against."""
+    """Draw a few images under the strongest attack, of the baseline and the dense model."""
     pictures = []
     first = phase.first_found(Robustness)
     for method in references(phase.models):
@@ -211,7 +211,7 @@ def draw_attacked_images(phase: Phase) -> list[Picture]:
 
 
 def audit_block(phase: Phase) -> Block:
-    """A row per question."""
+    """Return a table with a row per question."""
     lines = {
         method: [line for result in seeds for line in result.facts["audit"]]
         for method, seeds in phase.found_of(Robustness).items()

@@ -10,16 +10,14 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.fgsm import Fgsm
 from moecore.attacks.pgd import Pgd
 from moecore.measure.under_attack import audit as module
-from moecore.measure.under_attack.attack_curve_checks import (
-    check_apgd_beats_pgd,
-    check_larger_epsilon,
-    check_pgd_beats_fgsm,
-)
 from moecore.measure.under_attack.audit import (
     AuditSettings,
+    check_apgd_beats_pgd,
     check_deterministic,
     check_huge_radius,
+    check_larger_epsilon,
     check_more_steps,
+    check_pgd_beats_fgsm,
     check_surrogate,
     check_zero_gradients,
     run_audit,
