@@ -32,8 +32,18 @@ def pack_numbers(values: np.ndarray) -> str:
     return f"{mean!r}:{largest!r}:{encode_arrays((apart / largest).astype(np.float16))}"
 
 
+def encode_exact(values: np.ndarray) -> str:
+    """Return numbers (N,) with all their digits."""
+    return encode_arrays(np.asarray(values, np.float64))
+
+
 def decode_float_array(text: str) -> np.ndarray:
-    """The numbers (N,) fp64 of ``pack_numbers``; their mean is exact, but for the last digits."""
+    """The numbers (N,) fp64 of ``pack_numbers``; their mean is exact, but for the last digits.
+
+    Or those of ``encode_exact``.
+    """
+    if ":" not in text:
+        return np.frombuffer(decode_compressed_text(text), "<f8")
     mean, largest, rest = text.split(":")
     apart = np.frombuffer(decode_compressed_text(rest), "<f2").astype(np.float64)
     return float(mean) + float(largest) * (apart - apart.mean())

@@ -64,6 +64,11 @@ class MeasuredPart(Config):
         """Return how labels say a place."""
         return f"{place:g}" if isinstance(place, float) else str(place)
 
+    @property
+    def pieces(self) -> int:
+        """Return into how many pieces it falls, where it is long and progress is shown; or 0."""
+        return 0
+
     def places(self) -> Mapping[str, Iterable[Place]]:
         """Return where values will stand, as far as settings tell it before anything has run."""
         return {}

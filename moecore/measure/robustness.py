@@ -3,7 +3,8 @@
 Score and change of routing at each strength of each attack, and an audit. N images, K outputs.
 """
 
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
-from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
-from moecore.measure.base import SEED, MeasuredModel, PartStore, Skipped, load_or_compute
+from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
     iou_by_image,
@@ -24,25 +24,77 @@ from moecore.measure.routing_metrics.layer_metrics import (
 )
 from moecore.measure.under_attack.audit import AuditSettings, run_audit
 from moecore.measure.under_attack.curves import (
-    AttackAudit,
-    AttackedGallery,
     AttackRow,
-    AuditLine,
     Curve,
     ScoresAtEpsilon,
     attack_gallery,
-    people_if_repeated,
     worst_case,
 )
-from moecore.statistics.crossed import encode_item_values
+from moecore.measure.values import SCORE, Metric, OnPage, PartStore, Place, Values
+from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
 
 PICTURES = 3  # attacked images shown, under the strongest attack
+CHANGES = ("routing_change", "processing_change")
+MEAN = "{} epsilons"  # a place on "epsilon", too: the mean over so many
 Epsilon = Annotated[float, Field(ge=0, le=1)]
+LEFT = Metric(
+    "{title}, ε\u00a0=\u00a0{epsilon}",  # never broken into two lines
+    SCORE,
+    SCORE,
+    paper="adversarial",
+    over=("attack", "epsilon"),
+    last="epsilon",
+    name="{score}_{attack}",
+    items="hits",
+)
+AT = LEFT._replace(last="", name="{score}_{attack}_{at}", items="exact", limits="", detail=True)
+METRICS = {
+    "attacked": LEFT,
+    "worst": LEFT._replace(over=("epsilon",)),
+    "attacked_at": AT,
+    "worst_at": AT._replace(over=("epsilon",)),
+    "routing_change": Metric(
+        "Routing change, {title}, ε\u00a0=\u00a0{epsilon}",
+        "lower",
+        note="1 − IoU of the experts that are chosen for a token at ε = {epsilon}, mean over "
+        "layers",
+        paper="adversarial",
+        over=("attack", "epsilon"),
+        last="epsilon",
+        name="routing_change_{attack}",
+    ),
+    "processing_change": Metric(
+        "Processing change, {title}, ε\u00a0=\u00a0{epsilon}",
+        "lower",
+        note="1 − IoU of the experts that process a token at ε = {epsilon}, mean over layers",
+        paper="adversarial",
+        over=("attack", "epsilon"),
+        last="epsilon",
+        name="processing_change_{attack}",
+    ),
+    "routing_change_layer": Metric(
+        "Routing change, {title}, MoE {layer}, ε\u00a0=\u00a0{epsilon}",
+        "lower",
+        note="1 − IoU of the experts that are chosen at ε = {epsilon} in MoE layer {layer}",
+        paper="adversarial",
+        over=("attack", "layer", "epsilon"),
+        last="epsilon",
+        name="routing_change_{attack}_layer_{layer}",
+        detail=True,
+    ),
+    "processing_change_layer": Metric(""),
+    "clean": Metric(""),
+    "loss": Metric("", note="of the task, mean over the attacked images alone"),
+    "unchanged_images": Metric("", form="share", note="that the attack left as they were"),
+}
 
 
-class Robustness(Config):
+class Robustness(Measurement):
     """Which images are attacked, how, and how strongly."""
+
+    metrics = METRICS
+    page = OnPage("robustness", place=4, about="worst")
 
     images: int = Field(
         512, ge=1, description="Test images, drawn once; the same for every method."
@@ -64,11 +116,6 @@ class Robustness(Config):
         AuditSettings(), description="Extra attacks that show whether the others can be believed."
     )
 
-    @property
-    def parts(self) -> int:
-        """Into how many a measurement falls, where no attack is skipped."""
-        return len(self.attacks) * len({0.0, *self.epsilons}) + 1
-
     @field_validator("attacks")
     @classmethod
     def _named_apart(cls, attacks: tuple[Attack, ...]) -> tuple[Attack, ...]:
@@ -76,22 +123,55 @@ class Robustness(Config):
             raise ValueError("the same attack is listed twice")
         return attacks
 
+    @property
+    def pieces(self) -> int:
+        """Return into how many a measurement falls, where no attack is skipped."""
+        return len(self.attacks) * len({0.0, *self.epsilons}) + 1
 
-class Result(Config):
-    """Scores under attack; ``task`` says how they are packed and shown."""
+    def places(self) -> dict[str, Iterable[Place]]:
+        """Return the attacks, and the epsilons with their mean."""
+        radii = [epsilon for epsilon in self.epsilons if epsilon]
+        mean = MEAN.format(len(set(radii)))
+        return {"attack": [attack.name for attack in self.attacks], "epsilon": [*radii, mean]}
 
-    task: Task
-    images: int
-    clean_score: float
-    attacks: dict[str, Curve | Skipped] = Field(description="by attack: a row an epsilon")
-    worst_case: tuple[ScoresAtEpsilon, ...] = Field(
-        description="over all attacks, a row an epsilon"
-    )
-    audit: tuple[AuditLine, ...]
-    attacked: AttackedGallery | None = None  # none of volumes, without an attack or a picture
-    people: tuple[int, ...] | None = Field(
-        None, description="whose image each is, where people have several"
-    )
+    def measure(self, subject: MeasuredModel, out: Values) -> None:
+        """Put what every attack leaves at every epsilon, a piece each, and the worst of them.
+
+        facts: images, how many; task, whose scores they are; audit, an ``AuditLine`` each;
+        attacked, an ``AttackedGallery``, None of volumes and without an attack. Raises UserError
+        for settings that make no sense for the task, and for a model that is not deterministic in
+        evaluation mode.
+        """
+        task = subject.data.task
+        check_attack_settings(self, task)
+        target = target_on_drawn_images(subject, self)
+        out.people = target.people
+        prediction, routing = target.predict_images(target.images)
+        clean = CleanAnswers(prediction, routing, task.scores(prediction, target.labels))
+        if self.survivors:
+            target = target._replace(only=clean.scores)
+        # Epsilon 0 shows that the model is deterministic, and where the curves begin.
+        epsilons = sorted({0.0, *self.epsilons})
+        curves = {}
+        for attack in self.attacks:
+            if reason := attack.does_not_apply(target.model, target.task):
+                out.skipped.append(f"{attack.name}: {reason}")
+            else:
+                curves[attack.name] = attack_curve(attack, target, clean, epsilons, out.parts)
+
+        def audit() -> list[dict[str, Any]]:
+            lines = run_audit(target, self.audit, epsilons[-1], curves, self.attacks)
+            return [line.model_dump() for line in lines]
+
+        out.facts["audit"] = out.parts("audit", audit)
+        out.put("clean", float(clean.scores.double().mean()))
+        images = len(target.labels)
+        for name, rows in curves.items():
+            put_scores("attacked", rows, images, out, attack=name)
+            put_changes(rows, out, name)
+        put_scores("worst", worst_case(curves, task, images, target.people), images, out)
+        shown = attack_gallery(target, self.attacks, PICTURES, curves)
+        out.facts |= {"images": images, "task": task, "attacked": shown}
 
 
 class CleanAnswers(NamedTuple):
@@ -100,46 +180,6 @@ class CleanAnswers(NamedTuple):
     prediction: Tensor  # (N, K)
     routing: tuple[RoutingRecord, ...]  # by MoE layer
     scores: Tensor  # (N,)
-
-
-def measure(subject: MeasuredModel, settings: Robustness, parts: PartStore) -> Result:
-    """Every attack at every epsilon, a part each, the worst case over them, and the audit.
-
-    Raises UserError for settings that make no sense for the task, and for a model that is not
-    deterministic in evaluation mode.
-    """
-    task = subject.data.task
-    check_attack_settings(settings, task)
-    target = target_on_drawn_images(subject, settings)
-    labels = target.labels
-    prediction, routing = target.predict_images(target.images)
-    clean = CleanAnswers(prediction, routing, task.scores(prediction, labels))
-    if settings.survivors:
-        target = target._replace(only=clean.scores)
-    # Epsilon 0 shows that the model is deterministic, and where the curves begin.
-    epsilons = sorted({0.0, *settings.epsilons})
-    curves = {
-        attack.name: attack_curve(attack, target, clean, epsilons, parts)
-        for attack in settings.attacks
-    }
-    lines = load_or_compute(
-        parts,
-        "audit",
-        AttackAudit,
-        lambda: AttackAudit(
-            lines=run_audit(target, settings.audit, epsilons[-1], curves, settings.attacks)
-        ),
-    ).lines
-    return Result(
-        task=task,
-        images=len(labels),
-        clean_score=float(clean.scores.double().mean()),
-        attacks=curves,
-        worst_case=worst_case(curves, task, len(labels), target.people),
-        audit=lines,
-        attacked=attack_gallery(target, settings.attacks, PICTURES, curves),
-        people=people_if_repeated(target.people),
-    )
 
 
 def target_on_drawn_images(subject: MeasuredModel, settings: Robustness) -> Target:
@@ -171,10 +211,8 @@ def check_attack_settings(settings: Robustness, task: Task) -> None:
 
 def attack_curve(
     attack: Attack, target: Target, clean: CleanAnswers, epsilons: list[float], parts: PartStore
-) -> Curve | Skipped:
-    """One row an epsilon; or why this model has nothing for the attack."""
-    if reason := attack.does_not_apply(target.model, target.task):
-        return Skipped(skipped=reason)
+) -> Curve:
+    """Return one row an epsilon."""
 
     def row(epsilon: float) -> AttackRow:
         name = f"{attack.name} at {epsilon}"
@@ -186,6 +224,37 @@ def attack_curve(
         )
 
     return tuple(row(epsilon) for epsilon in epsilons)
+
+
+def put_scores(
+    key: str, rows: Sequence[ScoresAtEpsilon], images: int, out: Values, **attack: Place
+) -> None:
+    """Put the scores at each epsilon, and without 0 once more, with their mean, for details."""
+    left = [out.task.decode_scores(row.scores, images).double().numpy() for row in rows]
+    for row, scores in zip(rows, left, strict=True):
+        interval = Interval(row.score, row.low, row.high)
+        out.put(key, scores, interval, **attack, epsilon=row.epsilon)
+    for row, scores in zip(rows[1:], left[1:], strict=True):
+        out.put(f"{key}_at", scores, Interval(row.score), **attack, epsilon=row.epsilon)
+    if left[1:]:
+        mean = Interval(float(np.mean([row.score for row in rows[1:]])))
+        scores = np.mean(left[1:], axis=0)
+        out.put(f"{key}_at", scores, mean, **attack, epsilon=MEAN.format(len(left) - 1))
+
+
+def put_changes(rows: Sequence[AttackRow], out: Values, attack: str) -> None:
+    """Put loss, unchanged images and both changes of the routing at each epsilon."""
+    for row in rows:
+        at = {"attack": attack, "epsilon": row.epsilon}
+        out.put("loss", row.loss, **at)
+        out.put("unchanged_images", row.unchanged_images, **at)
+        for key in CHANGES:
+            layers: tuple[float, ...] = getattr(row, key)
+            if layers:
+                mean = Interval(sum(layers) / len(layers))
+                out.put(key, np.array(row.items[key]), mean, **at)
+            for layer, change in enumerate(layers, 1):
+                out.put(f"{key}_layer", change, attack=attack, layer=layer, epsilon=row.epsilon)
 
 
 def measure_attack_at_epsilon(
@@ -212,22 +281,19 @@ def measure_attack_at_epsilon(
         unchanged_images=float(unchanged.double().mean()),
         routing_change=routing_change_by_layer(clean.routing, routing) if moved else (),
         processing_change=processing_change_by_layer(clean.routing, routing) if moved else (),
-        items=routing_change_items(clean.routing, routing, target.people) if moved else {},
+        items=routing_change_items(clean.routing, routing) if moved else {},
     )
 
 
 def routing_change_items(
-    before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...], people: np.ndarray | None
-) -> dict[str, str]:
-    """Both changes of the routing, one number an item, mean over layers; {} for a dense model."""
+    before: tuple[RoutingRecord, ...], after: tuple[RoutingRecord, ...]
+) -> dict[str, list[float]]:
+    """Both changes of the routing, one number an image, mean over layers; {} for a dense model."""
     layers = list(zip(before, after, strict=True))
     if not layers:
         return {}
     processed = [1 - iou_by_image(a.combine != 0, b.combine != 0) for a, b in layers]
     return {
-        name: encode_item_values(torch.stack(changes).mean(dim=0).numpy(), people)
-        for name, changes in (
-            ("routing_change", changes_by_image(before, after)),
-            ("processing_change", processed),
-        )
+        name: torch.stack(changes).mean(dim=0).tolist()
+        for name, changes in zip(CHANGES, (changes_by_image(before, after), processed), strict=True)
     }

@@ -19,9 +19,9 @@ from pydantic import SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor
 
 from moecore.core.config import Config
-from moecore.core.encoded_arrays import decode_float_array
+from moecore.core.encoded_arrays import decode_float_array, encode_exact, pack_numbers
 from moecore.core.plain_values import to_jsonable
-from moecore.statistics.crossed import encode_item_values
+from moecore.statistics.crossed import linearize_by_person
 from moecore.statistics.intervals import Interval, bootstrap_mean, mean_share
 from moecore.tasks.base import Task
 
@@ -42,13 +42,17 @@ class Metric(NamedTuple):
     form: str = "number"  # or "share", "count", "seconds", "bytes"; SCORE
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
-    over: str = ""  # a place, such as "transform": a column for each; values elsewhere have none
+    over: str | tuple[str, ...] = ""  # a place, such as "transform", or several: a column for each
+    last: str = ""  # one of these: columns are at the last place on it, and not for each
     mean: str = ""  # label of the column of the mean over the places; "" for no such column
     chance: str = ""  # note of a detailed column beside it: of {metric}_chance; "" for none
     name: str = ""  # of the column; "" for the metric's, followed by the place
     detail: bool = False  # columns for each place (or the only one) are in the full table only
     signed: bool = False  # values per item may lie below 0, and above 1
-    limits: str = "bootstrap"  # kind of one model's interval: "wilson", "quartiles", "draws"
+    # Kind of one model's interval: "wilson", "quartiles", "draws"; "" for columns without one.
+    limits: str = "bootstrap"
+    # "exact": values per item keep all digits; "hits": and those of a share are right or wrong.
+    items: str = ""
     is_fixed: bool = False  # by the settings: the same for every seed and all data
     is_monotone: bool = False  # by construction it rises, or falls, all along its places
     needs: str = ""  # what a method must have to have a value: a key of report's NEEDED
@@ -56,6 +60,12 @@ class Metric(NamedTuple):
     of_dense: Callable[["Found", Sequence["Found"]], float | None] | None = None
     # The same of two seeds, the lower place first: a method has the mean over its pairs.
     of_pairs: Callable[["Found", "Found"], float] | None = None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Return the names of the places that it has columns for."""
+        over = (self.over,) if isinstance(self.over, str) else self.over
+        return tuple(filter(None, over))
 
 
 class Chart(NamedTuple):
@@ -94,7 +104,7 @@ class Value(Config):
     value: float
     low: float | None = None  # its 95 % limits
     high: float | None = None
-    items: str | None = None  # one value per item, whose mean it is, by ``encode_item_values``
+    items: str | None = None  # one value per item, whose mean it is, packed
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -180,7 +190,8 @@ class Values:
         if isinstance(value, np.ndarray | Tensor):
             items = np.asarray(value, np.float64)
             interval = interval or self._interval(self.metrics[metric], items)
-            packed = encode_item_values(items, self.people)
+            pack = encode_exact if self.metrics[metric].items else pack_numbers
+            packed = pack(linearize_by_person(items, self.people))
         else:
             interval = value if isinstance(value, Interval) or value is None else Interval(value)
             packed = None

@@ -6,19 +6,19 @@ And of a phase the four that a person asks for first: score, score under attack,
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from moecore.measure.robustness import Result as Robustness
+from moecore.measure.robustness import Robustness
 from moecore.report.column import Column, score_slug
-from moecore.report.measures.attacked_scores import (
+from moecore.report.pictures.robustness import (
     WORST,
     attack_title,
     attacked_name,
     attacks_of,
-    format_largest_epsilon,
+    scores_by_epsilon,
 )
 from moecore.report.reference_methods import CEILING, DENSE
 from moecore.report.tables.cells import Cell, Cells
 from moecore.report.tables.metrics_by_method import ComparisonTable
-from moecore.report.tables.number_format import NumberFormat
+from moecore.report.tables.number_format import NumberFormat, format_epsilon
 from moecore.report.typed_results import Phase
 from moecore.statistics.intervals import Interval
 
@@ -218,7 +218,7 @@ def attacked_score_and_change_names(phase: Phase) -> tuple[str, str]:
 def shown_attack(phase: Phase) -> str:
     """Return the worst case, or else the last attack; "" where nothing was attacked."""
     names = names_of_attacks(phase)
-    if names and any(result.worst_case for result in phase.results(Robustness)):
+    if names and any(result.all("worst") for result in phase.found(Robustness)):
         return WORST
     return next(reversed(names), "")
 
@@ -226,14 +226,15 @@ def shown_attack(phase: Phase) -> str:
 def describe_last_attack(phase: Phase) -> str:
     """Return PGD 10 (ε = 8/255); "" where nothing was attacked."""
     for name in names_of_attacks(phase)[-1:]:
-        met = next(one for one in phase.results(Robustness) if name in attacks_of(one))
-        return f"{attack_title(name)} (ε\u00a0=\u00a0{format_largest_epsilon(met, name)})"
+        met = next(one for one in phase.found(Robustness) if name in attacks_of(one))
+        epsilon = format_epsilon(float(scores_by_epsilon(met, name)[-1].at["epsilon"]))
+        return f"{attack_title(name)} (ε\u00a0=\u00a0{epsilon})"
     return ""
 
 
 def names_of_attacks(phase: Phase) -> list[str]:
     """The attacks that any model of the phase met."""
-    results = phase.results(Robustness)
+    results = phase.found(Robustness)
     return list(dict.fromkeys(name for result in results for name in attacks_of(result)))
 
 

@@ -1,6 +1,7 @@
 """The columns of a measurement's metrics: before a run their names, after it their values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,13 @@ from moecore.report.column import (
     score_title,
     unit_suffix,
 )
+from moecore.report.typed_results import Measured
 from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Score
 
+At = Mapping[str, Place]  # place → where on it
+# A metric, its key, the score as in names, and a place → the metric with its name and words there.
+FillIn = Callable[[str, Metric, str, At], Metric]
 NEEDED: dict[str, Callable[[PlannedPhase], bool]] = {  # Metric.needs → whether any method has it
     "": lambda ahead: True,
     "routers": has_routers,
@@ -38,6 +43,7 @@ class MetricColumns(NamedTuple):
     stage: str  # the measurement's name
     kind: type[MeasuredPart]
     within: str = ""  # the setting of the measurement that it is a part of
+    fill_in: FillIn | None = None  # where words need more than one place, or the kind of score
 
     def columns(self, seen: ColumnContext) -> list[Column]:
         """Return metric by metric its mean and its places, which are last where they are details
@@ -48,45 +54,67 @@ class MetricColumns(NamedTuple):
         for key, metric in self._shown.items():
             if metric.mean:
                 first.append(mean_column(seen, key, metric))
-            places = [{}]
-            if metric.over:
-                places = [{metric.over: at} for at in list_places(seen.results, key, metric.over)]
-            for at in places:
-                columns = [self._column(seen, *one, at) for one in with_chance(key, metric)]
-                (details if metric.detail and metric.mean else first).extend(columns)
+            of_mean = metric.detail and metric.mean
+            (details if of_mean else first).extend(self.columns_of(seen, key))
         return first + details
+
+    def columns_of(self, seen: ColumnContext, key: str) -> list[Column]:
+        """Return the columns of a metric, place by place."""
+        metric = self.kind.metrics[key]
+        places = list_places(seen.results, key, metric) if metric.over else [{}]
+        return [self._column(seen, *one, at) for at in places for one in with_chance(key, metric)]
 
     @property
     def _shown(self) -> dict[str, Metric]:
         """Return the metrics that have columns."""
         return {key: metric for key, metric in self.kind.metrics.items() if metric.label}
 
-    def _column(
-        self, seen: ColumnContext, key: str, metric: Metric, at: dict[str, Place]
-    ) -> Column:
+    def _named(self, key: str, metric: Metric, score: str, at: At) -> Metric:
+        """Return a metric with the column's name and words at a place."""
+        if self.fill_in is not None:
+            return self.fill_in(key, metric, score, at)
+        words = "".join(map(self.kind.place_words, at.values()))
+        return metric._replace(
+            name=column_name(key, metric, score, *at.values()),
+            label=metric.label.replace("{}", words),
+            note=metric.note.replace("{}", words),
+        )
+
+    def _column(self, seen: ColumnContext, key: str, metric: Metric, at: At) -> Column:
         """Return the column of a metric at one place, or at none."""
         score = seen.task.score
-        words = "".join(map(self.kind.place_words, at.values()))
+        named = self._named(key, metric, score_slug(score), at)
+        of_score = score_interval_kind(score) if metric.form == SCORE else metric.limits
+        limits = of_score if metric.limits else "bootstrap"
 
         def read_value(result: Found) -> float | Interval | None:
             if metric.of_dense:
                 return metric.of_dense(result, seen.of_dense) if seen.of_dense else None
-            return result.interval(key, **at)
+            value = find_value(result, key, metric, at)
+            if value is None or metric.limits:
+                return None if value is None else value.interval
+            return value.value
 
         def items(result: Found) -> np.ndarray | None:
-            value = result.find(key, **at)
+            value = find_value(result, key, metric, at)
             return None if value is None else value.array
 
+        def hits(model: Measured) -> np.ndarray | None:
+            result = model.found(self.kind)
+            array = None if result is None else items(result)
+            return None if array is None or set(array) - {0, 1} else array.astype(bool)
+
         return Column(
-            column_name(key, metric, score_slug(score), *at.values()),
-            fill_words(metric.label, score, words),
+            named.name,
+            fill_words(named.label, score),
             metric.of_pairs or read_value,
             score.better if metric.better == SCORE else metric.better,
             score.form if metric.form == SCORE else metric.form,
-            fill_words(metric.note, score, words),
+            fill_words(named.note, score),
             metric.paper,
+            hits=hits if metric.items == "hits" and not seen.task.needs_classes("share") else None,
             items=items,
-            limits=score_interval_kind(score) if metric.form == SCORE else metric.limits,
+            limits=limits,
             detail=metric.detail,
             is_fixed=metric.is_fixed,
             curve=key if metric.is_monotone else "",
@@ -109,11 +137,12 @@ class MetricColumns(NamedTuple):
             )
             if metric.mean:
                 first[column_name(key, metric, ahead.score)] = known
-            for at in ([place] for place in places.get(metric.over, ())) if metric.over else [()]:
-                names = [column_name(*one, ahead.score, *at) for one in with_chance(key, metric)]
-                (details if metric.detail and metric.mean else first).update(
-                    dict.fromkeys(names, known)
-                )
+            names = [name for name in metric.places if name != metric.last]
+            for planned in product(*(places.get(name, ()) for name in names)):
+                at = dict(zip(names, planned, strict=True))
+                for one in with_chance(key, metric):
+                    name = self._named(*one, ahead.score, at).name
+                    (details if metric.detail and metric.mean else first)[name] = known
         return first | details
 
     def _planned_places(self, ahead: PlannedPhase) -> dict[str, Iterable[Place]]:
@@ -183,12 +212,33 @@ def fill_template(text: str, score: str, place: str) -> str:
     return text.replace("{score}", score).replace("{}", place)
 
 
-def list_places(results: Iterable[Found], key: str, over: str) -> list[Place]:
-    """Return the places of a metric, in the order in which results have them."""
-    result = (
-        value.at for result in results for value in result.all(key) if set(value.at) == {over}
-    )
-    return list(dict.fromkeys(at[over] for at in result))
+def list_places(results: Iterable[Found], key: str, metric: Metric) -> list[At]:
+    """Return the places of a metric's columns, in the order in which results have them.
+
+    That on ``metric.last`` is the last one of the first result that has the others.
+    """
+    places: dict[tuple[Place, ...], At] = {}
+    for result in results:
+        of_result = {
+            tuple(value.at[name] for name in metric.places if name != metric.last): value.at
+            for value in result.all(key)
+            if set(value.at) == set(metric.places)
+        }
+        places = places | {known: at for known, at in of_result.items() if known not in places}
+    return list(places.values())
+
+
+def find_value(result: Found, key: str, metric: Metric, at: At) -> Value | None:
+    """Return the value of a metric at a place, on ``metric.last`` the last one; None without."""
+    if not metric.last:
+        return result.find(key, **at)
+    fixed = {(name, place) for name, place in at.items() if name != metric.last}
+    having = [
+        value
+        for value in result.all(key)
+        if set(value.at) == set(metric.places) and fixed <= set(value.at.items())
+    ]
+    return having[-1] if having else None
 
 
 def find_settings(study: Any, name: str) -> Any:

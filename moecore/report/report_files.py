@@ -10,19 +10,18 @@ from typing import Any
 
 from moecore.brain.age_calibration import AgeCalibration
 from moecore.brain.age_measurement import PREDICTIONS
-from moecore.measure.robustness import Result as Robustness
+from moecore.measure.robustness import Robustness
 from moecore.measure.sizes import Result as Sizes
-from moecore.measure.under_attack.curves import measured_curves
 from moecore.report.claims.claims_table import claims_markdown
 from moecore.report.claims.evaluation import EvaluatedClaim
 from moecore.report.figures.training_figures import training_curves
 from moecore.report.headline_quantities import shown_attack
 from moecore.report.measures import sizes
-from moecore.report.measures.robustness import draw_attack_curve
 from moecore.report.page.explorer_page import FILE, explorer, has_explorer_images
 from moecore.report.page.report_page import render_report
 from moecore.report.page.templating import svg
 from moecore.report.page.view import Picture
+from moecore.report.pictures.robustness import draw_attack_curve
 from moecore.report.tables.headline_metrics import render_metrics_files
 from moecore.report.typed_results import Measured, Phase, Results
 from moecore.training.outcome import Outcome
@@ -89,11 +88,10 @@ def robustness_csv(results: Results) -> str:
     scores = dict.fromkeys(phase.task.history_name for phase in results.phases.values())
 
     def rows(model: Measured, phase: Phase) -> Iterator[Row]:
-        if attacked := model.of(Robustness):
-            for name, curve in measured_curves(attacked.attacks).items():
-                for row in curve:
-                    values = row.model_dump(include={"epsilon", "low", "high"})
-                    yield values | {"attack": name, phase.task.history_name: row.score}
+        if attacked := model.found(Robustness):
+            for left in attacked.all("attacked"):
+                score = {phase.task.history_name: left.value}
+                yield left.at | score | {"low": left.low, "high": left.high}
 
     return _csv(results, ("attack", "epsilon", *scores, "low", "high"), rows)
 

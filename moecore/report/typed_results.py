@@ -75,6 +75,16 @@ class Phase(NamedTuple):
             results[method] = of_seeds if len(of_seeds) == len(seeds) else []
         return results
 
+    def found(self, kind: type[MeasuredPart]) -> list[Found]:
+        """Return the values of a measurement of all models that have them."""
+        results: list[Any] = self.results(kind)
+        return results
+
+    def found_of(self, kind: type[MeasuredPart]) -> dict[str, list[Found]]:
+        """Return method → the values of all its seeds; [] where a seed has none."""
+        results: dict[str, Any] = self.of(kind)
+        return results
+
     def first(self, kind: type[R]) -> dict[str, R]:
         """method → the result of its first seed; without the methods that have none."""
         models = {method: next(iter(seeds.values())) for method, seeds in self.models.items()}

@@ -198,7 +198,7 @@ ROWS = (
         "robustness",
         "Attack a model, and see how its routing changes",
         each="measured model",
-        code=("sections/robustness",),
+        code=("measure/robustness",),
         after=(DATA, MODEL),
     ),
     Stage(

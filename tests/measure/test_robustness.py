@@ -2,20 +2,18 @@
 
 import numpy as np
 import pytest
-import torch
 
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed
 from moecore.measure import robustness as module
-from moecore.measure.base import MeasuredModel, Skipped, read_result
+from moecore.measure.base import MeasuredModel, read_result
 from moecore.measure.robustness import (
-    Result,
     Robustness,
     check_attack_settings,
-    measure,
     target_on_drawn_images,
 )
-from moecore.measure.under_attack.curves import measured_curves, worst_case
+from moecore.measure.under_attack.curves import AttackedGallery
+from moecore.measure.values import Found, Value
 from moecore.nn.predict import predict_in_batches
 from moecore.stages import robustness as stage
 from tests.attacks.models import CLASSES, SETS, YEARS
@@ -53,6 +51,7 @@ NAMES = [
     "apgd-dlr-8",
 ]
 ROWS = len(NAMES) * 3
+MEAN = "2 epsilons"
 IDLE = "the model has no MoE layer whose routing could change"
 RESULT = "artifacts/measured/robustness/pretrain/vit/0.json"
 
@@ -67,18 +66,26 @@ def subjects(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(subjects) -> dict[str, Result]:
+def results(subjects) -> dict[str, Found]:
     return {
-        name: measure(subject, SETTINGS, compute_without_cache)
+        name: SETTINGS.collect_result(subject, compute_without_cache)
         for name, subject in subjects[1].items()
     }
 
 
+def curves_of(found: Found, metric: str = "attacked") -> dict[str, list[Value]]:
+    """Attack → the values of a metric, by epsilon."""
+    curves: dict[str, list[Value]] = {}
+    for value in found.all(metric):
+        curves.setdefault(str(value.at["attack"]), []).append(value)
+    return curves
+
+
 def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
     for name, found in results.items():
-        shown = found.attacked
-        last = {one: rows[-1] for one, rows in measured_curves(found.attacks).items()}
-        assert last[shown.attack].score == min(row.score for row in last.values())
+        shown = AttackedGallery.model_validate(found.facts["attacked"])
+        last = {one: values[-1].value for one, values in curves_of(found).items()}
+        assert last[shown.attack] == min(last.values())
         assert [row.epsilon for row in shown.rows] == [0, 0.05, 0.2]
         clean, *moved = (row.pictures.array().astype(float) / 255 for row in shown.rows)
         images = target_on_drawn_images(subjects[1][name], SETTINGS).images
@@ -90,70 +97,79 @@ def test_a_few_images_are_shown_under_the_strongest_attack(results, subjects):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_attack_has_its_curve(results, name):
     found = results[name]
-    assert found.images == 25 and list(found.attacks) == NAMES and 0.3 < found.clean_score <= 1
-    for rows in measured_curves(found.attacks).values():
-        assert [row.epsilon for row in rows] == [0, 0.05, 0.2]
-        assert rows[0].score == found.clean_score and rows[0].unchanged_images == 1
-        for row in rows:
-            assert row.score == int(found.task.decode_scores(row.scores, 25).sum()) / 25
-            assert row.low <= row.score <= row.high and row.score <= found.clean_score
-            layers = 2 if name == "vit" else 0
-            assert len(row.routing_change) == len(row.processing_change) == layers
-            assert row.loss > 0
-    assert found.attacks["pgd-4"][-1].score < found.clean_score
+    curves = curves_of(found)
+    met = NAMES if name == "vit" else [one for one in NAMES if "routing_change" not in one]
+    clean = found.find("clean").value
+    assert found.facts["images"] == 25 and list(curves) == met and 0.3 < clean <= 1
+    for attack, values in curves.items():
+        assert [value.at["epsilon"] for value in values] == [0, 0.05, 0.2]
+        assert values[0].value == clean
+        assert found.find("unchanged_images", attack=attack, epsilon=0.0).value == 1
+        for value in values:
+            assert value.value == int(value.array.sum()) / 25 and set(value.array) <= {0, 1}
+            assert value.low <= value.value <= value.high and value.value <= clean
+            assert found.find("loss", **value.at).value > 0
+        again, mean = (found.find("attacked_at", attack=attack, epsilon=at) for at in (0.05, MEAN))
+        assert np.array_equal(again.array, values[1].array)
+        assert mean.value == pytest.approx((values[1].value + values[2].value) / 2)
+        assert np.array_equal(mean.array, (values[1].array + values[2].array) / 2)
+    changes = 3 * 6 * 2 if name == "vit" else 0
+    assert len(found.all("routing_change_layer")) == changes
+    assert len(found.all("processing_change_layer")) == changes
+    assert curves["pgd-4"][-1].value < clean
 
 
 def test_the_worst_case_is_over_all_attacks(results):
     found = results["vit"]
-    for index, row in enumerate(found.worst_case):
-        hits = torch.stack(
-            [found.task.decode_scores(rows[index].scores, 25) for rows in found.attacks.values()]
-        )
-        assert torch.equal(found.task.decode_scores(row.scores, 25), hits.all(dim=0))
-        assert row.score <= hits.double().mean(dim=1).min() + 1e-9
-        assert row.epsilon == [0, 0.05, 0.2][index] and row.low <= row.score <= row.high
+    for index, worst in enumerate(found.all("worst")):
+        hits = np.array([values[index].array for values in curves_of(found).values()])
+        assert np.array_equal(worst.array, hits.all(axis=0))
+        assert worst.value <= hits.mean(axis=1).min() + 1e-9
+        assert worst.at == {"epsilon": [0, 0.05, 0.2][index]}
+        assert worst.low <= worst.value <= worst.high
 
 
 def test_routing_change_is_nothing_when_clean_and_most_where_it_is_the_aim(results):
-    curves = results["vit"].attacks
-    assert all(rows[0].routing_change == (0, 0) for rows in curves.values())
-    moved = {name: sum(rows[-1].routing_change) for name, rows in curves.items()}
+    curves = curves_of(results["vit"], "routing_change")
+    assert all(values[0].value == 0 for values in curves.values())
+    moved = {name: values[-1].value for name, values in curves.items()}
     assert moved["pgd-routing_change-4"] > moved["pgd-4"] > 0
 
 
 def test_the_attack_on_routing_is_skipped_for_a_dense_model_and_nothing_else(results):
-    curves = results["dense"].attacks
-    skipped = {name: rows for name, rows in curves.items() if isinstance(rows, Skipped)}
-    assert skipped == {"pgd-routing_change-4": Skipped(skipped=IDLE)}
-    balanced = curves["pgd-balance-10-4"][1].loss
-    assert balanced == pytest.approx(curves["pgd-4"][1].loss, rel=1e-4)
-    assert not [rows for rows in results["vit"].attacks.values() if isinstance(rows, Skipped)]
+    assert results["dense"].skipped == (f"pgd-routing_change-4: {IDLE}",)
+    losses = curves_of(results["dense"], "loss")
+    balanced = losses["pgd-balance-10-4"][1].value
+    assert balanced == pytest.approx(losses["pgd-4"][1].value, rel=1e-4)
+    assert results["vit"].skipped == ()
 
 
 def test_the_audit_says_why_it_could_not_judge(results):
-    sparse, dense = ({line.name: line for line in results[name].audit} for name in MODELS)
+    sparse, dense = (
+        {line["name"]: line for line in results[name].facts["audit"]} for name in MODELS
+    )
     assert list(sparse) == list(dense) and len(sparse) == 7
-    assert sparse["deterministic"].holds is True
-    assert [name for name, line in sparse.items() if line.holds is None] == []
-    assert [name for name, line in dense.items() if line.holds is None] == ["surrogate"]
-    assert "no MoE layer" in dense["surrogate"].text
+    assert sparse["deterministic"]["holds"] is True
+    assert [name for name, line in sparse.items() if line["holds"] is None] == []
+    assert [name for name, line in dense.items() if line["holds"] is None] == ["surrogate"]
+    assert "no MoE layer" in dense["surrogate"]["text"]
+
+
+def scores_of(found: Found) -> list[Value]:
+    return found.all("attacked") + found.all("worst")
 
 
 def test_the_batch_plays_no_part(subjects, results):
-    found = measure(
-        subjects[1]["vit"], SETTINGS.model_copy(update={"batch": 7}), compute_without_cache
-    )
-    for name, rows in results["vit"].attacks.items():
-        assert [row.scores for row in found.attacks[name]] == [row.scores for row in rows]
+    settings = SETTINGS.model_copy(update={"batch": 7})
+    found = settings.collect_result(subjects[1]["vit"], compute_without_cache)
+    assert scores_of(found) == scores_of(results["vit"])
 
 
 def test_survivors_alone_have_the_same_accuracy_and_no_routing(subjects, results):
     only = SETTINGS.model_copy(update={"survivors": True})
-    found = measure(subjects[1]["vit"], only, compute_without_cache)
-    assert found.worst_case == results["vit"].worst_case and found.clean_score < 1
-    for name, rows in results["vit"].attacks.items():
-        assert [row.scores for row in found.attacks[name]] == [row.scores for row in rows]
-        assert all(row.routing_change == row.processing_change == () for row in found.attacks[name])
+    found = only.collect_result(subjects[1]["vit"], compute_without_cache)
+    assert scores_of(found) == scores_of(results["vit"]) and found.find("clean").value < 1
+    assert not [value for value in found.values if "_change" in value.metric]
 
 
 def test_what_makes_no_sense_for_the_labels_is_refused():
@@ -171,13 +187,13 @@ def test_what_makes_no_sense_for_the_labels_is_refused():
         check_attack_settings(settings(pgd, survivors=True), YEARS)
 
 
-def run_stage(subjects, patch, capsys, **changes) -> Result:
+def run_stage(subjects, patch, capsys, **changes) -> Found:
     """What the stage writes of the sparse model."""
     settings = SETTINGS.model_dump(mode="json") | changes
     in_run(patch, subjects[0], robustness=settings)
     stage.robustness("pretrain", "vit", 0)
     assert "Audit of the attacks on pretrain vit seed 0" in capsys.readouterr().err
-    return read_result(subjects[0] / RESULT, Result, "robustness")
+    return read_result(subjects[0] / RESULT, Found, "robustness")
 
 
 def test_a_killed_stage_attacks_only_what_is_left(subjects, results, monkeypatch, capsys):
@@ -227,32 +243,35 @@ def aged(tmp_path_factory) -> dict[str, MeasuredModel]:
 
 
 @pytest.fixture(scope="module")
-def aged_results(aged) -> dict[str, Result]:
+def aged_results(aged) -> dict[str, Found]:
     return {
-        name: measure(subject, ON_AGES, compute_without_cache) for name, subject in aged.items()
+        name: ON_AGES.collect_result(subject, compute_without_cache)
+        for name, subject in aged.items()
     }
 
 
 @pytest.mark.parametrize("name", list(AGE_MODELS))
 def test_errors_under_attack(aged_results, name):
     found = aged_results[name]
-    curves = measured_curves(found.attacks)
-    for rows in curves.values():
-        assert [row.epsilon for row in rows] == [0, 0.02, 0.1]
-        assert rows[0].score == pytest.approx(found.clean_score) and rows[0].unchanged_images == 1
-        for row in rows:
-            assert row.low <= row.score <= row.high
-            assert row.score == pytest.approx(np.mean(row.scores)) and len(row.scores) == 10
-            worse = [left >= clean for left, clean in zip(row.scores, rows[0].scores, strict=True)]
-            assert all(worse), "the clean image lies in every ball"
-            assert row.loss <= row.score + 1e-9
-            assert len(row.routing_change) == (2 if name == "moe" else 0)
-    plain = curves["pgd-4"][-1].score
-    inside = curves["pgd-inside-4"][-1].score
-    assert plain > inside > found.clean_score + 0.1, "the background is of use to an attack"
-    assert found.worst_case == worst_case(curves, found.task, 10)
-    skipped = [attack for attack, rows in found.attacks.items() if isinstance(rows, Skipped)]
-    assert skipped == ([] if name == "moe" else ["pgd-routing_change-2"])
+    clean = found.find("clean").value
+    curves = curves_of(found)
+    for values in curves.values():
+        assert [value.at["epsilon"] for value in values] == [0, 0.02, 0.1]
+        assert values[0].value == pytest.approx(clean)
+        for value in values:
+            assert value.low <= value.value <= value.high
+            assert value.value == pytest.approx(np.mean(value.array)) and len(value.array) == 10
+            assert (value.array >= values[0].array).all(), "the clean image lies in every ball"
+            assert found.find("loss", **value.at).value <= value.value + 1e-9
+    layers = {value.at["layer"] for value in found.all("routing_change_layer")}
+    assert layers == ({1, 2} if name == "moe" else set())
+    plain = curves["pgd-4"][-1].value
+    inside = curves["pgd-inside-4"][-1].value
+    assert plain > inside > clean + 0.1, "the background is of use to an attack"
+    errors = np.array([[value.array for value in values] for values in curves.values()])
+    for worst, left in zip(found.all("worst"), errors.max(axis=0), strict=True):
+        assert np.array_equal(worst.array, left)
+    assert len(found.skipped) == (0 if name == "moe" else 1)
 
 
 def test_the_clean_error_is_the_models(aged, aged_results):
@@ -262,5 +281,5 @@ def test_the_clean_error_is_the_models(aged, aged_results):
     test = subject.data.test
     said = predict_in_batches(subject.model, test.images[where], 5)[0][:, 0].numpy()
     errors = np.abs(said - test.labels[where])
-    rows = aged_results["dense"].attacks["fgsm-inside"]
-    assert rows[0].scores == pytest.approx(errors.tolist(), abs=1e-4)
+    first = curves_of(aged_results["dense"])["fgsm-inside"][0]
+    assert first.array == pytest.approx(errors, abs=1e-4)

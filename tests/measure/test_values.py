@@ -12,7 +12,10 @@ from moecore.measure.base import MeasuredModel, Measurement, find_measurement, r
 from moecore.measure.values import Found, Metric, OnPage, Values, place_slug
 from moecore.nn.backbones.vit import Vit
 from moecore.report.column import ColumnContext, PlannedPhase
-from moecore.report.measures.result_display import list_measurements_with_metrics
+from moecore.report.measures.result_display import (
+    list_displays,
+    list_measurements_with_metrics,
+)
 from moecore.report.metric_columns import MetricColumns
 from moecore.statistics.crossed import encode_item_values
 from moecore.statistics.intervals import bootstrap_mean, wilson
@@ -126,6 +129,12 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, content, told):
 
 TIMED = "cost"  # is never the same twice
 NAMES = [name for name in list_measurements_with_metrics() if name != TIMED]
+ATTACKED = {  # has no settings of its own accord
+    "images": 4,
+    "epsilons": [0.0, 0.1, 0.05],
+    "attacks": [{"kind": "fgsm"}, {"kind": "pgd", "steps": 1}],
+    "audit": {"images": 2, "steps": 1},
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,15 +143,16 @@ def test_every_value_has_a_metric_and_every_column_was_planned(name):
     subject = MeasuredModel(small_vit(), small_data())
     if kind.applies(subject):
         pytest.skip(f"{name} needs other data; its own tests measure it")
-    found = check_measurement(kind, subject)
+    settings = kind.model_validate(ATTACKED if name == "robustness" else {})
+    found = check_measurement(settings, subject)
     assert json.loads(json.dumps(to_jsonable(found))) == found.model_dump(mode="json")
     assert {value.metric for value in found.values} <= set(kind.metrics)
     task = subject.data.task
     seen = ColumnContext(task, [found], "", (), ())
-    columns = MetricColumns(name, kind)
+    (columns,) = next(one.columns for one in list_displays() if one.result is kind)
     named = columns.columns(seen)
     assert len({column.name for column in named}) == len(named)
-    planned = columns.foreseen(PlannedPhase(_StudyOf(name, kind()), "accuracy", "pretrain"))
+    planned = columns.foreseen(PlannedPhase(_StudyOf(name, settings), "accuracy", "pretrain"))
     assert {column.name for column in named if column.read(found) is not None} <= set(planned)
 
 

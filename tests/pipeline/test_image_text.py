@@ -18,6 +18,7 @@ from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
 from moecore.measure.values import Found
 from moecore.pipeline import predict_cli
+from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.training.artifacts import load_model
 from tests import forked
 from tests.data.sources.test_mosaic import split_file
@@ -103,11 +104,11 @@ def test_both_directions_and_the_experts_of_words(folder):
 
 
 def test_attacks_make_retrieval_no_better(folder):
-    found = result(folder, "robustness/finetune", "vmoe_text")
-    for rows in (*found["attacks"].values(), found["worst_case"]):
-        assert rows[-1]["score"] <= rows[0]["score"]
-    pgd = found["attacks"]["pgd-10"]
-    assert pgd[-1]["loss"] > pgd[0]["loss"]
+    found = Found.model_validate(result(folder, "robustness/finetune", "vmoe_text"))
+    for left in (scores_by_epsilon(found, "pgd-10"), found.all("worst")):
+        assert left[-1].value <= left[0].value
+    losses = [value.value for value in found.all("loss") if value.at["attack"] == "pgd-10"]
+    assert losses[-1] > losses[0]
 
 
 def test_the_table_and_the_page_say_it(folder):

@@ -161,7 +161,9 @@ MEASURED = {
     "calibrate": lambda found: (
         found["facts"]["test_images"] == 359 and numbers(found, "temperature")[0] > 0
     ),
-    "robustness": lambda found: len(found["attacks"]["pgd-2"][1]["routing_change"]) == 2,
+    "robustness": lambda found: (
+        {value["at"]["layer"] for value in found["values"] if "layer" in value["at"]} == {1, 2}
+    ),
     "routing": lambda found: len(found["facts"]["load"]) == 2,
     "invariance": lambda found: all(
         0 < one <= 1 for one in numbers(found, "agreement_transformed")

@@ -4,20 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from moecore.brain.age_measurement import METRICS
 from moecore.core.files import write_json
 from moecore.measure.cohort_checks import CohortChecks, put_agreements
 from moecore.measure.probes.expert_tissue_agreement import TissueAgreement
 from moecore.measure.probes.region_experts_on_new_data import RegionExpertAgreement, RegionExperts
-from moecore.measure.robustness import Result as Robustness
-from moecore.measure.under_attack.curves import AttackRow, ScoresAtEpsilon
+from moecore.measure.under_attack.curves import ScoresAtEpsilon
 from moecore.measure.values import Found, Values
 from moecore.statistics.intervals import Interval
 from moecore.tasks.regression import Regression
 from moecore.training.outcome import Outcome
-from tests.report.generated import write_result
+from tests.report.generated import found_under_attack, write_result
 
 STAGES = ("calibrate", "robustness", "cohort_checks")
 TASK = Regression(target="age", unit="years", mean=60.0, deviation=10.0)
@@ -168,42 +166,27 @@ def groups(names) -> list[dict[str, Any]]:
     return [{"group": name, "n": 20, "raw": errors(4.0), "pooled": errors(3.0)} for name in names]
 
 
-def attacked(number: int) -> Robustness:
+def attacked(number: int) -> Found:
     """4 + method + 255 ε years under each attack, half a year more under the worst."""
-    rows = {
+    curves = {
         name: [row(number, step, half) for step in (0, 1, 2)]
         for name, half in (("pgd-10", 0.5), ("fgsm", -0.5))
     }
-    errors = [tuple([4.5 + number + step] * 40) for step in (0, 1, 2)]
-    worst = [
-        ScoresAtEpsilon.of(step / 255, TASK, torch.tensor(left, dtype=torch.float64))
-        for step, left in enumerate(errors)
-    ]
+    changes = dict.fromkeys(curves, [0.0, 0.1, 0.2])
     line = {"name": "deterministic model", "holds": True, "text": "two passes agree"}
-    return Robustness(
-        task=TASK,
-        images=40,
-        clean_score=4.0 + number,
-        attacks=rows,
-        worst_case=worst,
-        audit=[line],
-    )
+    return found_under_attack(curves, TASK, 40, changes, 1, audit=[line])
 
 
-def row(number: int, step: int, half: float) -> AttackRow:
+def row(number: int, step: int, half: float) -> ScoresAtEpsilon:
     """Images err by ``half`` a year more or less in turn; methods differ by ± 0.01, too."""
     error = 4.0 + number + step
-    return AttackRow(
+    return ScoresAtEpsilon(
         epsilon=step / 255,
         score=error,
         low=error - 1,
         high=error + 1,
         scores=[error + sign * half + 0.01 * number * more for more in (1, -1) for sign in (1, -1)]
         * 10,
-        loss=error,
-        unchanged_images=0.0,
-        routing_change=(0.1 * step,),
-        processing_change=(0.1,),
     )
 
 

@@ -3,7 +3,7 @@
 So the report can be rendered without training.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from moecore.core.plain_values import to_jsonable
 from moecore.core.routing_records import RoutingRecord, TokenLayout
 from moecore.measure import (
     calibration,
-    robustness,
 )
 from moecore.measure.base import Estimate, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
@@ -24,6 +23,7 @@ from moecore.measure.exploring.expert_overlay_data import (
     encode_thumbnails,
     overlapping_crops,
 )
+from moecore.measure.robustness import METRICS, put_scores
 from moecore.measure.routing_metrics.layer_metrics import (
     average_layers,
     dead_expert_share,
@@ -35,10 +35,16 @@ from moecore.measure.routing_metrics.layer_metrics import (
 from moecore.measure.routing_metrics.layer_metrics import routing_confidence as router_confidence
 from moecore.measure.routing_metrics.layer_use import load_shares
 from moecore.measure.routing_metrics.sweeps import fallback_slopes
-from moecore.measure.under_attack.curves import AttackRow, AuditLine, worst_case
+from moecore.measure.under_attack.curves import (
+    AttackedGallery,
+    AuditLine,
+    ScoresAtEpsilon,
+    worst_case,
+)
 from moecore.measure.values import Found, Place, Value, Values
 from moecore.report.typed_results import Measured
 from moecore.study.stages import MEASURED_STAGES
+from moecore.tasks.base import Task
 from moecore.tasks.class_task import (
     class_nll,
     confusion_counts,
@@ -85,9 +91,18 @@ def write_result(root: Path, stage: str, where: Path, result: Config) -> None:
     write_json(root / "artifacts/measured" / stage / where, to_jsonable(result))
 
 
-def changed(model: Measured, result: Config) -> Measured:
-    """The model with another result of its type."""
-    return model._replace(results={**model.results, type(result): result})
+def changed(model: Measured, result: Config, kind: type[Config] | None = None) -> Measured:
+    """The model with another result of its type, or with other values of a measurement."""
+    return model._replace(results={**model.results, kind or type(result): result})
+
+
+def with_values(found: Found, metric: str, **changes: Any) -> Found:
+    """Return values of which all of a metric are changed."""
+    values = [
+        value.model_copy(update=changes) if value.metric == metric else value
+        for value in found.values
+    ]
+    return found.model_copy(update={"values": tuple(values)})
 
 
 def estimate(value: float, low: float, high: float) -> Estimate:
@@ -293,57 +308,60 @@ def calibrated(generator: torch.Generator, number: int, seed: int) -> Found:
     return out.found()
 
 
-def attacked(number: int, seed: int, routed: bool) -> robustness.Result:
-    curves = {
-        "fgsm": _rows(number, seed, routed, 0.5, 10),
-        "pgd-10": _rows(number, seed, routed, 1.0, 0),
-    }
+def attacked(number: int, seed: int, routed: bool) -> Found:
+    curves = {"fgsm": _rows(number, seed, 0.5, 10), "pgd-10": _rows(number, seed, 1.0, 0)}
+    changes = dict.fromkeys(curves, [0.5 * epsilon * 255 / 8 for epsilon in EPSILONS])
     lines = (
         AuditLine(name="deterministic model", holds=True, text="two passes agree bitwise"),
         AuditLine(name="PGD beats FGSM", holds=number != 1, text="mean loss 1.2 < 1.3"),
         AuditLine(name="transfer attack", holds=None, text="no second model"),
     )
-    return robustness.Result(
-        task=TASK,
-        images=200,
-        clean_score=0.9,
-        attacks=curves,
-        worst_case=worst_case(curves, TASK, 200),
-        audit=lines,
-        attacked=pictured(),
-    )
+    facts = {"audit": lines, "attacked": pictured()}
+    return found_under_attack(curves, TASK, 200, changes if routed else {}, **facts)
 
 
-def pictured() -> robustness.AttackedGallery:
+def found_under_attack(
+    curves: Mapping[str, Sequence[ScoresAtEpsilon]],
+    task: Task,
+    images: int,
+    changes: Mapping[str, Sequence[float]],
+    layers: int = 3,
+    **facts: Any,
+) -> Found:
+    """Return what is left of scores, and a change of the routing, by attack and epsilon, that is
+    alike in all layers; half as much of the processing's.
+    """
+    out = Values(METRICS, task, lambda name, compute: compute())
+    for name, rows in curves.items():
+        put_scores("attacked", rows, images, out, attack=name)
+        for row, change in zip(rows, changes.get(name, ()), strict=False):
+            at = {"attack": name, "epsilon": row.epsilon}
+            out.put("routing_change", change, **at)
+            out.put("processing_change", change / 2, **at)
+            for layer in range(1, layers + 1):
+                out.put("routing_change_layer", change, **at, layer=layer)
+    put_scores("worst", worst_case(curves, task, images), images, out)
+    out.facts |= {"task": task, "images": images, "attacked": None, **facts}
+    return out.found()
+
+
+def pictured() -> AttackedGallery:
     """Three images with stripes that fade with the radius."""
     stripes = (torch.arange(28) % 4 / 3).expand(3, 1, 28, 28)
     rows = [
         {"epsilon": epsilon, "pictures": encode_thumbnails(stripes * (1 - 10 * epsilon))}
         for epsilon in EPSILONS
     ]
-    return robustness.AttackedGallery(attack="pgd-10", rows=rows)
+    return AttackedGallery(attack="pgd-10", rows=rows)
 
 
-def _rows(
-    number: int, seed: int, routed: bool, strength: float, first: int
-) -> tuple[AttackRow, ...]:
+def _rows(number: int, seed: int, strength: float, first: int) -> list[ScoresAtEpsilon]:
     made = []
     for epsilon in EPSILONS:
         right = int(200 * 0.9 / (1 + strength * max(1, 8 - number) * 10 * epsilon)) - seed
         hits = (torch.arange(200) - first) % 200 < right
-        change = (0.5 * epsilon * 255 / 8,) * 3 if routed else ()
-        made.append(
-            AttackRow.of(
-                epsilon,
-                TASK,
-                hits,
-                loss=1.0,
-                unchanged_images=0.0,
-                routing_change=change,
-                processing_change=tuple(value / 2 for value in change),
-            )
-        )
-    return tuple(made)
+        made.append(ScoresAtEpsilon.of(epsilon, TASK, hits))
+    return made
 
 
 def _matched(number: int, seed: int) -> dict[str, float]:

@@ -6,16 +6,16 @@ import json
 import pytest
 
 from moecore.measure.cohort_checks import CohortChecks
+from moecore.measure.robustness import Robustness
 from moecore.report.figures.charts import attack_points
 from moecore.report.measures.ages import table_s1
-from moecore.report.measures.attacked_scores import attack_scores_by_epsilon
-from moecore.report.measures.robustness import Result as Robustness
 from moecore.report.page.report_page import render_report
 from moecore.report.pictures.cohort_checks import (
     mixture_table,
     region_experts_by_volume_kind,
     tissue_error_table,
 )
+from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.report_files import robustness_csv, table_s1_csv, training_csv
 from moecore.report.results import read_results
 from moecore.report.tables.metrics_by_method import build_table, compare_methods, used_tests
@@ -249,8 +249,9 @@ def test_one_seed_has_the_bootstraps_limits(tmp_path):
     for name, expected in limits.items():
         found_limits = tuple(cells[name][key] for key in ("mean", "low", "high"))
         assert found_limits == pytest.approx(expected), name
-    result = found.phases["pretrain"].models["dense"][0].of(Robustness)
-    last = attack_points([attack_scores_by_epsilon(result, "pgd-10")], result.task.score)[-1]
+    phase = found.phases["pretrain"]
+    values = scores_by_epsilon(phase.models["dense"][0].found(Robustness), "pgd-10")
+    last = attack_points([values], phase.task.score)[-1]
     assert last == pytest.approx((2.0, 6.0, 5.0, 7.0))
 
 

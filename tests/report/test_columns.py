@@ -6,26 +6,21 @@ import re
 
 import pytest
 
-from moecore.measure.base import Skipped
 from moecore.measure.corruptions import (
     Corruptions,
     errors_of,
     errors_of_dense,
     relative_error,
 )
-from moecore.measure.robustness import Result as Robustness
+from moecore.measure.robustness import Robustness
 from moecore.measure.routing import Routing
 from moecore.measure.values import Found
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.column import Column
-from moecore.report.figures.charts import attack_points, points_over_seeds
-from moecore.report.measures.attacked_scores import (
-    WORST,
-    attack_scores_by_epsilon,
-    hits_at_largest_epsilon,
-)
+from moecore.report.figures.charts import points_over_seeds
 from moecore.report.measures.training_outcome import COLUMNS
 from moecore.report.page.report_page import render_report
+from moecore.report.pictures.robustness import scores_by_epsilon
 from moecore.report.reference_methods import column_context
 from moecore.report.tables.metrics_by_method import build_table, compare_methods
 from moecore.statistics.intervals import Interval
@@ -101,18 +96,20 @@ def test_worst_case_and_both_changes_of_the_routing(whole):
     found = cells(whole, "vmoe")
     measured = whole.phases["pretrain"].models["vmoe"][0]
     # right under FGSM: images 10 … 10 + r − 1; under PGD: 0 … s − 1; both: 10 … s − 1 (r > s)
-    rows = measured.of(Robustness).attacks
-    fgsm, pgd = (round(200 * rows[name][-1].score) for name in ("fgsm", "pgd-10"))
+    rows = {
+        name: scores_by_epsilon(measured.found(Robustness), name) for name in ("fgsm", "pgd-10")
+    }
+    fgsm, pgd = (round(200 * values[-1].value) for values in rows.values())
     assert fgsm > pgd > 10 and found["accuracy_worst_case"].value == pytest.approx((pgd - 10) / 200)
-    assert (
-        hits_at_largest_epsilon(measured, WORST).nonzero()[0].tolist() == list(range(10, pgd))
-        and int(hits_at_largest_epsilon(measured, "fgsm").sum()) == fgsm
-    )
-    left = [row.score for row in rows["fgsm"][1:]]
-    assert [
-        found[f"accuracy_fgsm_at_{255 * row.epsilon:.0f}_255"].value for row in rows["fgsm"][1:]
-    ] == left
-    assert found["accuracy_fgsm_mean"].value == pytest.approx(sum(left) / len(left))
+    columns = {one.name: one for one in build_table(whole, whole.phases["pretrain"]).metrics}
+    hits = columns["accuracy_worst_case"].hits(measured)
+    assert hits.nonzero()[0].tolist() == list(range(10, pgd))
+    assert columns["accuracy_fgsm"].hits(measured).sum() == fgsm
+    left = {value.at["epsilon"]: value.value for value in rows["fgsm"][1:]}
+    assert [found[f"accuracy_fgsm_at_{255 * epsilon:.0f}_255"].value for epsilon in left] == [
+        *left.values()
+    ]
+    assert found["accuracy_fgsm_mean"].value == pytest.approx(sum(left.values()) / len(left))
     # 0.5 · (8 / 255) · 255 / 8 at the largest epsilon
     assert found["routing_change_fgsm"].value == pytest.approx(0.5) and found[
         "processing_change_fgsm"
@@ -153,16 +150,23 @@ def test_steps_to_the_final_loss_of_the_baseline_of_the_same_seed(tmp_path):
 def test_an_attack_that_a_model_has_nothing_for(tmp_path):
     found = study(tmp_path, stages=("robustness",))
     models = found.phases["pretrain"].models
-    result = models["dense"][0].of(Robustness)
-    attacks = {"pgd-10": Skipped(skipped="no router"), "fgsm": result.attacks["fgsm"]}
-    result = result.model_copy(update={"attacks": attacks})
-    models["dense"][0] = changed(models["dense"][0], result)
+    result = models["dense"][0].found(Robustness)
+    values = [value for value in result.values if value.at.get("attack") == "fgsm"]
+    worst = [
+        met.model_copy(update={"metric": met.metric.replace("attacked", "worst"), "at": at})
+        for met in values
+        if met.metric in ("attacked", "attacked_at")
+        for at in ({"epsilon": met.at["epsilon"]},)
+    ]
+    changes = {"values": (*values, *worst), "skipped": ("pgd-10: no router",)}
+    models["dense"][0] = changed(models["dense"][0], result.model_copy(update=changes), Robustness)
     assert "accuracy_pgd-10" not in cells(found, "dense")
     assert "accuracy_pgd-10" in cells(found, "vmoe")
-    assert attack_points([attack_scores_by_epsilon(result, "pgd-10")], result.task.score) == []
-    assert hits_at_largest_epsilon(models["dense"][0], "pgd-10") is None
-    both = (hits_at_largest_epsilon(models["dense"][0], name) for name in (WORST, "fgsm"))
-    assert (next(both) == next(both)).all()
+    assert cells(found, "dense")["accuracy_worst_case"] == cells(found, "dense")["accuracy_fgsm"]
+    columns = build_table(found, found.phases["pretrain"]).metrics
+    (pgd,) = [column for column in columns if column.name == "accuracy_pgd-10"]
+    assert pgd.hits(models["dense"][0]) is pgd.items(models["dense"][0]) is None
+    assert "pgd-10: no router." in render_report(found)
     assert_self_contained(render_report(found))
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.measure.cost import Cost
-from moecore.measure.robustness import Result as Robustness
+from moecore.measure.robustness import Robustness
 from moecore.report.column import Column, ResultColumn
 from moecore.report.page.report_page import render_report
 from moecore.report.page.rows import format_column

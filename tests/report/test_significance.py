@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from scipy.special import stdtr
 
 from moecore.core.config import Config
+from moecore.core.encoded_arrays import encode_exact
 from moecore.core.files import UserError
 from moecore.measure.base import Estimate
-from moecore.measure.robustness import Result as Robustness
+from moecore.measure.robustness import Robustness
 from moecore.report.claims.evaluation import evaluate_claims
 from moecore.report.claims.significance import differences_from, possible_test
 from moecore.report.column import Column, ResultColumn
@@ -32,7 +32,7 @@ from moecore.report.tables.metrics_by_method import (
 from moecore.report.typed_results import Measured, Results
 from moecore.tasks.classification import Classification
 from moecore.training.outcome import Outcome
-from tests.report.generated import TASK, changed, model_with_results, trained
+from tests.report.generated import changed, model_with_results, trained, with_values
 from tests.report.test_ages import results as results_of_ages
 from tests.report.test_claims import claim
 from tests.report.test_claims import study as claimed
@@ -259,23 +259,15 @@ def test_a_mark_is_shown(tmp_path):
     shown = results(tmp_path, {"dense": False, "vmoe": True}, phases=("pretrain",))
     before = render_report(shown).count('class="best"')
     phase = shown.phases["pretrain"]
-    result = phase.models["vmoe"][0].of(Robustness)
-    all_right = {"score": 1.0, "scores": TASK.encode_scores(all_true(200))}
-    rows = {
-        name: (*found[:-1], found[-1].model_copy(update=all_right))
-        for name, found in result.attacks.items()
-    }
-    result = result.model_copy(update={"attacks": rows})
-    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result)
+    result = phase.models["vmoe"][0].found(Robustness)
+    all_right = {"value": 1.0, "items": encode_exact(np.ones(200))}
+    result = with_values(result, "attacked", **all_right)
+    phase.models["vmoe"][0] = changed(phase.models["vmoe"][0], result, Robustness)
     cells = build_table(shown, phase).cells
     assert cells["vmoe"]["accuracy_fgsm"].interval.value == 1
     assert cells["vmoe"]["accuracy_fgsm"].marked
     assert not cells["dense"]["accuracy_fgsm"].marked
     assert render_report(shown).count('class="best"') > before
-
-
-def all_true(count: int) -> torch.Tensor:
-    return torch.ones(count, dtype=torch.bool)
 
 
 ROOT = Path(__file__).parents[2]
@@ -290,16 +282,12 @@ def answered(found: Results) -> str:
 def with_hits(found: Results, method: str, wrong: int) -> None:
     """Its attacked images all right but ``wrong``, at every epsilon."""
     phase = found.phases["pretrain"]
-    result = phase.models[method][0].of(Robustness)
-    right = torch.arange(200) >= wrong
-    kept = {"score": 1 - wrong / 200, "low": 0.9, "high": 1.0, "scores": TASK.encode_scores(right)}
-    attacks = {
-        name: tuple(row.model_copy(update=kept) for row in rows)
-        for name, rows in result.attacks.items()
-    }
-    worst = tuple(row.model_copy(update=kept) for row in result.worst_case)
-    result = result.model_copy(update={"attacks": attacks, "worst_case": worst})
-    phase.models[method][0] = changed(phase.models[method][0], result)
+    result = phase.models[method][0].found(Robustness)
+    items = encode_exact(np.arange(200) >= wrong)
+    kept = {"value": 1 - wrong / 200, "low": 0.9, "high": 1.0, "items": items}
+    for metric in ("attacked", "worst"):
+        result = with_values(result, metric, **kept)
+    phase.models[method][0] = changed(phase.models[method][0], result, Robustness)
 
 
 def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
@@ -309,13 +297,8 @@ def test_one_seed_shows_no_difference_of_the_routing(tmp_path):
     overlap = "Pretrained on Fashion-MNIST: under PGD 10 (ε = 8/255) routing overlap is "
     assert text.startswith(overlap + "50.0 %. tgr is most accurate on clean")
     phase = found.phases["pretrain"]
-    result = phase.models["tgr"][0].of(Robustness)
-    moved = {
-        name: tuple(row.model_copy(update={"routing_change": (0.3, 0.3)}) for row in rows)
-        for name, rows in result.attacks.items()
-    }
-    result = result.model_copy(update={"attacks": moved})
-    phase.models["tgr"][0] = changed(phase.models["tgr"][0], result)
+    result = with_values(phase.models["tgr"][0].found(Robustness), "routing_change", value=0.3)
+    phase.models["tgr"][0] = changed(phase.models["tgr"][0], result, Robustness)
     assert answered(found).startswith(overlap + "50.0 to 70.0 %. ")
 
 

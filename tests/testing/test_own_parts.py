@@ -132,10 +132,11 @@ BACKBONES = [
         IMAGE.model_copy(update={"task": parse_card_task({"kind": "image_text", **CAPTIONS})}),
     ),
 ]
-ELSEWHERE = {  # what they measure is not in the small model and data, or it is time
+ELSEWHERE = {  # their subject is not in the small model and data; it is time; they have no defaults
     "cohort_checks",
     "cost",
     "retrieval",
+    "robustness",
     "truth",
     "word_swaps",
     "zero_shot",

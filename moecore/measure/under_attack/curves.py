@@ -16,9 +16,8 @@ from moecore.attacks.attack_setup import Target
 from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.measure.base import Skipped
 from moecore.measure.exploring.expert_overlay_data import EncodedPicture, encode_thumbnails
-from moecore.statistics.intervals import Interval, indices_by_person
+from moecore.statistics.intervals import Interval
 from moecore.tasks.base import Task
 
 
@@ -54,19 +53,13 @@ class AttackRow(ScoresAtEpsilon):
     unchanged_images: float = Field(description="share of the images that the attack left as is")
     routing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
     processing_change: tuple[float, ...] = Field(description="by MoE layer; () where not measured")
-    items: dict[str, str] = Field(
-        {},
-        description="of both changes, mean over layers, by item (``encode_item_values``)",
+    items: dict[str, tuple[float, ...]] = Field(
+        {}, description="of both changes, mean over layers, one an image"
     )
 
 
 Curve = tuple[AttackRow, ...]  # one row an epsilon, in growing order
-Curves = Mapping[str, Curve | Skipped]  # by the attack's name
-
-
-def measured_curves(curves: Curves) -> dict[str, Curve]:
-    """The curves of the attacks that were run."""
-    return {name: rows for name, rows in curves.items() if not isinstance(rows, Skipped)}
+Curves = Mapping[str, Curve]  # of the attacks that were run, by their names
 
 
 def worst_case(
@@ -76,7 +69,7 @@ def worst_case(
 
     () where no attack was run. Raises ValueError where attacks were run at different epsilons.
     """
-    every = list(measured_curves(curves).values())
+    every = list(curves.values())
     if len({tuple(row.epsilon for row in rows) for rows in every}) > 1:
         raise ValueError("worst_case: the attacks were run at different epsilons")
     return tuple(
@@ -112,11 +105,11 @@ def attack_gallery(
     That is the one that leaves the worst score at the largest epsilon; of equal ones the loss
     decides. None of volumes, and where no attack was run or no picture is wanted.
     """
-    run = measured_curves(curves)
-    if not number or not run or target.images.ndim != 4:
+    if not number or not curves or target.images.ndim != 4:
         return None
     sign = 1 if target.task.score.better == "higher" else -1
-    strongest = min(run, key=lambda name: (sign * run[name][-1].score, -run[name][-1].loss))
+    last = {name: rows[-1] for name, rows in curves.items()}
+    strongest = min(last, key=lambda name: (sign * last[name].score, -last[name].loss))
     attack = next(one for one in attacks if one.name == strongest)
     where = evenly_spaced_indices(len(target.labels), number)
     few = target._replace(images=target.images[where], labels=target.labels[where], only=None)
@@ -124,16 +117,9 @@ def attack_gallery(
         AttackedPictures(
             epsilon=row.epsilon, pictures=encode_thumbnails(few.attacked(attack, row.epsilon))
         )
-        for row in run[strongest]
+        for row in curves[strongest]
     ]
     return AttackedGallery(attack=strongest, rows=rows)
-
-
-def people_if_repeated(people: np.ndarray | None) -> tuple[int, ...] | None:
-    """Whose image each is, where anybody has several."""
-    if people is None or indices_by_person(people) is None:
-        return None
-    return tuple(people.tolist())
 
 
 class AuditLine(Config):

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from moecore.measure.under_attack.curves import ScoresAtEpsilon
+from moecore.measure.values import Value
 from moecore.report.column import score_title, unit_suffix
 from moecore.report.figures.direct_labels import End, label_ends
 from moecore.report.figures.drawing import (
@@ -217,13 +217,14 @@ def draw_score_over_epsilon(curves: Curves, what: str, score: Score) -> Figure:
     return curves_chart(curves, look)
 
 
-def attack_points(seeds: Sequence[Sequence[ScoresAtEpsilon]], score: Score) -> list[Point]:
-    """One point per epsilon: means over seeds, or one seed's own interval; seeds: its rows each."""
+def attack_points(seeds: Sequence[Sequence[Value]], score: Score) -> list[Point]:
+    """One point per epsilon: means over seeds, or one seed's own interval; seeds: values each."""
     limits = {"share": (0.0, 1.0)}.get(score.form, (0.0, np.inf))
     points = []
-    for rows in zip(*seeds, strict=True):
-        interval = Interval(rows[0].score, rows[0].low, rows[0].high)
-        if len(rows) > 1:
-            interval = mean_over_seeds([row.score for row in rows])
-        points.append(point_from_interval(rows[0].epsilon * PIXEL, interval, limits))
+    for values in zip(*seeds, strict=True):
+        interval = values[0].interval
+        if len(values) > 1:
+            interval = mean_over_seeds([one.value for one in values])
+        epsilon = float(values[0].at["epsilon"])
+        points.append(point_from_interval(epsilon * PIXEL, interval, limits))
     return points

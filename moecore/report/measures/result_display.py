@@ -28,7 +28,7 @@ from moecore.report.figures.charts import (
     interval_caption,
     points_over_seeds,
 )
-from moecore.report.metric_columns import MetricColumns, fill_words
+from moecore.report.metric_columns import FillIn, MetricColumns, fill_words
 from moecore.report.page.view import Block, Picture
 from moecore.report.reference_methods import column_context
 from moecore.report.typed_results import Phase
@@ -46,7 +46,9 @@ class Pictures(NamedTuple):
     figures: Draw = lambda result: iter(())
     is_on_page: bool = True  # below the charts; False: of a run's own page alone
     above: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks before the charts
+    draw: Callable[[Phase], Iterable[Picture]] = lambda phase: ()  # below these, of all methods
     more: Callable[[Phase], Iterable[Block]] = lambda phase: ()  # blocks after these
+    fill_in: FillIn | None = None  # words that depend on more than one place
 
 
 class Shown(NamedTuple):
@@ -138,7 +140,7 @@ def display_measurement(
     """Return what is shown of the metrics of a measurement, or of what is within it, and its
     pictures that no chart draws.
     """
-    columns = (MetricColumns(name, kind, within),)
+    columns = (MetricColumns(name, kind, within, pictures.fill_in),)
     shown = Shown(name, kind.page.title, kind, columns, pictures.figures)
     shown = shown._replace(place=kind.page.place, within=within)
     return shown._replace(part=lambda phase: measurement_blocks(phase, shown, pictures))
@@ -151,12 +153,24 @@ def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[B
     drawn = [picture for chart in page.charts for picture in draw_chart(phase, kind, chart)]
     if pictures.is_on_page:
         drawn += first_seed_pictures(phase, kind, pictures.figures)
-    results: list[Found] = phase.results(kind)
-    skipped = dict.fromkeys(f"{reason}." for result in results for reason in result.skipped)
-    about = page.about or shown.first_directed(phase)
+    drawn += pictures.draw(phase)
+    skipped = dict.fromkeys(f"{reason}." for one in phase.found(kind) for reason in one.skipped)
+    about = about_column(phase, shown, page.about) or shown.first_directed(phase)
     title = page.heading or page.title[0].upper() + page.title[1:]
     block = Block(title, pictures=drawn, below=list(skipped), about=about)
     return [*pictures.above(phase), block, *pictures.more(phase)]
+
+
+def about_column(phase: Phase, shown: Shown, metric: str) -> str:
+    """Return the name of the first column of a metric; "" for none."""
+    known = column_context(phase, shown.result)
+    named = (
+        column.name
+        for columns in shown.columns
+        if metric and isinstance(columns, MetricColumns)
+        for column in columns.columns_of(known, metric)
+    )
+    return next(named, "")
 
 
 def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:

@@ -8,10 +8,9 @@ from matplotlib.figure import Figure
 from moecore.measure.transfer import Result, TransferCell
 from moecore.report.column import score_title
 from moecore.report.figures.charts import Labels, draw_heatmap
-from moecore.report.measures.attacked_scores import attack_title
 from moecore.report.measures.result_display import Figures
-from moecore.report.measures.robustness import MARKS
 from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.pictures.robustness import MARKS, attack_title
 from moecore.report.tables.number_format import NumberFormat, format_epsilon, shorten_epsilons
 from moecore.report.typed_results import Phase
 

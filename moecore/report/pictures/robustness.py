@@ -1,0 +1,260 @@
+"""Scores and routing under attack, attacked pictures, and whether the attacks can be believed."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moecore.data.card import parse_card_task
+from moecore.measure.robustness import Robustness
+from moecore.measure.under_attack.curves import AttackedGallery
+from moecore.measure.values import Found, Metric, Place, Value, place_slug
+from moecore.report.column import score_slug
+from moecore.report.figures.charts import (
+    ChartSpec,
+    attack_points,
+    draw_score_over_epsilon,
+    interval_caption,
+    panels_chart,
+    points_over_seeds,
+)
+from moecore.report.figures.sheets import SheetLabels, Tile, displayable_image, sheet
+from moecore.report.measures.result_display import Figures, Pictures, draw_method_curves
+from moecore.report.page.view import NONE, Block, PageCell, PageTable, Picture, TableRow
+from moecore.report.reference_methods import references
+from moecore.report.tables.number_format import PIXEL, format_epsilon, shorten_epsilons
+from moecore.report.typed_results import Phase
+
+WORST = "worst_case"
+ACRONYMS = ("fgsm", "pgd", "apgd", "ce", "dlr")
+MARKS = {True: "✓ holds", False: "✗ does not hold", None: "– not judged"}
+LOOKS = {True: "verdict holds", False: "verdict differs", None: "verdict open"}
+WORST_FIRST = (False, None, True)
+FIGURES = {"pgd": " (figure 2 of the paper)", "apgd": " (figure 4b of the paper)"}
+Audited = Mapping[str, Any]  # an ``AuditLine``
+
+
+def fill_in(key: str, metric: Metric, score: str, at: Mapping[str, Place]) -> Metric:
+    """Return a metric with its name and words at an attack and an epsilon, as ``FillIn``.
+
+    Of the worst case there is no attack; of names that are planned no largest epsilon.
+    """
+    attack = str(at.get("attack", WORST))
+    epsilon = at.get("epsilon", 0.0)
+    is_mean = isinstance(epsilon, str)
+    radius = "" if is_mean else format_epsilon(float(epsilon))
+    words = {"title": attack_title(attack), "epsilon": radius, "layer": str(at.get("layer", ""))}
+    label, note, name = metric.label, metric.note, metric.name
+    if not note:
+        words["title"], note = title_and_note(attack, score)
+        name = attacked_name(score, attack)
+        if metric.detail:
+            name += "_mean" if is_mean else f"_at_{place_slug(radius)}"
+        if is_mean:
+            label, note = "{title}, mean", f"{note}, mean over {epsilon}"
+    for place, word in words.items():
+        label, note = (text.replace(f"{{{place}}}", word) for text in (label, note))
+    name = name.replace("{attack}", attack).replace("{layer}", words["layer"])
+    return metric._replace(name=name, label=label, note=note)
+
+
+def title_and_note(attack: str, score: str) -> tuple[str, str]:
+    """Return what a column of scores begins with, and its note."""
+    if score == "accuracy":
+        if attack == WORST:
+            return "Worst case", "accuracy where an image counts only if no attack broke it"
+        return attack_title(attack), "accuracy under attack"
+    if attack == WORST:
+        return "{score}, worst case", "largest error of each volume over all attacks"
+    return f"{{score}}, {attack_title(attack)}", "mean error under attack"
+
+
+def attack_title(name: str) -> str:
+    """Return an attack's name for readers: pgd-10 → PGD 10, apgd_ce → APGD CE."""
+    words = name.replace("_", "-").split("-")
+    return " ".join(word.upper() if word in ACRONYMS else word for word in words)
+
+
+def attacked_name(score: str, attack: str) -> str:
+    """Return the name of the column of a score, as names of columns have it, under an attack."""
+    beginning = {"accuracy": ""}.get(score, "attacked_")
+    return f"{beginning}{score}_{attack}"
+
+
+def attacks_of(result: Found) -> list[str]:
+    """Return the attacks that the model met; a routing attack has nothing for a dense one."""
+    return list(dict.fromkeys(str(value.at["attack"]) for value in result.all("attacked")))
+
+
+def scores_by_epsilon(result: Found, attack: str) -> list[Value]:
+    """Return an attack's values by epsilon, or the worst case's; [] of one that was not run."""
+    if attack == WORST:
+        return result.all("worst")
+    return [value for value in result.all("attacked") if value.at["attack"] == attack]
+
+
+def changes_by_epsilon(result: Found, attack: str, layer: int = 0) -> dict[float, float]:
+    """Return ε in 1/255 → the change of the routing in a MoE layer from 1; 0: mean over layers."""
+    return {
+        float(value.at["epsilon"]) * PIXEL: value.value
+        for value in result.all("routing_change_layer" if layer else "routing_change")
+        if (value.at["attack"], value.at.get("layer", 0)) == (attack, layer)
+    }
+
+
+def count_changed_layers(result: Found) -> int:
+    """Return how many MoE layers have a change of the routing."""
+    layers = (value.at["layer"] for value in result.all("routing_change_layer"))
+    return max(map(int, layers), default=0)
+
+
+def figures(result: Found) -> Figures:
+    """Yield the score over epsilon, a line per attack."""
+    score = parse_card_task(result.facts["task"]).score
+    curves = {
+        name: attack_points([scores_by_epsilon(result, name)], score)
+        for name in [*attacks_of(result), WORST]
+    }
+    yield "score_under_attack", draw_score_over_epsilon(curves, "attack", score)
+
+
+def draw_under_attack(phase: Phase) -> Iterator[Picture]:
+    """Yield the score over epsilon for each attack and their worst, and the routing's change."""
+    results = phase.found(Robustness)
+    attacks = list(dict.fromkeys(name for result in results for name in attacks_of(result)))
+    for attack in attacks:
+        yield draw_attack_curve(phase, attack)
+    if all(result.all("worst") for result in results):
+        yield draw_attack_curve(phase, WORST)
+    for draw in (draw_changes, draw_routing_change_by_layer):
+        for attack in attacks:
+            yield from draw(phase, attack)
+
+
+def phase_blocks(phase: Phase) -> Iterator[Block]:
+    """Yield attacked pictures, and the audit."""
+    about = attacked_name(score_slug(phase.task.score), WORST)
+    yield Block("Attacked pictures", pictures=draw_attacked_images(phase), about=about)
+    yield audit_block(phase)
+
+
+def draw_attack_curve(phase: Phase, attack: str) -> Picture:
+    score = phase.task.score
+    curves = {
+        method: attack_points([scores_by_epsilon(result, attack) for result in of_method], score)
+        for method, of_method in phase.found_of(Robustness).items()
+    }
+    what = {WORST: "the worst attack for each image"}.get(attack, attack_title(attack))
+    number = phase.found(Robustness)[0].facts["images"]
+    images = f"{number} test images, the same for every method."
+    return Picture(
+        draw_score_over_epsilon(curves, what, score),
+        f"{phase.name}: {attack_title(attack)}",
+        f"{images} Bands: 95 % intervals.",
+    )
+
+
+def draw_changes(phase: Phase, attack: str) -> list[Picture]:
+    """Draw the change of the routing under one attack; [] where no method has it."""
+    look = change_chart_spec(attack)
+    label = f"routing under {attack}"
+    words = "Mean over MoE layers."
+    read = lambda result: changes_by_epsilon(result, attack)
+    return draw_method_curves(phase, Robustness, read, look, words, label, (0.0, 1.0))
+
+
+def draw_routing_change_by_layer(phase: Phase, attack: str) -> list[Picture]:
+    """Draw the change of the routing of each MoE layer; [] where nothing moved."""
+    seeds = phase.found_of(Robustness)
+    panels = {
+        f"MoE {layer}": {
+            method: points_over_seeds(
+                [changes_by_epsilon(result, attack, layer) for result in results], (0.0, 1.0)
+            )
+            for method, results in seeds.items()
+        }
+        for layer in range(1, 1 + max(map(count_changed_layers, phase.found(Robustness))))
+    }
+    if not panels:
+        return []
+    drawn = FIGURES.get(re.split("[-_]", attack)[0], "")
+    caption = f"By MoE layer{drawn}. {interval_caption(seeds)}"
+    chart = panels_chart(panels, change_chart_spec(attack))
+    return [Picture(chart, f"{phase.name}: layers under {attack}", caption)]
+
+
+def change_chart_spec(attack: str) -> ChartSpec:
+    title = f"Routing change under {attack_title(attack)}"
+    return ChartSpec(title, f"ε in 1/{PIXEL}", "1 − IoU of experts", share=True)
+
+
+def draw_attacked_images(phase: Phase) -> list[Picture]:
+    """Draw a few images under the strongest attack, of the baseline and the dense model."""
+    pictures = []
+    first = phase.first_found(Robustness)
+    for method in references(phase.models):
+        if method not in first or first[method].facts["attacked"] is None:
+            continue
+        shown = AttackedGallery.model_validate(first[method].facts["attacked"])
+        tiles = [
+            [Tile(displayable_image(one)) for one in row.pictures.array()] for row in shown.rows
+        ]
+        names = [
+            {0.0: "clean"}.get(row.epsilon, f"ε = {format_epsilon(row.epsilon)}")
+            for row in shown.rows
+        ]
+        title = f"{attack_title(shown.attack)} on {method}"
+        figure = sheet(tiles, SheetLabels(title, names), 1.1, 1.1)
+        caption = f"{method}. Images as the strongest attack made them (figure 5)."
+        label = f"{phase.name}: attacked pictures of {method}"
+        pictures.append(Picture(figure, label, caption + phase.first_seed))
+    return pictures
+
+
+def audit_block(phase: Phase) -> Block:
+    """Return a table with a row per question."""
+    lines = {
+        method: [line for result in seeds for line in result.facts["audit"]]
+        for method, seeds in phase.found_of(Robustness).items()
+    }
+    every = [line for of_method in lines.values() for line in of_method]
+    rows = [
+        TableRow(
+            PageCell(name.replace("_", " ")),
+            [
+                worst_audit_verdict_cell([line for line in one if line["name"] == name])
+                for one in lines.values()
+            ],
+        )
+        for name in dict.fromkeys(line["name"] for line in every)
+    ]
+    grids = [PageTable(["Question", *lines], rows)] if rows else []
+    return Block("Can the attacks be believed?", grids=grids, finding=describe_audit_tally(every))
+
+
+def worst_audit_verdict_cell(audited: Sequence[Audited]) -> PageCell:
+    """Return what all seeds say of a question: the worst verdict, with its words."""
+    if not audited:
+        return NONE
+    worst = min(audited, key=lambda line: WORST_FIRST.index(line["holds"]))
+    return PageCell(
+        MARKS[worst["holds"]],
+        note=shorten_epsilons(worst["text"].removeprefix("not judged: ")),
+        look=LOOKS[worst["holds"]],
+    )
+
+
+def describe_audit_tally(audited: Sequence[Audited]) -> str:
+    """Return how many of the questions that could be told hold."""
+    verdicts = [line["holds"] for line in audited]
+    told = len(verdicts) - verdicts.count(None)
+    return f"{verdicts.count(True)} of {told} lines of the audit hold"
+
+
+PICTURES = Pictures(
+    "robustness",
+    figures,
+    is_on_page=False,
+    draw=draw_under_attack,
+    more=phase_blocks,
+    fill_in=fill_in,
+)
