@@ -50,6 +50,7 @@ Age = Annotated[float, Field(gt=0, le=120)]
 class CohortChecks(Measurement):
     """How many simulated subjects are aged and scanned again."""
 
+    tasks = ("regression",)
     regions: ClassVar[bool] = True
 
     subjects: int = Field(

@@ -15,6 +15,7 @@ from moecore.attacks.base import Attack
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.measure.base import SEED, MeasuredModel, PartStore, Skipped, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
@@ -63,6 +64,13 @@ class Robustness(Config):
     audit: AuditSettings = Field(
         AuditSettings(), description="Extra attacks that show whether the others can be believed."
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield text, which has no pixels, and survivors where no image is right or wrong."""
+        if around.is_text:
+            yield (), f"found a section, but {around.data} is text; allowed: leave it out"
+        if self.survivors and (reason := around.lacks("share")):
+            yield ("survivors",), f"found true, but {reason}; allowed: false"
 
     @property
     def parts(self) -> int:

@@ -9,8 +9,8 @@ from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
-    ("nn/routers", "hash Hash", "lottery Lottery"),
-    ("training/regularizers", "z_loss ZLoss", "quiet Quiet"),
+    ("nn/routers", "relu Relu", "lottery Lottery"),  # a router with a loss that it needs
+    ("training/regularizers", "adaptive_l1 AdaptiveL1", "quiet Quiet"),
     ("attacks", "fgsm Fgsm", "nudge Nudge"),
     ("tasks", "classification Classification", "graded Graded"),
     ("data/sources", "digits Digits", "numerals Numerals"),
@@ -34,10 +34,19 @@ brightness: {images: 8}
 invariance: {images: 8}
 """
 STAGES = ["prepare", "teacher_router", "pretrain", "robustness", "measure", "compare"]
+ALONE = """
+from moecore.study.check import check_study
+check_study()
+"""
 # All in one process: each of its own would import torch
 RUN = """
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES as stages
+from moecore.study.check import check_study
+from moecore.testing import check_regularizer
+from moecore.training.regularizers.quiet import Quiet
+check_regularizer(Quiet)
+check_study()
 run_stage(stages["prepare"], ["pretrain"])
 for name, *words in ("teacher_router",), ("pretrain",), ("robustness", "pretrain"):
     run_stage(stages[name], [*words, "mine", "0"])
@@ -77,6 +86,7 @@ def add_part(folder: Path, family: str, like: str, new: str) -> None:
     home = folder / "moecore" / family
     text = (home / f"{old_kind}.py").read_text(encoding="utf-8")
     text = re.sub(rf"\b{old_name}\b", name, text.replace(f'"{old_kind}"', f'"{kind}"'))
+    text = text.replace('"adaptive_l1"', '"quiet"').replace('"sparsity"', '"luck"')
     (home / f"{kind}.py").write_text(text, encoding="utf-8")
 
 
@@ -105,6 +115,9 @@ def test_a_part_is_a_file_and_all_of_them_run(tmp_path):
     (tmp_path / "dvc.yaml").write_text(texts["dvc.yaml"], encoding="utf-8")
     project.hash_code()
     project.run([sys.executable, "-c", RUN])
+    (tmp_path / "params.yaml").write_text(PARAMS.replace("lottery", "top_k_softmax"))
+    said = project.attempt([sys.executable, "-c", ALONE]).stderr
+    assert "methods.mine.regularizers[0]: found quiet, which needs luck, but top_k_" in said
     card = read_json(tmp_path / "artifacts/data/pretrain/card.json")
     assert card["task"]["kind"] == "graded"
     history = tmp_path / "artifacts/history/pretrain/mine/0/history.jsonl"
