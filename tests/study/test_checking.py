@@ -123,6 +123,11 @@ AVERAGE = {"kind": "group_sparsity", "filter": "average", "sigma_end": 2.0}
 FIXED = {"kind": "group_sparsity", "sigma_start": 3.0, "sigma_end": 3.0, "exponent": 3.0}
 EXPERTS = {"experts": {"kind": "mlp", "number": 4}}
 NINE_OF_EIGHT = {"router": {"kind": "noisy_top_k", "k": 9}, "experts": {"kind": "mlp"}}
+LIBRARY = {"kind": "docstrings", "packages": ["networkx"]}
+BRIEF = {"epochs": 1, "batch": 8, "learning_rate": 0.001}
+BRIGHTENED = {"explorer": {"augmentations": ["brightness"]}}
+TWICE = {"router": TOP_2, "regularizers": SWITCH + SWITCH} | EXPERTS
+RANKED = {"router": {"kind": "eigenbasis", "rank": 8}, "experts": {"kind": "eigen"}}
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
 
 
@@ -299,6 +304,11 @@ FILE = [
     (WORDS, {"pretrain.adversarial": {"steps": 1}}, "pretrain.adversarial"),
     (WORDS, {"methods.smoe.regularizers": [{"kind": "pairwise_consistency"}]}, "methods.smoe"),
     (WORDS, {"robustness": TEXT_ATTACK}, "robustness"),
+    (WORDS, {"transfer": {}}, "transfer"),
+    (WORDS, {"data.finetune": LIBRARY, "finetune": BRIEF}, "finetune"),
+    (VOLUMES, BRIGHTENED | {"run.measurements": ["explorer"]}, "explorer.augmentations[0]"),
+    (CAPTIONS, {"methods.dense.text": TWICE}, "methods.dense.text.regularizers[1]"),
+    (IMAGES, {"methods.other": RANKED}, "methods.other.router.rank"),
     (WORDS, {"calibrate": {"calibrator": {"kind": "linear"}}}, "calibrate.calibrator.kind"),
     (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip"),
     (CAPTIONS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix"),
@@ -409,6 +419,7 @@ RUN = [
         for shots, key in ((15, "batch"), (51, "shots"))
     ),
     (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch"),
+    (IMAGES, {"teacher_router.batch": 1295}, "teacher_router.batch"),
     (IMAGES, {"finetune.shots": 400}, "finetune.shots"),
     (IMAGES, {"finetune.views": {"shift": 42}}, "finetune.views.shift"),
     (IMAGES, {"data.finetune.validation": 1500}, "data.finetune"),
