@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.config import Config
+from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.streams import derived_seed, generator_for
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.layers.moe import MoEFeedForward
@@ -46,7 +46,8 @@ class Granular(Config):
         """Yield the key, and what is found and allowed there, of what would part the pieces."""
         words = "with granular upcycling"
         if not router.has_equal_rows:
-            allowed = "noisy_top_k, or another whose equal rows give equal logits"
+            every = part_classes_by_kind(Router).items()
+            allowed = ", ".join(kind for kind, part in every if part.has_equal_rows)
             yield ("router", "kind"), f"found {router.kind}; allowed {words}: {allowed}"
             return
         if not experts.has_hidden_units:
