@@ -11,7 +11,6 @@ from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
-from moecore.core.surroundings import Misfits as Misfits
 from moecore.core.surroundings import Surroundings as Surroundings
 from moecore.data.sources.base import PlannedData as PlannedData
 from moecore.data.sources.base import Source as Source
