@@ -11,6 +11,7 @@ from moecore.core.routing_records import ObjectiveInputs as ObjectiveInputs
 from moecore.core.routing_records import RoutingContext as RoutingContext
 from moecore.core.routing_records import RoutingRecord as RoutingRecord
 from moecore.core.routing_records import TokenLayout as TokenLayout
+from moecore.core.surroundings import Surroundings as Surroundings
 from moecore.data.card import Card as Card
 from moecore.data.layouts.images import SplitToWrite as SplitToWrite
 from moecore.data.layouts.images import write_images as write_images

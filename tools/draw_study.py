@@ -12,13 +12,13 @@ from pydantic import BaseModel
 
 from moecore.core.config import find_class, list_own_names
 from moecore.data.views.views import ViewSettings
+from moecore.measure.base import builtin_measurements
 from moecore.measure.calibrators.base import Calibrator
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.experts.base import Experts
 from moecore.nn.routers.base import Router
 from moecore.study.stages import PHASES, REDUCING_PHASES
 from moecore.study.study import MEASURED_SECTIONS, Study
-from moecore.study.training_rules import FLAT_WITH_CLASSES
 from moecore.training.method import Method, TextTowerMethod
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.settings import Training
@@ -32,6 +32,7 @@ COMPANIONS = {  # of a router, the loss without which it does little or is refus
 }
 COUNTS = {"train": 100, "validation": 100, "test": 100}  # each of ten classes is in every split
 FLAT = ("vit", "vit", "vit", "swin", "swin_moe", "swin_v2", "single_layer")
+FLAT_WITH_CLASSES = [name for name, one in builtin_measurements().items() if one.flat_classes]
 PLAIN = (*FLAT_WITH_CLASSES, "zero_shot", "retrieval", "cohort_checks", "word_swaps")
 CHANCES = {  # of the sections that a study may be without
     "teacher_router": 1,

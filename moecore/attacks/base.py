@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moecore.core.config import Part
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.tasks.base import Task
 
 
@@ -35,7 +36,12 @@ class Attack(Part, ABC):
         """Return whether it climbs the task's own loss, as others do that it is compared with."""
         return False
 
-    def refuses(self, task: Task) -> str | None:
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield why it makes no sense for the labels."""
+        if around.source is not None and (reason := self.refuses(around.task)):
+            yield ("kind",), f"found {self.kind}: {reason}; allowed: another attack"
+
+    def refuses(self, task: Task | type[Task]) -> str | None:
         """Return why these settings make no sense for a task, in words; None where they do."""
         return None
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moecore.attacks.base import Attack, Generators, ImageGenerators, expand_generators
 from moecore.core.files import UserError
 from moecore.core.routing_records import ModelOutput, RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.statistics.intervals import squared_cv
 from moecore.tasks.base import Task
 
@@ -65,7 +66,18 @@ class GradientAttack(Attack):
     def climbs_task(self) -> bool:
         return self.objective in ("task", "cross_entropy")
 
-    def refuses(self, task: Task) -> str | None:
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield an objective that such labels, or so few classes, do not have."""
+        allowed = "allowed: task (the loss that is learned), balance, routing_change"
+        reason = None if around.source is None else objective_refusal(self.objective, around.task)
+        classes = len(getattr(around.preview, "classes", None) or ())
+        if reason:
+            yield ("objective",), f"found {self.objective}: {reason} ({around.data}); {allowed}"
+        elif self.objective == "dlr" and 0 < classes < DLR_CLASSES:
+            text = f"found dlr, but {around.data} has {classes} classes, fewer than {DLR_CLASSES}"
+            yield ("objective",), f"{text}; {allowed}, cross_entropy"
+
+    def refuses(self, task: Task | type[Task]) -> str | None:
         reason = objective_refusal(self.objective, task)
         if reason:
             return f"{self.kind} with {reason}"
@@ -216,7 +228,7 @@ def check_and_copy_images(images: Tensor, epsilon: float) -> Tensor:
     return images.detach().to(torch.float32, copy=True)
 
 
-def objective_refusal(objective: Objective, task: Task) -> str | None:
+def objective_refusal(objective: Objective, task: Task | type[Task]) -> str | None:
     """Return why an objective cannot be computed for such labels, in words; None where it can."""
     if objective == "cross_entropy" and (reason := task.needs_classes("classes")):
         return f"objective cross_entropy needs classes, and {reason}"

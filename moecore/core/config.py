@@ -39,6 +39,7 @@ from moecore.core.outside_packages import (
     list_allowed_modules,
 )
 from moecore.core.source_layout import ROOT
+from moecore.core.surroundings import Misfits, Surroundings
 
 KIND = "kind"
 UNKNOWN_KIND = "unknown_kind"  # pydantic's type of an error
@@ -51,6 +52,22 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield keys below these settings, and what is wrong there: found …; allowed: ….
+
+        ``moecore check`` puts file, line and key in front, and asks settings inside of these by
+        itself.
+        """
+        yield from ()
+
+    def remarks(self) -> Misfits:
+        """Yield keys below these settings, and what ``moecore check`` notes there: no mistakes."""
+        yield from ()
+
+    def surround(self, around: Surroundings) -> Surroundings:
+        """Return the surroundings of the settings inside of these."""
+        return around
 
 
 AnySettings = TypeVar("AnySettings", bound=Config)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ValidationError
 from moecore.core.config import Config, find_class, list_own_names
 from moecore.core.files import UserError, read_json
 from moecore.data.prepared import Prepared
+from moecore.data.sources.base import Source
 from moecore.measure.values import Metric, OnPage, PartStore, Place, Values
 from moecore.nn.backbones.base_model import Model
 from moecore.statistics.intervals import Estimate as Estimate
@@ -88,6 +89,21 @@ class Measurement(MeasuredPart, ABC):
     parts: ClassVar[Mapping[str, type[MeasuredPart]]] = {}
     guided: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.guide``
     regions: ClassVar[bool] = False  # whether it looks at ``MeasuredModel.regions``
+    tasks: ClassVar[tuple[str, ...]] = ()  # kinds of the tasks that it is of; (): any
+    flat_classes: ClassVar[bool] = False  # it is of flat images with classes alone
+
+    @classmethod
+    def data_refusal(cls, source: Source) -> str | None:
+        """Return why no such data can be measured, in words; None where they can.
+
+        ``moecore check`` asks it before the data are prepared.
+        """
+        kind = source.labels_task.class_kind()
+        if cls.tasks and kind not in cls.tasks:
+            return f"is of the tasks {', '.join(cls.tasks)} and not of {kind}"
+        if cls.flat_classes and (source.volumes or source.labels_task.needs_classes("classes")):
+            return "is of flat images with classes"
+        return None
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:

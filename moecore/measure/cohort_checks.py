@@ -140,6 +140,7 @@ class CohortChecks(Measurement):
 
     metrics = METRICS
     page = OnPage("checks on the cohort", place=16)
+    tasks = ("regression",)
     regions: ClassVar[bool] = True
 
     subjects: int = Field(

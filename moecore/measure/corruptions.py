@@ -87,6 +87,7 @@ METRICS = {
 class Corruptions(Measurement):
     """Which images are corrupted, how, and how strongly."""
 
+    flat_classes = True
     metrics = METRICS
     page = OnPage(
         "corruptions",

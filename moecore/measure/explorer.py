@@ -16,6 +16,7 @@ from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.encoded_arrays import encode_arrays
 from moecore.core.routing_records import TokenLayout
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.words import read_vocabulary
 from moecore.measure.base import SEED, MeasuredModel, Measurement, PartStore, load_or_compute
@@ -32,6 +33,7 @@ from moecore.measure.routing_metrics.sweeps import ChangedImages
 from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
     TwoViewAugmentation,
+    augmentation_misfits,
     look_up_augmentation,
 )
 from moecore.nn.backbones.base_model import Model, majority_token_kinds
@@ -67,6 +69,10 @@ class Explorer(Measurement):
         description="Random views, by kind: presets, or {name, views, noise}; none of images with "
         "a channel of truth, which a view would falsify.",
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield augmentations that volumes do not have."""
+        return augmentation_misfits(self.augmentations, around)
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:

@@ -54,6 +54,7 @@ METRICS = {
 class FewShot(Measurement):
     """How many images a class, and how often they are drawn."""
 
+    flat_classes = True
     metrics = METRICS
     page = OnPage(
         "few shots",

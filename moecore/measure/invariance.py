@@ -54,6 +54,7 @@ METRICS = {
 class Invariance(Measurement):
     """Which test images are moved, and how the movements are drawn."""
 
+    flat_classes = True
     metrics = METRICS
     page = OnPage("invariance", place=6)
 

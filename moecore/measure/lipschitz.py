@@ -59,6 +59,7 @@ METRICS = {  # slopes in ℓ2, logits over pixels in [0, 1]: see theory/output_l
 class Lipschitz(Measurement):
     """Which test images and tokens are measured, and how far from an image the ascent looks."""
 
+    flat_classes = True
     metrics = METRICS
     page = OnPage("a Lipschitz estimate", place=13)
 

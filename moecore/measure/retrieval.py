@@ -82,6 +82,7 @@ METRICS = {
 class Retrieval(Measurement):
     """Among how many images, and how many first places count."""
 
+    tasks = ("image_text",)
     metrics = METRICS
     page = OnPage("images and captions", place=10)
 

@@ -15,6 +15,7 @@ from moecore.attacks.attack_setup import Precision, Target, draw_image_indices
 from moecore.attacks.base import Attack
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.measure.base import SEED, MeasuredModel, Measurement, load_or_compute
 from moecore.measure.routing_metrics.layer_metrics import (
     changes_by_image,
@@ -115,6 +116,13 @@ class Robustness(Measurement):
     audit: AuditSettings = Field(
         AuditSettings(), description="Extra attacks that show whether the others can be believed."
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield text, which has no pixels, and survivors where no image is right or wrong."""
+        if around.is_text:
+            yield (), f"found a section, but {around.data} is text; allowed: leave it out"
+        if self.survivors and (reason := around.lacks("share")):
+            yield ("survivors",), f"found true, but {reason}; allowed: false"
 
     @field_validator("attacks")
     @classmethod

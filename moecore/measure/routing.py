@@ -13,8 +13,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moecore.core.routing_records import RoutingRecord, first_choices
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import evenly_spaced_indices
-from moecore.data.views.views import CropRanges, ViewSettings
+from moecore.data.views.views import CropRanges, ViewSettings, falsifies_truth
 from moecore.measure.base import SEED, MeasuredModel, Measurement, Skipped
 from moecore.measure.exploring.expert_overlay_data import (
     evenly_spaced_overlays,
@@ -54,6 +55,7 @@ from moecore.measure.routing_metrics.two_view_agreement import (
 from moecore.measure.routing_metrics.two_view_augmentations import (
     Preset,
     TwoViewAugmentation,
+    augmentation_misfits,
     draw_two_views,
     look_up_augmentation,
 )
@@ -355,6 +357,18 @@ class Routing(Measurement):
                 f"augmentations: {again} stands there twice; each name is allowed once"
             )
         return self
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield views that text does not have, or that would falsify the truth of images."""
+        views = ("views", "augmentations", "augmentation_images")
+        for key in views if around.is_text else ():
+            if key in self.model_fields_set:
+                text = f"found some, but {around.data} is text, which has no views"
+                yield (key,), f"{text}; allowed: leave it out"
+        yield from self.views.pixel_misfits(around)
+        if around.has_truth and "augmentations" in self.model_fields_set and self.augmentations:
+            yield ("augmentations",), f"found changes of images, {falsifies_truth(around)}"
+        yield from augmentation_misfits(self.augmentations, around)
 
     @classmethod
     def model_refusal(cls, model: Model) -> str | None:

@@ -62,6 +62,7 @@ METRICS = {  # the columns are under the largest noise
 class Stability(Measurement):
     """Which images get noise, how much, and what counts as a jump."""
 
+    flat_classes = True
     metrics = METRICS
     page = OnPage(
         "stability under noise",

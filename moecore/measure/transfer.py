@@ -18,6 +18,7 @@ from moecore.attacks.base import Attack
 from moecore.attacks.pgd import Pgd
 from moecore.core.config import Config
 from moecore.core.files import UserError
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared
 from moecore.measure.base import SEED, PartStore, load_or_compute
 from moecore.measure.under_attack.curves import AuditLine, is_equal_or_worse, unevaluated_audit_line
@@ -41,6 +42,11 @@ class Transfer(Config):
     precision: Precision = Field(
         "float32", description="Of an attack's passes; its images are scored in float32 either way."
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield text, which has no pixels."""
+        if around.is_text:
+            yield (), f"found a section, but {around.data} is text; allowed: leave it out"
 
 
 class PairScores(Config):

@@ -59,6 +59,7 @@ METRICS = {
 class WordSwaps(Measurement):
     """How many words are swapped, and of which blocks it is measured."""
 
+    tasks = ("next_token",)
     metrics = METRICS
     page = OnPage(
         "swapped words",

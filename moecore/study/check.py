@@ -1,9 +1,10 @@
 """Everything that can be known before anything runs: the file, its data, its models.
 
 ``check_study`` does all. ``read_study_and_problems`` is about the file alone; every problem has its
-file, line, column and key. Rules (``*_misfits``, in the modules ``*_rules``) yield keys and what is
-wrong there; no rule reads the file. ``run``, ``claims`` and ``questions`` are compared with the
-sections that they name on the raw data, also where a section is refused.
+file, line, column and key. Settings say themselves what does not fit them (``Config.misfits``);
+rules (``*_misfits``, in the modules ``*_rules``) say what does not fit between two sections, and
+yield keys and texts. ``run``, ``claims`` and ``questions`` are compared with the sections that they
+name on the raw data, also where a section is refused.
 """
 
 import math
@@ -12,16 +13,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from moecore.core.config import KIND, Part, find_class, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME
+from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.measure.base import Measurement
-from moecore.study import data_rules, method_rules, model_rules, training_rules, trial_rules
-from moecore.study.document import Document, cap_line_count, did_you_mean, load_yaml_document
+from moecore.study import data_rules, model_rules, section_rules, trial_rules
+from moecore.study.document import (
+    Document,
+    cap_line_count,
+    did_you_mean,
+    load_yaml_document,
+    spell_keys,
+)
 from moecore.study.layers import list_folder_stages
+from moecore.study.part_rules import (
+    first_by_place,
+    list_remarks,
+    part_misfits,
+    walk_settings,
+)
 from moecore.study.settings import describe_field, format_error_line
 from moecore.study.stages import MEASURE, PHASES, SECTIONS
 from moecore.study.study import (
@@ -81,10 +93,9 @@ def check_study_document(
     missing = format_misfits(document, data_rules.data_problems(previews, document.data))
     others = [
         *data_rules.misfits_with_pretrain_images(study, previews),
-        *training_rules.training_image_misfits(study, previews),
-        *training_rules.image_view_misfits(study, previews),
-        *training_rules.few_class_misfits(study, previews),
+        *part_misfits(study, previews),
     ]
+    others = [one for one in others if format_error_line(document, *one) not in problems]
     if not problems:  # of a file with mistakes, models would be wrong for the same reasons
         others += model_rules.model_misfits(study, previews)
         others += model_rules.paper_model_misfits(study)
@@ -103,12 +114,9 @@ def check_study_document(
     for phase, preview in previews.items():
         key = ".".join(data_rules.data_source_key_path(phase))
         notes.append(f"{key}: {data_rules.describe_planned_data(preview)}")
-    known = (
-        training_rules.unused_teacher_note,
-        training_rules.gradientless_router_note,
-        method_rules.unused_stem_note,
-    )
+    known = (section_rules.unused_teacher_note, section_rules.gradientless_router_note)
     notes += [note for tell in known if (note := tell(study))]
+    notes += [f"{spell_keys(keys)}: {text}" for keys, text in list_remarks(study)]
     return CheckedStudy(study, tuple(notes), tuple(untried))
 
 
@@ -171,15 +179,11 @@ def params_schema() -> dict[str, Any]:
 
 
 def cross_misfits(data: Any, study: Study | None) -> Misfits:
-    """Yield what in two sections does not fit together."""
+    """Yield what in two sections does not fit together, and what parts say of others."""
     yield from selection_misfits(data)
     if study is not None:
-        yield from method_rules.method_misfits(study)
-        yield from training_rules.label_misfits(study)
-        yield from data_rules.volume_misfits(study)
-        yield from training_rules.schedule_misfits(study)
-        yield from training_rules.idle_view_misfits(study)
-        yield from method_rules.idle_setting_misfits(study)
+        of_sections, of_parts = section_rules.section_misfits(study), part_misfits(study, {})
+        yield from first_by_place(of_sections, of_parts)
         yield from _unwritten_kinds(study, data)
 
 
@@ -199,7 +203,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
     welcome = {*readers, *OPTIONAL_SECTIONS, *(measured if MEASURE in stages else ())}
     for key in data:
         if key in Study.model_fields and key not in welcome:
-            yield (key,), f"no stage of dvc.yaml reads it; allowed: {', '.join(readers)}"
+            yield (key,), f"found a section that no stage reads; allowed: {', '.join(readers)}"
     # dvc.yaml's matrix of measurements is read from the file, where defaults do not count
     for key in ("measurements", "thorough") if MEASURE in stages else ():
         if key not in run:
@@ -210,8 +214,7 @@ def _sections(data: dict[str, Any], stages: Sequence[str]) -> Misfits:
         return
     for phase in PHASES:
         if phase in stages and phase not in sources:
-            there = ", ".join(sources)
-            text = f"missing; the stage {phase} works on it; data has: {there}"
+            text = f"missing; the stage {phase} works on it; allowed: a source, as data.pretrain"
             yield ("data", phase), text
 
 
@@ -247,25 +250,15 @@ def _numbers_out_of_range(value: Any, keys: tuple = ()) -> Misfits:
 
 def _unwritten_kinds(study: Study, data: Any) -> Misfits:
     """Parts whose ``kind`` does not stand in the file: hashes of code go by what is written."""
-    for keys, settings, written in _settings(study, data):
-        if isinstance(settings, Part) and KIND not in written:
-            text = f"add `kind: {settings.kind}`: a default is not tracked, so DVC would miss "
-            yield keys, f"{text}changes of that part"
-
-
-def _settings(value: Any, data: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any, Any]]:
-    """Every settings object inside ``value`` with its keys, and what the file has there."""
-    if isinstance(data, list):
-        data = dict(enumerate(data))
-    written = data if isinstance(data, dict) else {}
-    if isinstance(value, BaseModel):
-        yield keys, value, written
-        value = dict(value)
-    elif isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _settings(inner, written.get(name), (*keys, name))
+    for keys, settings, _ in walk_settings((), study, Surroundings()):
+        written = data
+        for key in keys if isinstance(settings, Part) else ():
+            if isinstance(written, list):
+                written = dict(enumerate(written))
+            written = _as_mapping(written).get(key)
+        if isinstance(settings, Part) and KIND not in _as_mapping(written):
+            text = f"found none; allowed: `kind: {settings.kind}`, as a default is not tracked"
+            yield keys, f"{text}, so DVC would miss changes of that part"
 
 
 def _position(problem: str) -> tuple[str, int, int]:
@@ -316,7 +309,7 @@ def _repeated_entries(run: dict) -> Misfits:
         before: set[str] = set()
         for index, value in enumerate(_as_list(run.get(key))):
             if repr(value) in before:
-                yield ("run", key, index), f"{value!r} is there twice; keep one"
+                yield ("run", key, index), f"found {value!r} a second time; allowed: each once"
             if key == "seeds" and isinstance(value, int) and value < 0:
                 yield ("run", key, index), f"found {value}; allowed: integers ≥ 0"
             before.add(repr(value))
@@ -370,7 +363,9 @@ def _phases(whole: dict, run: dict) -> Misfits:
         there = {phase: phase in whole, f"data.{phase}": phase in _as_mapping(whole.get("data"))}
         lacking = [name for name in sorted(there) if not there[name]]
         if lacking:
-            text = f"needs {' and '.join(lacking)}; add what lacks, or leave the phase out"
+            text = (
+                f"found {phase} without {' and '.join(lacking)}; allowed: with these, or no phase"
+            )
             yield ("run", "phases", index), text
 
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from moecore.core.files import UserError
 from moecore.core.outside_packages import last_traceback_line
+from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.measure.sizes import PaperModel, build_on_meta
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, ImageSpec
 from moecore.nn.meta_device import meta_device_context
-from moecore.study.method_rules import layer_misfits
+from moecore.study.part_rules import ask_settings, first_by_place
 from moecore.study.sections import Phase
 from moecore.study.stages import REDUCING_PHASES, TRAINING_PHASES
 from moecore.study.study import Misfits, Study
@@ -29,7 +30,6 @@ from moecore.training.upcycle import upcycle_model
 
 ANY_CLASSES = Classification(classes=("one", "other"))  # where they are not known yet
 TEACHER_SECTIONS = ("teacher", "model")
-MOVING = "swin, swin_moe, swin_v2, vit, vit3d"  # whose weights fit images of any size
 # What building a model of odd numbers raises, torch's and Python's own errors among it
 REFUSED = (
     UserError,
@@ -68,7 +68,7 @@ def model_misfits(study: Study, previews: Mapping[str, Card]) -> list[tuple[tupl
             misfits += _teacher_problems(study, phases[0].image)
         for name in study.run.methods:
             misfits += _method_problems(study, name, study.methods[name], phases)
-    return list(dict.fromkeys(misfits))
+    return first_by_place(misfits)
 
 
 def paper_model_misfits(study: Study) -> Misfits:
@@ -129,7 +129,6 @@ def _method_problems(
     if study.model is None:
         return
     backbone = method.merge_model_settings(study.model)
-    start = None
     for phase in phases:
         learned = method
         try:
@@ -139,20 +138,17 @@ def _method_problems(
         except REFUSED as error:
             yield _locate_refusal(error, name, method, phase)
             continue
-        yield from _truth_problems(name, learned, phase)
         if learned.moe is not None:
-            yield from _special_token_problems(name, method, model)
-            images = _training_of(method, phase).batch * method.views
-            yield from layer_misfits(name, learned.moe, images, model)
+            yield from _layer_problems(name, method, learned, phase, model)
         if phase.name == "pretrain":
-            start = model
             yield from _upcycling_problems(study, name, method, model)
         else:
-            yield from _transfer_problems(phase, start, model)
+            yield from _transfer_problems(("model",), phase.name, model)
         if method.guided or method.upcycle:
             yield from _guiding_problems(study, name, learned, phase.name, model)
             if phase.image.size != phases[0].image.size:
-                yield from _teacher_of_one_size(study, phase)
+                teacher = _build_teacher(study, phase.image)[0]
+                yield from _transfer_problems(TEACHER_SECTIONS, phase.name, teacher)
 
 
 def _training_of(method: Method, phase: TrainingPhase) -> Any:
@@ -162,23 +158,24 @@ def _training_of(method: Method, phase: TrainingPhase) -> Any:
     return method.merge_pretrain_settings(phase.settings)
 
 
-def _truth_problems(name: str, method: Method, phase: TrainingPhase) -> Misfits:
-    """Yield the regularizers that need the truth of tokens of which nobody knows it."""
-    for index, regularizer in enumerate(method.regularizers):
-        if "truth" in regularizer.needs and not phase.image.truth:
-            why = f"but nobody knows the truth of data.{phase.name}'s tokens"
-            text = f"found {regularizer.kind}, {why}; allowed: data whose card says truth"
-            yield ("methods", name, "regularizers", index), text
-
-
-def _special_token_problems(name: str, method: Method, model: BackboneModel) -> Misfits:
-    """Yield the losses of two views that pair a class token with itself where there is none."""
-    if any(layout.special for layout in model.layouts):
-        return
-    for index, loss in enumerate(method.regularizers):
-        if getattr(loss, "special", False):
-            place = ("methods", name, "regularizers", index, "special")
-            yield place, "found true, but the model has no class token; allowed: false"
+def _layer_problems(
+    name: str, method: Method, learned: Method, phase: TrainingPhase, model: BackboneModel
+) -> Misfits:
+    """Yield what parts say of the sizes of a built model alone."""
+    own = method.model_copy(update={"router": learned.router})
+    images = _training_of(method, phase).batch * method.views
+    bare = Surroundings(phase=phase.name)
+    sized = bare._replace(
+        layers=len(model.layouts),
+        tokens=images * min(layout.special + prod(layout.grid) for layout in model.layouts),
+        special=any(layout.special for layout in model.layouts),
+        truth=bool(phase.image.truth),
+    )
+    same = learned.router == method.router  # then the file alone, which is in order, said all
+    known = set() if same else set(ask_settings(("methods", name), own, bare))
+    for misfit in ask_settings(("methods", name), own, sized):
+        if misfit not in known:
+            yield misfit
 
 
 def _locate_refusal(
@@ -207,13 +204,12 @@ def split_key_and_message(error: Exception) -> tuple[tuple[str, ...], str]:
     return tuple(match[1].split(".")), f"found {rest}"
 
 
-def _transfer_problems(
-    phase: TrainingPhase, start: BackboneModel | None, model: BackboneModel
-) -> Misfits:
-    """Yield why a pretrained model cannot be brought to the images of a later phase."""
-    if not model.moves:
+def _transfer_problems(keys: tuple, phase: str, model: BackboneModel | None) -> Misfits:
+    """Yield why a model cannot be brought to the images of a later phase."""
+    if model is not None and not model.moves:
         text = f"found {model.config.kind}, whose models work at one image size only"
-        yield ("model", "kind"), f"{text}; allowed with {phase.name}: {MOVING}"
+        allowed = "a model whose weights fit images of any size, as vit"
+        yield (*keys, "kind"), f"{text}; allowed with {phase}: {allowed}"
 
 
 def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
@@ -229,9 +225,9 @@ def _teacher_problems(study: Study, image: ImageSpec) -> Misfits:
 
 
 def _build_teacher(study: Study, image: ImageSpec) -> tuple[BackboneModel | None, Exception | None]:
-    """The dense teacher for such images, or why it refuses them; one from timm is not fetched."""
+    """The dense teacher for such images, or why it refuses them; one that comes trained is not."""
     settings = study.teacher
-    if settings is None or settings.kind != "dense":
+    if settings is None or settings.training is None:
         return None, None
     try:
         return settings.build(image), None
@@ -274,17 +270,9 @@ def _guiding_problems(
         layouts = model.layout_of(block), teacher.layout_of(read)
         ours, theirs = (layout.special + prod(layout.grid) for layout in layouts)
         if ours not in (theirs, theirs + 1):
-            text = f"it sees {theirs} tokens of data.{phase}, and methods.{name}, which it guides, "
+            text = f"found {theirs} tokens of data.{phase}; methods.{name}, which it guides, has "
             yield TEACHER_SECTIONS, f"{text}{ours}; allowed: the model's patch and pooling"
             return
-
-
-def _teacher_of_one_size(study: Study, phase: TrainingPhase) -> Misfits:
-    """Yield a teacher that cannot be brought to a later phase's images, which opens it."""
-    teacher, _ = _build_teacher(study, phase.image)
-    if teacher is not None and not teacher.moves:
-        text = f"found {teacher.config.kind}, whose models work at one image size only"
-        yield (*TEACHER_SECTIONS, "kind"), f"{text}; allowed with {phase.name}: {MOVING}"
 
 
 def _missing_block(

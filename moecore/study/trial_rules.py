@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 
 from moecore import testing
 from moecore.attacks.base import Attack
 from moecore.core.config import Part
 from moecore.core.files import UserError
 from moecore.core.outside_packages import DOTTED_NAME, last_traceback_line
+from moecore.core.surroundings import Surroundings
 from moecore.data.card import Card
 from moecore.data.sources.base import Source
 from moecore.measure.base import MeasuredModel, Measurement
@@ -28,6 +28,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.meta_device import meta_device_context
 from moecore.nn.routers.base import Router
 from moecore.study.model_rules import image_spec
+from moecore.study.part_rules import find_section, walk_settings
 from moecore.study.study import Misfits, Study
 from moecore.tasks.base import Task
 from moecore.testing.check_helpers import (
@@ -39,7 +40,6 @@ from moecore.testing.check_helpers import (
 )
 from moecore.testing.measurement_checks import YEARS
 from moecore.training.job import Objective
-from moecore.training.method import Method, TextTowerMethod
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.teachers.base import Teacher
 
@@ -75,15 +75,15 @@ def outside_part_misfits(study: Study, previews: Mapping[str, Card], notes: list
             yield from _part_misfits(("data", phase), preview.task.kind, attempt, notes)
     images = image_spec(previews["pretrain"]) if "pretrain" in previews else None
     chosen = {name: study.methods[name] for name in study.run.methods}
-    for keys, part, experts in _outside_parts(study.model_copy(update={"methods": chosen}), ()):
-        if not isinstance(part, Source):
-            attempt = partial(_try_part, part, experts, images)
+    tried = study.model_copy(update={"methods": chosen})
+    for keys, part, around in walk_settings((), tried, Surroundings()):
+        if isinstance(part, Part) and _is_from_outside(part) and not isinstance(part, Source):
+            attempt = partial(_try_part, part, around.experts, images)
             yield from _part_misfits(keys, part.kind, attempt, notes)
     for name in study.run.measurements:
         if DOTTED_NAME.fullmatch(name):
-            keys = tuple(name.split("."))
-            measurement = getattr(getattr(study, keys[0]), keys[1])
-            yield from _part_misfits(keys, name, partial(_try_measurement, measurement), notes)
+            attempt = partial(_try_measurement, find_section(study, name))
+            yield from _part_misfits(tuple(name.split(".")), name, attempt, notes)
 
 
 def run_and_list_faults(attempt: Callable[[], Any], refusals: list[str]) -> Iterator[str]:
@@ -112,22 +112,6 @@ def _part_misfits(keys: Keys, kind: str, attempt: Callable[[], Any], notes: list
 
 def _is_from_outside(part: Part) -> bool:
     return DOTTED_NAME.fullmatch(part.kind) is not None
-
-
-def _outside_parts(
-    value: Any, keys: Keys, experts: Experts | None = None
-) -> Iterator[tuple[Keys, Part, Experts | None]]:
-    """Yield every part from outside in ``value`` with its keys and its method's experts."""
-    if isinstance(value, Part) and _is_from_outside(value):
-        yield keys, value, experts
-    if isinstance(value, BaseModel):
-        experts = value.experts if isinstance(value, Method | TextTowerMethod) else experts
-        value = dict(value)
-    elif isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _outside_parts(inner, (*keys, name), experts)
 
 
 def _try_part(part: Any, experts: Experts | None, images: ImageSpec | None) -> None:

@@ -5,7 +5,7 @@ B images of a batch, N images of a split, K outputs of the head.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ class Task(Part, ABC):
 
     Defaults are those of one real number per item that is no class.
     """
+
+    of_text: ClassVar[bool] = False  # a prediction at every word, so no views and no pixels
+    of_captions: ClassVar[bool] = False  # which a second tower reads
 
     classes: tuple[str, ...] = Field(
         (), max_length=0, exclude=True, description="names of the classes; none here"

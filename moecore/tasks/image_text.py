@@ -12,7 +12,7 @@ u and v have length 1, so that image side · text side is the logit scale · u·
 the recall at k, both ways, with ties.
 """
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ MARKS = 2  # numbers behind an embedding that tell captions apart
 
 class ImageText(Task):
     """Symmetric cross-entropy (CLIP; Radford et al. 2021) or sigmoid (SigLIP; Zhai et al. 2023)."""
+
+    of_captions: ClassVar[bool] = True
 
     kind: Literal["image_text"] = "image_text"
     words: int = Field(ge=2, description="of the vocabulary")

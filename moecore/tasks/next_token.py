@@ -3,7 +3,7 @@
 An item is a block of M tokens: neighbours are not independent, so intervals are over blocks.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ LEAST = 8  # words, however many logits each has
 
 class NextToken(Task):
     """Softmax cross-entropy in nats per token; its exponential is the perplexity."""
+
+    of_text: ClassVar[bool] = True
 
     kind: Literal["next_token"] = "next_token"
     words: int = Field(ge=2, description="of the vocabulary")

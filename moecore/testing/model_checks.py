@@ -4,21 +4,23 @@ B images, T tokens, E experts, K outputs.
 """
 
 import copy
+from contextlib import suppress
 from math import prod
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from moecore.core.config import part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.routing_records import ObjectiveInputs
 from moecore.nn.backbones.base_model import Backbone, BackboneModel, EncodeOptions, ImageSpec
 from moecore.nn.experts.base import ZeroComputation
 from moecore.nn.experts.mlp import Mlp
 from moecore.nn.layers.moe import MoESettings
-from moecore.nn.routers.dynamic import Dynamic
+from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK
-from moecore.nn.routers.relu import Relu
 from moecore.testing.check_helpers import (
     EXPERTS,
     IMAGE,
@@ -158,18 +160,23 @@ def _check_gradients(part: Any, model: BackboneModel, images: Tensor) -> None:
     assert_that(part, gradients[-1].any(), "a gradient reaches the images")
 
 
-OWN = {  # routers and experts that alone provide what a regularizer needs
-    need: MoESettings(router=router, experts=experts, blocks="all")
-    for need, router, experts in (
-        ("sparsity", Relu(), Mlp(number=EXPERTS)),
-        ("embeddings", Dynamic(), Mlp(number=EXPERTS)),
-        ("zero_computation", NoisyTopK(), Mlp(number=EXPERTS, zero_computation=ZeroComputation())),
-    )
-}
 SAID = IMAGE.model_copy(update={"truth": EXPERTS})  # with a channel that says the truth
-NEEDS = frozenset(
-    {"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views", *OWN}
-)
+# what a step of ``small_vit`` has
+GIVEN = frozenset({"routing", "load", "basis", "orthonormal", "guidance", "truth", "two_views"})
+SPECIAL = Mlp(number=EXPERTS, zero_computation=ZeroComputation())
+
+
+def find_providing_layers(needs: frozenset[str]) -> MoESettings | None:
+    """Return layers with a router, as by default, or experts that provide what is needed; None
+    where a step of ``small_vit`` has it, or nothing provides it.
+    """
+    for part in part_classes_by_kind(Router).values() if needs - GIVEN else ():
+        with suppress(ValidationError):  # a router that lacks a setting
+            router = part.model_validate({"kind": part.class_kind()})
+            for experts in (Mlp(number=EXPERTS), SPECIAL):
+                if needs - GIVEN <= router.provides | experts.provides:
+                    return MoESettings(router=router, experts=experts, blocks="all")
+    return None
 
 
 def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
@@ -181,10 +188,12 @@ def check_regularizer(regularizer: Regularizer | type[Regularizer]) -> None:
     and without what it needs it is a UserError in one line.
     """
     settings = settings_of(regularizer)
-    model = small_vit(SAID, moe=next((OWN[need] for need in settings.needs & set(OWN)), None))
+    moe = find_providing_layers(settings.needs)
+    provided = moe is not None or settings.needs <= GIVEN
+    words = f"{', '.join(sorted(GIVEN))}, and what a router or experts provide"
+    assert_that(settings, provided, f"needs has words among {words}")
+    model = small_vit(SAID, moe=moe)
     step = small_objective_inputs(model)
-    unknown = sorted(settings.needs - NEEDS)
-    assert_that(settings, not unknown, f"needs has words among {', '.join(sorted(NEEDS))}")
     before = torch.get_rng_state()
     term = settings(step)
     assert_that(settings, torch.equal(before, torch.get_rng_state()), "it draws no number")

@@ -1,5 +1,6 @@
 """One entry under ``methods:``: who routes, to which experts, under which losses, in each tower."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -7,6 +8,7 @@ from pydantic import Field, model_validator
 from moecore.core.config import AnySettings, Config, replace_and_validate, validate_again
 from moecore.core.files import UserError
 from moecore.core.routing_records import Feature
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.backbones.base_model import Backbone
 from moecore.nn.backbones.text_tower import TextTowerSettings
 from moecore.nn.experts.base import Experts
@@ -15,7 +17,7 @@ from moecore.nn.routers.base import Router
 from moecore.training.regularizers.base import Regularizer
 from moecore.training.regularizers.region_routing import RegionExpertSettings, RegionRouting
 from moecore.training.regularizers.teacher_router import TeacherRouter as TeacherRouterLoss
-from moecore.training.upcycling_kinds import Upcycling
+from moecore.training.upcycling_kinds import Granular, Upcycling
 
 
 class TextTowerMethod(Config):
@@ -50,12 +52,42 @@ class TextTowerMethod(Config):
             raise ValueError("text.regularizers: a dense text tower routes nothing; leave them out")
         return self
 
+    def surround(self, around: Surroundings) -> Surroundings:
+        """Return the surroundings of the text tower's parts; which layers it has is not known."""
+        if self.router is None or self.experts is None:
+            return Surroundings()
+        provided = self.router.provides | self.experts.provides | {"routing"}
+        losses = self.regularizers
+        return Surroundings(self.router, self.experts, losses=losses, provided=provided)
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield losses that are listed twice or missing."""
+        yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
+
     def configure_tower(self, tower: TextTowerSettings) -> TextTowerSettings:
         """The tower with these experts, and frozen as said here."""
         moe = None
         if self.router is not None and self.experts is not None:
             moe = MoESettings(router=self.router, experts=self.experts, blocks=self.blocks)
         return tower.model_copy(update={"moe": moe, "frozen": self.frozen or tower.frozen})
+
+
+def list_loss_misfits(
+    router: Router | None, key: str, losses: Sequence[Regularizer], before: Sequence[str] = ()
+) -> Misfits:
+    """Yield losses that are there already, as a step has one term of each kind, and one without
+    which the router does not work. before: kinds that stay beside these losses.
+    """
+    kinds = list(before)
+    for index, loss in enumerate(losses):
+        if loss.kind in kinds:
+            yield (key, index), f"found {loss.kind} a second time; allowed: each kind once"
+        kinds.append(loss.kind)
+    if router is None or router.own_loss is None:
+        return
+    if not any(loss.kind == router.own_loss and loss.weight for loss in losses):
+        text = f"found no {router.own_loss}, without which the router {router.kind} does not work"
+        yield (key,), f"{text}; allowed: it, with a weight above 0"
 
 
 def merge_text_tower_settings(part: TextTowerMethod, model: AnySettings) -> AnySettings:
@@ -131,6 +163,72 @@ class Method(Config):
         if named > number:
             raise ValueError(f"regions.experts: found {named}; allowed: at most {number} experts")
         return self
+
+    def surround(self, around: Surroundings) -> Surroundings:
+        """Return the surroundings of the method's parts."""
+        return around._replace(
+            router=self.router,
+            experts=self.experts,
+            losses=self.losses,
+            provided=self.provided | {"guidance", "two_views", "truth"},
+        )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield what of the method has no effect, or not what it needs.
+
+        The data are known of methods that are trained.
+        """
+        kept = [loss.kind for loss in self.regularizers if "guidance" not in loss.needs]
+        yield from list_loss_misfits(self.router, "regularizers", self.regularizers)
+        unguided = self.unguided_regularizers
+        yield from list_loss_misfits(None, "unguided_regularizers", unguided, kept)
+        for index, loss in enumerate(unguided):
+            if "guidance" in loss.needs:
+                text = f"found {loss.kind}, which needs a teacher; allowed: others"
+                yield ("unguided_regularizers", index), text
+        yield from self._idle_guidance()
+        yield from self._idle_upcycling()
+        yield from self._unfit_for_data(around)
+
+    def _idle_guidance(self) -> Misfits:
+        """Yield what is said of a teacher of which nothing is learned."""
+        if self.guided_finetuning and not self.guided:
+            text = "found true, but nothing of the method needs a teacher; allowed: false, null, or"
+            yield ("guided_finetuning",), f"{text} router_kl, distillation, or teacher_routed"
+        if self.unguided_regularizers and not self.guided_routing:
+            text = "found some, but no loss of the method needs a teacher, so none is left out"
+            yield ("unguided_regularizers",), f"{text}; allowed: []"
+        if "teacher_router" in self.model_fields_set and not self.guided_routing:
+            text = "found one, but nothing of the method is guided by a teacher's router"
+            allowed = "leave it out, or the regularizer router_kl or the router teacher_routed"
+            yield ("teacher_router",), f"{text}; allowed: {allowed}"
+
+    def _idle_upcycling(self) -> Misfits:
+        """Yield upcycling without experts, what would part its pieces, and how they would start."""
+        if self.experts is None or self.router is None:
+            if isinstance(self.upcycle, Config):
+                text = f"found {self.upcycle.kind}, but a dense method has no experts"
+                yield ("upcycle", "kind"), f"{text}; allowed: true, false"
+            return
+        if isinstance(self.upcycle, Granular):
+            yield from self.upcycle.list_parting_settings(self.router, self.experts)
+        if self.upcycle:
+            why = "the experts begin as the teacher's MLPs"
+            names = self.experts.start_settings
+            for keys, text in changed_settings(self.experts, names, why, "upcycle: false"):
+                yield ("experts", *keys), text
+
+    def _unfit_for_data(self, around: Surroundings) -> Misfits:
+        """Yield what data without views, classes or a label for each image do not allow."""
+        if self.distillation and (reason := around.lacks("distillation")):
+            text = f"found {self.distillation:g}, but a teacher's decision cannot be learned"
+            yield ("distillation",), f"{text}: {reason} ({around.data}); allowed: 0"
+        if around.is_text and (self.views == 2 or self.guided or self.upcycle):
+            text = f"found a method that needs two views or a teacher, and {around.data} is text"
+            yield (), f"{text}; allowed: another method"
+        if around.is_text and self.permuted:
+            text = f"found true, but the label of a word is the next one ({around.data} is text)"
+            yield ("permuted",), f"{text}; allowed: false"
 
     @property
     def isolates(self) -> bool:

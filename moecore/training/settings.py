@@ -17,12 +17,15 @@ from moecore.core.config import Config
 from moecore.core.ranks import current_ranks
 from moecore.core.routing_records import Batch
 from moecore.core.streams import RowsOfBatch
-from moecore.data.views.views import Mix, ViewSettings
+from moecore.core.surroundings import Misfits, Surroundings, format_changed_settings
+from moecore.data.views.views import UNEVEN_REFUSAL, Mix, ViewSettings
 from moecore.nn.backbones.base_model import Model
 from moecore.nn.predict import eval_mode
 from moecore.tasks.base import Task
 from moecore.training.runtime import Precision
 
+# what labels that are no single classes do not allow, and the value that switches it off
+NEED_CLASSES = {"label_smoothing": 0, "shots": "null", "mix": "null"}
 Groups = list[dict[str, Any]]  # of parameters, as torch's optimizers take them
 DECAY = 0.05
 
@@ -103,6 +106,13 @@ def _default_decay(given: Mapping[str, Any]) -> float:
     return 0.0 if optimizer is not None and not optimizer.decays else DECAY
 
 
+def batch_misfits(settings: Any, images: int, why: str) -> Misfits:
+    """Yield a batch of more images than there are; why: what these are."""
+    if settings.batch > images:
+        text = f"found {settings.batch}, but there are {images} training images ({why})"
+        yield ("batch",), f"{text}; allowed: 1 to {images}"
+
+
 class Training(Config):
     """One training run: optimizer, cosine schedule with linear warm-up, augmented views."""
 
@@ -143,6 +153,63 @@ class Training(Config):
         100, ge=1, description="steps between checkpoints, rounded up to a logged point"
     )
 
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield a warm-up without end, and what labels, images and their number do not allow."""
+        if self.warmup_epochs > self.epochs:
+            text = f"found {self.warmup_epochs:g}, but epochs is {self.epochs}"
+            yield ("warmup_epochs",), f"{text}; allowed: 0 to {self.epochs}"
+        for key, none in NEED_CLASSES.items():
+            value = getattr(self, key, None)
+            if value and (reason := around.lacks(key)):
+                text = f"found {format_changed_settings(value)}, but {reason} ({around.data})"
+                yield (key,), f"{text}; allowed: {none}"
+        for key, usual in (("views", ViewSettings()), ("adversarial", None)):
+            value = getattr(self, key)
+            if around.is_text and value != usual:
+                text = f"found {format_changed_settings(value)}, but {around.data} is text"
+                yield (key,), f"{text}; allowed: leave it out"
+        if around.source is not None and around.source.sided and self.views.flip:
+            text = f"found true, but in {around.data} left and right matter"
+            yield ("views", "flip"), f"{text}; allowed: false"
+        if around.preview is not None:
+            yield from self.views.pixel_misfits(around)
+            yield from self._unfit_for_sizes(around)
+            yield from self._unfit_for_number(around)
+
+    def _unfit_for_sizes(self, around: Surroundings) -> Misfits:
+        """Yield views of other sizes than the images have."""
+        preview = around.preview
+        if preview.short_side is not None:
+            if self.views.crop is None:
+                yield ("views", "crop"), f"found null, but in {around.data} {UNEVEN_REFUSAL}"
+        elif self.views.shift >= min(preview.shape):
+            text = f"found {self.views.shift}, but {around.data} has images of {preview.size}"
+            yield ("views", "shift"), f"{text} pixels; allowed: less than that"
+
+    def _unfit_for_number(self, around: Surroundings) -> Misfits:
+        """Yield a batch, or shots of a class, of more images than there are."""
+        preview = around.preview
+        if not preview.counts:
+            return
+        counts = preview.counts["train"]
+        images, why = sum(counts), around.data
+        shots = getattr(self, "shots", None)
+        if shots is not None and preview.classes:
+            numbers, named = [number for number in counts if number], "a class"
+            least = min(numbers)
+            if len(counts) > 1:
+                named = f"class {preview.classes[counts.index(least)]}"
+            else:  # of drawn data the number of each class is not known yet
+                numbers = [images // len(preview.classes)] * len(preview.classes)
+                least = numbers[0]
+            if shots > least:
+                text = f"found {shots}, but {named} of {around.data} has {least} training images"
+                yield ("shots",), f"{text}; allowed: 1 to {least}, or null"
+                return
+            images = shots * len(numbers)
+            why = f"{shots} shots of {len(numbers)} classes"
+        yield from batch_misfits(self, images, why)
+
     @field_validator("weight_decay")
     @classmethod
     def _decays(cls, decay: float, info: ValidationInfo) -> float:
@@ -162,6 +229,12 @@ class Finetuning(Training):
     )
     guided: bool = Field(False, description="keep the regularizers that need the teacher")
 
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield text, of which there is no fine-tuning."""
+        if around.is_text:
+            yield (), f"found a section, but {around.data} is text; allowed: leave it out"
+        yield from super().misfits(around)
+
 
 class AdversarialFinetuning(Finetuning):
     """Fine-tuning on attacked images only: the same settings, with an attack in any case."""
@@ -173,6 +246,11 @@ class AdversarialFinetuning(Finetuning):
 
 class TeacherRouterFit(Config):
     """Fitting a linear router on each aligned block of the frozen teacher."""
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield a batch of more images than there are."""
+        if around.preview is not None and around.preview.counts:
+            yield from batch_misfits(self, around.preview.images["train"], around.data)
 
     steps: Annotated[int, Field(ge=1)] = 300
     batch: Annotated[int, Field(ge=1)] = 256

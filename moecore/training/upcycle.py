@@ -181,7 +181,7 @@ def cut_mlp(
     """
     if not isinstance(kind, upcycling_kinds.Granular):
         return upcycling_kinds.WHOLE_MLP
-    for key, problem in kind.misfits(router, experts):
+    for key, problem in kind.list_parting_settings(router, experts):
         raise UserError(f"{'.'.join(key)}: {problem}")
     upcycling_kinds.repeat_router_rows(module, kind.pieces)
     return kind.cut_mlp(router, experts.number)
@@ -201,7 +201,7 @@ def fill_experts(
     """
     eigen = isinstance(experts, EigenExperts)
     if not (eigen and experts.down_inner is None) and not isinstance(experts, MlpExperts):
-        mend = "set experts.factored_output: false, or upcycle: false"
+        mend = "allowed: experts.factored_output: false, or upcycle: false"
         raise UserError(f"upcycle: an MLP fits experts of kind mlp or eigen, W2 in one; {mend}")
     up = weights.pop(f"{prefix}fc1.weight", None)
     hidden, width = experts.down.shape[1:]

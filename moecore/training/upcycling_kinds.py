@@ -11,14 +11,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moecore.core.config import Config
+from moecore.core.config import Config, part_classes_by_kind
 from moecore.core.streams import derived_seed, generator_for
 from moecore.nn.experts.base import Experts, ExpertsModule
 from moecore.nn.layers.moe import MoEFeedForward
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.capacity import exact_fraction
-
-ALIKE_ROWS = ("noisy_top_k", "top_k_softmax")  # routers whose equal rows give equal logits
 
 
 class MlpPieceScales(NamedTuple):
@@ -42,20 +40,19 @@ class Granular(Config):
     kind: Literal["granular"] = "granular"
     pieces: int = Field(2, ge=2, description="experts that a copy of the dense MLP is cut into")
 
-    def misfits(
-        self, router: Router | None, experts: Experts | None
+    def list_parting_settings(
+        self, router: Router, experts: Experts
     ) -> Iterator[tuple[tuple[str, str], str]]:
         """Yield the key, and what is found and allowed there, of what would part the pieces."""
-        if router is None or experts is None:
-            return
         words = "with granular upcycling"
-        for key, part, allowed in (
-            ("router", router, ALIKE_ROWS),
-            ("experts", experts, ("mlp",)),
-        ):
-            if part.kind not in allowed:
-                yield (key, "kind"), f"found {part.kind}; allowed {words}: {', '.join(allowed)}"
-                return
+        if not router.has_equal_rows:
+            every = part_classes_by_kind(Router).items()
+            allowed = ", ".join(kind for kind, part in every if part.has_equal_rows)
+            yield ("router", "kind"), f"found {router.kind}; allowed {words}: {allowed}"
+            return
+        if not experts.has_hidden_units:
+            yield ("experts", "kind"), f"found {experts.kind}; allowed {words}: mlp"
+            return
         for key, name, number in (
             ("router", "k", int(router.active(experts.number))),
             ("experts", "number", experts.number),

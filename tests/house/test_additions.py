@@ -8,8 +8,8 @@ from moecore.core.files import read_json
 from tests.project import ROOT, Project
 
 PARTS = (  # family; kind and class of the part that is copied; those of the new one
-    ("nn/routers", "cosine Cosine", "lottery Lottery"),
-    ("training/regularizers", "z_loss ZLoss", "quiet Quiet"),
+    ("nn/routers", "relu Relu", "lottery Lottery"),  # a router with a loss that it needs
+    ("training/regularizers", "adaptive_l1 AdaptiveL1", "quiet Quiet"),
     ("attacks", "fgsm Fgsm", "nudge Nudge"),
     ("tasks", "classification Classification", "graded Graded"),
     ("data/sources", "digits Digits", "numerals Numerals"),
@@ -35,6 +35,10 @@ robustness: {images: 16, epsilons: [0.05], attacks: [{kind: nudge}], audit: {ima
 brightness: {images: 8}
 invariance: {images: 8}
 """
+ALONE = """
+from moecore.study.check import check_study
+check_study()
+"""
 # All in one process: each of its own would import torch
 RUN = """
 from pathlib import Path
@@ -43,6 +47,9 @@ from moecore.pipeline.dvc import stage_definitions, study_dvc_yaml_texts
 from moecore.run.stage_entry import run_stage
 from moecore.stages.fork_server import STAGES
 from moecore.study.check import check_study
+from moecore.testing import check_regularizer
+from moecore.training.regularizers.quiet import Quiet
+check_regularizer(Quiet)
 names = "prepare teacher_router pretrain halve robustness measure compare".split()
 Path("dvc.yaml").write_text(study_dvc_yaml_texts(stage_definitions(names), {})["dvc.yaml"])
 check_study()
@@ -89,6 +96,7 @@ def add_part(folder: Path, family: str, like: str, new: str) -> None:
     home = folder / "moecore" / family
     text = (home / f"{old_kind}.py").read_text(encoding="utf-8")
     text = re.sub(rf"\b{old_name}\b", name, text.replace(f'"{old_kind}"', f'"{kind}"'))
+    text = text.replace('"adaptive_l1"', '"quiet"').replace('"sparsity"', '"luck"')
     (home / f"{kind}.py").write_text(text, encoding="utf-8")
 
 
@@ -146,6 +154,9 @@ def test_a_part_is_a_file_a_phase_is_a_row_too_and_all_of_them_run(tmp_path):
     add_phase(tmp_path)
     assert list_changed_files(tmp_path) == ["moecore/study/stages.py"]
     project.run([sys.executable, "-c", RUN])
+    (tmp_path / "params.yaml").write_text(PARAMS.replace("lottery", "top_k_softmax"))
+    said = project.attempt([sys.executable, "-c", ALONE]).stderr
+    assert "methods.mine.regularizers[0]: found quiet, which needs luck, but top_k_" in said
     card = read_json(tmp_path / "artifacts/data/pretrain/card.json")
     assert card["task"]["kind"] == "graded"
     history = tmp_path / "artifacts/history/pretrain/mine/0/history.jsonl"

@@ -144,17 +144,17 @@ def problems(*replacements: tuple[str, str]) -> list[str]:
             "  model: {kind: vit, patch: 4, width: 16, depth: 2, heads: 2, mlp_ratio: 2}\n"
             f"  training: {{epochs: 1, {TRAINING}}}\n"
             "methods:\n  dense: {distillation: 0.5}",
-            "methods.dense.distillation: a teacher's decision cannot be learned",
+            "methods.dense.distillation: found 0.5, but a teacher's decision cannot be learned",
         ),
         (
             "[finetune, adversarial]",
             "[pretrain, finetune]",
-            "run.phases[0]: data.pretrain has labels that calibrate does not take",
+            "run.phases[0]: found pretrain, whose labels calibrate does not take",
         ),
         (
             "  adversarial: *clean\n",
             "",
-            "run.phases[1]: needs data.adversarial",
+            "run.phases[1]: found adversarial without data.adversarial",
         ),
     ],
 )

@@ -89,6 +89,13 @@ def in_its_place(line: str, text: str, key: str) -> bool:
     return known or any(rest.lstrip("'\"").startswith(word) for word in words)
 
 
+def assert_one_line_names(key: str, lines: list[str], text: str) -> None:
+    """One line is of a key, stands at its place, and says what was found and what is allowed."""
+    [line] = [line for line in lines if f": {key}: " in line] or [f"no line of {key}: {lines}"]
+    assert in_its_place(line, text, key), line
+    assert re.search(rf": {re.escape(key)}: \S.*; (allowed|set `root`)", line), line
+
+
 CLAIM = {
     "paper": "PRC",
     "source": "table 4",
@@ -116,6 +123,11 @@ AVERAGE = {"kind": "group_sparsity", "filter": "average", "sigma_end": 2.0}
 FIXED = {"kind": "group_sparsity", "sigma_start": 3.0, "sigma_end": 3.0, "exponent": 3.0}
 EXPERTS = {"experts": {"kind": "mlp", "number": 4}}
 NINE_OF_EIGHT = {"router": {"kind": "noisy_top_k", "k": 9}, "experts": {"kind": "mlp"}}
+LIBRARY = {"kind": "docstrings", "packages": ["networkx"]}
+BRIEF = {"epochs": 1, "batch": 8, "learning_rate": 0.001}
+BRIGHTENED = {"explorer": {"augmentations": ["brightness"]}}
+TWICE = {"router": TOP_2, "regularizers": SWITCH + SWITCH} | EXPERTS
+RANKED = {"router": {"kind": "eigenbasis", "rank": 8}, "experts": {"kind": "eigen"}}
 TEXT_ATTACK = {"images": 8, "epsilons": [0.1], "attacks": [{"kind": "fgsm"}]}
 
 
@@ -124,337 +136,138 @@ def grouped(number: int, kept: int) -> dict[str, Any]:
     return {"router": TOP_2 | {"groups": {"number": number, "kept": kept}}}
 
 
-# Of the file alone: text, edits, key, words
+# Of the file alone: text, edits, and the key of the one line about it
 FILE = [
-    (IMAGES, {"run.methods": ["dense", "vmeo"]}, "run.methods[1]", "did you mean 'vmoe'?; allowed"),
-    (IMAGES, {"run.methods": ["vmoe", "vmoe"]}, "run.methods[1]", "'vmoe' is there twice"),
-    (IMAGES, {"run.seeds": [-1]}, "run.seeds[0]", "allowed: integers ≥ 0"),
-    (IMAGES, {"run.seeds": [0, 0]}, "run.seeds[1]", "0 is there twice"),
-    (IMAGES, {"run.seeds": [2**63]}, "run.seeds[0]", "found 9.22e+18"),
-    (IMAGES, {"run.seeds": []}, "run", "found none of seeds"),
-    (IMAGES, {"run.thorough": ["pretrain"]}, "run", "thorough names pretrain; allowed: finetune"),
-    (IMAGES, {"run.thorough": GONE}, "run.thorough", "missing; the stage measure of dvc.yaml"),
-    (IMAGES, {"run.measurements": ["cots"]}, "run.measurements[0]", "did you mean 'cost'?"),
-    (IMAGES, {"methods.soft-moe": {}}, "methods.soft-moe", "found the name 'soft-moe'"),
-    (IMAGES, {"methods." + "a" * 101: {}}, f"methods.{'a' * 28}...{'a' * 28}", "up to 100"),
-    (IMAGES, {"pretrian": {}}, "pretrian", "unknown key, did you mean 'pretrain'?"),
-    (
-        IMAGES,
-        {"model": {"width": 32}},
-        "model",
-        "kind is missing; allowed: kind: language_model | sfcn | single_layer",
-    ),
-    (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method", "did you mean 'tgr'?"),
-    (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase", "allowed: pre"),
-    (IMAGES, {"claims": [QUESTION]}, "claims[0].source", "missing; allowed: Where it stands"),
-    (IMAGES, {"claims": [UNQUOTED]}, "claims[0].quote", "missing; allowed: The paper's sentence"),
-    (IMAGES, {"claims": [CLAIM, CLAIM]}, "claims[1].metric", "found the two numbers of claims[0]"),
-    (IMAGES, {"claims": [CLAIM, TURNED]}, "claims[1].metric", "found the two numbers of claims[0]"),
-    (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]", "found margin 0.1"),
-    (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against", "itself"),
-    (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator", "kind is missing; allowed: kin"),
-    (IMAGES, {"calibrate": None}, "calibrate", "found null; allowed: the keys calibrator, "),
-    (IMAGES, {"linear_experts": {}}, "linear_experts", "no stage of dvc.yaml reads it; allowed: r"),
-    (IMAGES, {"invariance": GONE}, "invariance", "missing; the stage measure reads it; allowed: t"),
-    (IMAGES, {"data.finetune": GONE}, "data.finetune", "missing; the stage finetune works on it"),
-    (IMAGES, {"teacher_router.seed": 1}, "teacher_router.seed", "unknown key; allowed: "),
-    (
-        IMAGES,
-        {"pretrain.learning_rate": float("inf")},
-        "pretrain.learning_rate",
-        "found inf; allow",
-    ),
-    (IMAGES, {"pretrain.learning_rate": float("nan")}, "pretrain.learning_rate", "found .nan"),
-    (IMAGES, {"pretrain.epochs": 10**21}, "pretrain.epochs", "found 1e+21; allowed: numbers up to"),
-    (
-        IMAGES,
-        {"pretrain.warmup_epochs": 20},
-        "pretrain.warmup_epochs",
-        "but epochs is 2; allowed: 0",
-    ),
+    (IMAGES, {"run.methods": ["dense", "vmeo"]}, "run.methods[1]"),
+    (IMAGES, {"run.methods": ["vmoe", "vmoe"]}, "run.methods[1]"),
+    (IMAGES, {"run.seeds": [-1]}, "run.seeds[0]"),
+    (IMAGES, {"run.seeds": [0, 0]}, "run.seeds[1]"),
+    (IMAGES, {"run.seeds": [2**63]}, "run.seeds[0]"),
+    (IMAGES, {"run.seeds": []}, "run"),
+    (IMAGES, {"run.thorough": ["pretrain"]}, "run"),
+    (IMAGES, {"run.thorough": GONE}, "run.thorough"),
+    (IMAGES, {"run.measurements": ["cots"]}, "run.measurements[0]"),
+    (IMAGES, {"methods.soft-moe": {}}, "methods.soft-moe"),
+    (IMAGES, {"methods." + "a" * 101: {}}, f"methods.{'a' * 28}...{'a' * 28}"),
+    (IMAGES, {"pretrian": {}}, "pretrian"),
+    (IMAGES, {"model": {"width": 32}}, "model"),
+    (IMAGES, {"claims": [CLAIM | {"method": "tgrr"}]}, "claims[0].method"),
+    (IMAGES, {"claims": [CLAIM | {"phase": "adversarial"}]}, "claims[0].phase"),
+    (IMAGES, {"claims": [QUESTION]}, "claims[0].source"),
+    (IMAGES, {"claims": [UNQUOTED]}, "claims[0].quote"),
+    (IMAGES, {"claims": [CLAIM, CLAIM]}, "claims[1].metric"),
+    (IMAGES, {"claims": [CLAIM, TURNED]}, "claims[1].metric"),
+    (IMAGES, {"questions": [QUESTION | {"margin": 0.1}]}, "questions[0]"),
+    (IMAGES, {"questions": [QUESTION | {"against": "tgr"}]}, "questions[0].against"),
+    (IMAGES, {"calibrate.calibrator": {}}, "calibrate.calibrator"),
+    (IMAGES, {"calibrate": None}, "calibrate"),
+    (IMAGES, {"linear_experts": {}}, "linear_experts"),
+    (IMAGES, {"invariance": GONE}, "invariance"),
+    (IMAGES, {"data.finetune": GONE}, "data.finetune"),
+    (IMAGES, {"teacher_router.seed": 1}, "teacher_router.seed"),
+    (IMAGES, {"pretrain.learning_rate": float("inf")}, "pretrain.learning_rate"),
+    (IMAGES, {"pretrain.learning_rate": float("nan")}, "pretrain.learning_rate"),
+    (IMAGES, {"pretrain.epochs": 10**21}, "pretrain.epochs"),
+    (IMAGES, {"pretrain.warmup_epochs": 20}, "pretrain.warmup_epochs"),
     (
         IMAGES,
         {"methods.dense.pretrain": {"warmup_epochs": 99}},
         "methods.dense.pretrain.warmup_epochs",
-        "found 99, but epochs is 2",
     ),
-    (
-        IMAGES,
-        {"methods.dense.guided_finetuning": True},
-        "methods.dense.guided_finetuning",
-        "teacher",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.unguided_regularizers": [{"kind": "load"}]},
-        "methods.vmoe.unguided_regularizers",
-        "none is left out",
-    ),
-    (
-        IMAGES,
-        {"teacher": {"kind": "no_teacher"}},
-        "methods.tgr.regularizers[0]",
-        "allowed: dense, open_clip",
-    ),
+    (IMAGES, {"methods.dense.guided_finetuning": True}, "methods.dense.guided_finetuning"),
+    (IMAGES, {"teacher": {"kind": "no_teacher"}}, "methods.tgr.regularizers[0]"),
     (
         IMAGES,
         {"methods.dense.regularizers": [{"kind": "importance", "weight": 0.1}]},
         "methods.dense.regularizers[0]",
-        "importance needs a router, but the method has no router",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.router.balance": {"kind": "quantile"}},
-        "methods.vmoe.regularizers[0]",
-        "importance balances the load beside the router's quantile; allowed: one of both",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.router": {"kind": "noisy_top_k", "k": 4, "balance": {"kind": "quantile"}}},
-        "methods.vmoe.router.k",
-        "found 4, and quantile balances what 4 experts leave out; allowed: 1 to 3",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.router": CONSTANT, "methods.vmoe.regularizers": []},
-        "methods.vmoe.router.renormalise",
-        "found true with k = 1: the weight is always 1, and no loss teaches the router; allowed: s",
-    ),
-    (
-        IMAGES,
-        {
-            "methods.vmoe.router": {"kind": "depth", "router": CONSTANT},
-            "methods.vmoe.regularizers": [{"kind": "z_loss", "weight": 0}],
-        },
-        "methods.vmoe.router.router.renormalise",
-        "found true with k = 1",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.router": {"kind": "relu", "k": 4}, "methods.vmoe.regularizers": L1},
-        "methods.vmoe.router.k",
-        "found 4, and of 4 experts relu then leaves out none; allowed: 1 to 3",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.router": {"kind": "relu", "k": 1}, "methods.vmoe.regularizers": []},
-        "methods.vmoe.regularizers",
-        "found no adaptive_l1, which alone brings relu to k = 1 experts; allowed: it",
     ),
     *(
         (
             IMAGES,
             {"methods.vmoe.router": {"kind": kind}, "methods.vmoe.regularizers": SWITCH},
             "methods.vmoe.regularizers[0]",
-            f"found switch_balance, a constant beside the router {kind}, which uses all experts",
         )
         for kind in ("expert_choice", "soft_slots", "merged")
     ),
     (
         IMAGES,
-        {"methods.vmoe.router": {"kind": "hash"}},
-        "methods.vmoe.regularizers[0]",
-        "found importance, but the router hash learns nothing; allowed: no such loss, or another",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.regularizers": [SWITCH[0] | {"level": "group", "group_size": 3}]},
-        "methods.vmoe.regularizers[0].group_size",
-        "found 3, and a step of pretrain has 64 images; allowed: a divisor of these",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.regularizers": [{"kind": "simbal", "weight": 0.1}]},
-        "methods.vmoe.regularizers[0]",
-        "simbal needs a router with start: orthonormal, but noisy_top_k provides load, routing",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.regularizers": [{"kind": "diversity_simplicity"}]},
-        "methods.vmoe.regularizers[0]",
-        "diversity_simplicity needs the router dynamic, but noisy_top_k provides load, routing",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.router": COMPETITION | {"k": 1}, "methods.vmoe.regularizers": []},
-        "methods.vmoe.router",
-        "diversity_weight: found 0.1, but with k = 1 no two are chosen; allowed: 0, or a larger k",
-    ),
-    (
-        IMAGES,
-        {
-            "methods.vmoe.regularizers": [{"kind": "pairwise_consistency"}],
-            "pretrain.views": {},
-        },
+        {"methods.vmoe.regularizers": [{"kind": "pairwise_consistency"}], "pretrain.views": {}},
         "methods.vmoe.regularizers",
-        "pretrain.views changes nothing",
     ),
     *(
-        (IMAGES, {f"methods.tgr.{key}": losses}, f"methods.tgr.{key}[{place}]", words)
-        for key, losses, place, words in (
-            (
-                "regularizers",
-                SWITCH + KL + SWITCH,
-                2,
-                "found switch_balance a second time; allowed",
-            ),
-            ("unguided_regularizers", KL, 0, "router_kl needs a teacher"),
-            (
-                "regularizers",
-                [{"kind": "teacher_router"}],
-                0,
-                "which teacher_router: {fit: joint} ",
-            ),
-            ("regularizers", [{"kind": "region_routing"}], 0, "which regions adds; allowed: other"),
+        (IMAGES, {f"methods.tgr.{key}": losses}, f"methods.tgr.{key}[{place}]")
+        for key, losses, place in (
+            ("regularizers", SWITCH + KL + SWITCH, 2),
+            ("unguided_regularizers", KL, 0),
+            ("regularizers", [{"kind": "teacher_router"}], 0),
+            ("regularizers", [{"kind": "region_routing"}], 0),
         )
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.unguided_regularizers": [{"kind": "load"}]}
-        | {"methods.vmoe.regularizers": [{"kind": "load"}, {"kind": "router_kl"}]},
-        "methods.vmoe.unguided_regularizers[0]",
-        "found load a second time; allowed: each kind once",
     ),
     *(
-        (IMAGES, {"methods.other": router | EXPERTS}, f"methods.other.router.{key}", words)
-        for key, router, words in (
-            (
-                "group_size",
-                {"router": TOP_2 | {"group_size": 4}},
-                "found 4, but without a capacity no im",
-            ),
-            ("k", {"router": {"kind": "top_p", "k": 1}}, "found 1: each token then has its first"),
-            ("balance", {"router": ALL_4}, "found loss_free, but every token has all 4 experts"),
-            ("groups.kept", grouped(2, 2), "found 2, and there are as many groups, so that none"),
-            ("groups.kept", grouped(4, 2), "found 2: the groups of the 2 best experts are always"),
-            ("sampling_weight", {"router": UNSAMPLED}, "found 0.5, but without sampling there is"),
-            ("router.group_size", {"router": NESTED}, "found 4, but without a capacity no images"),
+        (IMAGES, {"methods.other": router | EXPERTS}, f"methods.other.router.{key}")
+        for key, router in (
+            ("group_size", {"router": TOP_2 | {"group_size": 4}}),
+            ("k", {"router": {"kind": "top_p", "k": 1}}),
+            ("balance", {"router": ALL_4}),
+            ("groups.kept", grouped(2, 2)),
+            ("groups.kept", grouped(4, 2)),
+            ("sampling_weight", {"router": UNSAMPLED}),
+            ("router.group_size", {"router": NESTED}),
         )
     ),
-    (
-        IMAGES,
-        {"methods.dense.upcycle": {"kind": "drop"}},
-        "methods.dense.upcycle.kind",
-        "found drop, but a dense method has no experts; allowed: true, false",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.experts.fine": 1},
-        "methods.vmoe.experts.fine",
-        "found 1 piece of each expert, which is the whole; allowed: null, or above 1",
-    ),
-    (
-        IMAGES,
-        {"methods.vmoe.upcycle": True, "methods.vmoe.experts.init": "flat"},
-        "methods.vmoe.experts.init",
-        "found flat, but the experts begin as the teacher's MLPs; allowed: leave it out, or upc",
-    ),
+    (IMAGES, {"methods.dense.upcycle": {"kind": "drop"}}, "methods.dense.upcycle.kind"),
     *(
-        (
-            IMAGES,
-            {"methods.vmoe.regularizers": [loss]},
-            f"methods.vmoe.regularizers[0].{key}",
-            words,
-        )
-        for loss, key, words in (
-            (SWITCH[0] | {"group_size": 4}, "group_size", "found 4, but the level is batch; allow"),
-            (AVERAGE, "sigma_end", "found 2.0, but the filter is average; allowed: leave it out"),
-            (FIXED, "exponent", "found 3.0, but σ stays as it is; allowed: leave it out, or anot"),
+        (IMAGES, {"methods.vmoe.regularizers": [loss]}, f"methods.vmoe.regularizers[0].{key}")
+        for loss, key in (
+            (SWITCH[0] | {"group_size": 4}, "group_size"),
+            (AVERAGE, "sigma_end"),
+            (FIXED, "exponent"),
         )
     ),
-    (IMAGES, {"model.depth": 1, "model.drop_path": 0.1}, "model.drop_path", "found 0.1, which gr"),
-    (
-        VOLUMES,
-        {"model": {"kind": "sfcn", "head": "number", "bins": 8}},
-        "model.bins",
-        "found 8, but the head is a number; allowed: leave it out, or head: bins",
-    ),
-    (WORDS, {"methods.smoe.permuted": True}, "methods.smoe.permuted", "the label of a word is"),
-    (WORDS, {"routing": {"views": {"shift": 1}}}, "routing.views", "which has no views; leave it"),
-    (WORDS, {"routing": {"augmentations": ["flip"]}}, "routing.augmentations", "has no views"),
-    (
-        IMAGES,
-        {"methods.vmoe.teacher_router": {}},
-        "methods.vmoe.teacher_router",
-        "nothing of the method is guided by a teacher's router; allowed: leave it out, or the reg",
-    ),
+    (IMAGES, {"model.depth": 1, "model.drop_path": 0.1}, "model.drop_path"),
+    (VOLUMES, {"model": {"kind": "sfcn", "head": "number", "bins": 8}}, "model.bins"),
+    (WORDS, {"methods.smoe.permuted": True}, "methods.smoe.permuted"),
+    (WORDS, {"routing": {"views": {"shift": 1}}}, "routing.views"),
+    (WORDS, {"routing": {"augmentations": ["flip"]}}, "routing.augmentations"),
     *(
-        (IMAGES, {f"{section}.views": {key: value}}, f"{section}.views.{key}", words)
+        (IMAGES, {f"{section}.views": {key: value}}, f"{section}.views.{key}")
         for section in ("pretrain", "finetune", "teacher.training", "routing")
-        for key, value, words in (
-            ("affine", {}, "found one that changes nothing; allowed: null, or other degrees, tr"),
-            ("jitter", {}, "found one that changes nothing; allowed: null, or other brightness"),
-            ("randaugment", {"operations": 0}, "found one that changes nothing"),
-            ("randaugment", {"magnitude": 0, "names": ["rotate"]}, "found one that changes noth"),
-            ("fill", "border", "found border, but no view reaches beyond its image; allowed: zer"),
+        for key, value in (
+            ("affine", {}),
+            ("jitter", {}),
+            ("randaugment", {"operations": 0}),
+            ("randaugment", {"magnitude": 0, "names": ["rotate"]}),
+            ("fill", "border"),
         )
     ),
-    (IMAGES, {"pretrain.mix": {"mixup": 1, "probability": 0}}, "pretrain.mix", "mixes nothing"),
+    (IMAGES, {"pretrain.mix": {"mixup": 1, "probability": 0}}, "pretrain.mix"),
     *(
-        (
-            IMAGES,
-            {f"{section}.views": {"size": 12}},
-            f"{section}.views.size",
-            "unknown key; allowed: shift, crop, flip, affine",
-        )
+        (IMAGES, {f"{section}.views": {"size": 12}}, f"{section}.views.size")
         for section in ("pretrain", "finetune", "teacher.training", "routing")
     ),
-    (
-        IMAGES,
-        {"data.finetune": {"kind": "digit"}},
-        "data.finetune",
-        "kind: digit, did you mean 'dig",
-    ),
-    (IMAGES, {"data.finetune": {"kind": "a\nb"}}, "data.finetune", r"found kind: a\nb; allowed: "),
-    (
-        VOLUMES,
-        {"pretrain.label_smoothing": 0.1},
-        "pretrain.label_smoothing",
-        "real numbers (data.p",
-    ),
-    (VOLUMES, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "are real numbers (data.pretrain)"),
-    (
-        VOLUMES,
-        {"pretrain.views.crop": {}},
-        "pretrain.views.crop",
-        "volumes have shift, flip, affine",
-    ),
-    (
-        VOLUMES,
-        {"pretrain.views.affine": {"shear": 5}},
-        "pretrain.views.affine.shear",
-        "found 5, which is for flat images; allowed for volumes: 0",
-    ),
-    (
-        VOLUMES,
-        {"routing.augmentations.1": "brightness"},
-        "routing.augmentations[1]",
-        "identity, noi",
-    ),
-    (
-        VOLUMES,
-        {"methods.dense.distillation": 0.5},
-        "methods.dense.distillation",
-        "is a class (data.",
-    ),
+    (IMAGES, {"data.finetune": {"kind": "digit"}}, "data.finetune"),
+    (IMAGES, {"data.finetune": {"kind": "a\nb"}}, "data.finetune"),
+    (VOLUMES, {"pretrain.label_smoothing": 0.1}, "pretrain.label_smoothing"),
+    (VOLUMES, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix"),
+    (VOLUMES, {"pretrain.views.crop": {}}, "pretrain.views.crop"),
+    (VOLUMES, {"pretrain.views.affine": {"shear": 5}}, "pretrain.views.affine.shear"),
+    (VOLUMES, {"routing.augmentations.1": "brightness"}, "routing.augmentations[1]"),
+    (VOLUMES, {"methods.dense.distillation": 0.5}, "methods.dense.distillation"),
     (
         VOLUMES,
         {"robustness.attacks.1": {"kind": "pgd", "objective": "dlr"}},
         "robustness.attacks[1].objective",
-        "found dlr, which needs classes; allowed: task",
     ),
     (
         VOLUMES,
         {"robustness": GONE, "transfer": {"attack": {"kind": "apgd", "objective": "dlr"}}},
         "transfer.attack.objective",
-        "found dlr, which needs classes; allowed: task",
     ),
     (
         VOLUMES,
         {"explorer": {"attack": {"kind": "fgsm", "objective": "cross_entropy"}}}
         | {"run.measurements": ["explorer"]},
         "explorer.attack.objective",
-        "found cross_entropy, which needs classes; allowed: task",
     ),
     (
         IMAGES,
@@ -462,124 +275,96 @@ FILE = [
         | {"run.phases": ["pretrain"], "run.thorough": [], "run.measurements": []}
         | {"robustness.attacks.0": {"kind": "pgd", "objective": "dlr"}},
         "robustness.attacks[0].objective",
-        "found dlr, which needs one label per image; allowed: task",
     ),
     (
         VOLUMES,
         {"methods.ermoe.regions.experts": ["wm", "skull"]},
         "methods.ermoe.regions.experts[1]",
-        "found 'skull'; allowed: wm, gm, csf",
     ),
-    (
-        IMAGES,
-        {"teacher": GONE},
-        "methods.tgr.regularizers[0]",
-        "router_kl needs a teacher, but there is no section teacher; allowed: dense",
-    ),
-    (VOLUMES, {"robustness.survivors": True}, "robustness.survivors", "allowed: false"),
-    (
-        VOLUMES,
-        {"calibrate.calibrator": {"kind": "temperature"}},
-        "calibrate.calibrator.kind",
-        "allowed: gap_on_age, linear",
-    ),
+    (IMAGES, {"teacher": GONE}, "methods.tgr.regularizers[0]"),
+    (VOLUMES, {"robustness.survivors": True}, "robustness.survivors"),
+    (VOLUMES, {"calibrate.calibrator": {"kind": "temperature"}}, "calibrate.calibrator.kind"),
     (
         VOLUMES,
         {"data.pretrain": {"kind": "bids", "root": "x", "maps": None}},
         "methods.ermoe.regions",
-        "needs tissue maps, but maps and dseg of data.pretrain are null",
     ),
-    (
-        VOLUMES,
-        {"teacher": {"kind": "timm", "name": "vit_tiny_patch16_224"}},
-        "teacher.kind",
-        "allowed for volumes: dense, no_teacher",
-    ),
-    (VOLUMES, {"model": {"kind": "vit"}}, "model.kind", "are volumes; allowed: vit3d"),
-    (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "run.thorough", "cohort_checks needs ages"),
-    (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "model.kind", "are flat images; allowed: vit"),
-    (
-        IMAGES,
-        {"data.finetune": {"kind": "phantom"}},
-        "run.thorough",
-        "measure flat images with clas",
-    ),
+    (VOLUMES, {"teacher": {"kind": "timm", "name": "vit_tiny_patch16_224"}}, "teacher.kind"),
+    (VOLUMES, {"model": {"kind": "vit"}}, "model.kind"),
+    (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "run.thorough"),
+    (VOLUMES, {"data.pretrain": {"kind": "digits"}}, "model.kind"),
+    (IMAGES, {"data.finetune": {"kind": "phantom"}}, "run.thorough"),
     (
         IMAGES,
         {"data.pretrain": {"kind": "phantom"}, "run.phases": ["pretrain", "finetune"]},
         "run.phases[1]",
-        "are of two sorts, real numbers and classes",
     ),
-    (WORDS, {"pretrain.views": {"shift": 1}}, "pretrain.views", "but data.pretrain is text"),
-    (WORDS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "the labels are the words of a text"),
-    (
-        WORDS,
-        {"pretrain.adversarial": {"steps": 1}},
-        "pretrain.adversarial",
-        "is text; leave it out",
-    ),
-    (
-        WORDS,
-        {"methods.smoe.regularizers": [{"kind": "pairwise_consistency"}]},
-        "methods.smoe",
-        "the method needs two views or a teacher, and data.pretrain is text",
-    ),
-    (
-        WORDS,
-        {"robustness": TEXT_ATTACK},
-        "robustness",
-        "which this stage does not take; leave it o",
-    ),
-    (
-        WORDS,
-        {"calibrate": {"calibrator": {"kind": "linear"}}},
-        "calibrate.calibrator.kind",
-        "allowed: temperature",
-    ),
-    (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip", "left and right matter"),
-    (CAPTIONS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "has no caption of its own"),
-    (
-        CAPTIONS,
-        {"pretrain.label_smoothing": 0.1},
-        "pretrain.label_smoothing",
-        "captions are no clas",
-    ),
-    (CAPTIONS, {"model": {"kind": "vit"}}, "model.kind", "allowed: two_towers"),
-    (CAPTIONS, {"data.pretrain": {"kind": "digits"}}, "run.phases[0]", "retrieval looks for them"),
-    (
-        CAPTIONS,
-        {"methods.dense.distillation": 0.5},
-        "methods.dense.distillation",
-        "captions are no",
-    ),
-    (CAPTIONS, {"run.measurements": ["few_shot"]}, "run.phases[0]", "few_shot measure flat images"),
-    (
-        CAPTIONS,
-        {"calibrate": {"calibrator": {"kind": "temperature"}}},
-        "run.phases[0]",
-        "labels that calibrate does not take",
+    (WORDS, {"pretrain.views": {"shift": 1}}, "pretrain.views"),
+    (WORDS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix"),
+    (WORDS, {"pretrain.adversarial": {"steps": 1}}, "pretrain.adversarial"),
+    (WORDS, {"methods.smoe.regularizers": [{"kind": "pairwise_consistency"}]}, "methods.smoe"),
+    (WORDS, {"robustness": TEXT_ATTACK}, "robustness"),
+    (WORDS, {"transfer": {}}, "transfer"),
+    (WORDS, {"data.finetune": LIBRARY, "finetune": BRIEF}, "finetune"),
+    (VOLUMES, BRIGHTENED | {"run.measurements": ["explorer"]}, "explorer.augmentations[0]"),
+    (CAPTIONS, {"methods.dense.text": TWICE}, "methods.dense.text.regularizers[1]"),
+    (IMAGES, {"methods.other": RANKED}, "methods.other.router.rank"),
+    (WORDS, {"calibrate": {"calibrator": {"kind": "linear"}}}, "calibrate.calibrator.kind"),
+    (CAPTIONS, {"pretrain.views": {"flip": True}}, "pretrain.views.flip"),
+    (CAPTIONS, {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix"),
+    (CAPTIONS, {"pretrain.label_smoothing": 0.1}, "pretrain.label_smoothing"),
+    (CAPTIONS, {"model": {"kind": "vit"}}, "model.kind"),
+    (CAPTIONS, {"data.pretrain": {"kind": "digits"}}, "run.phases[0]"),
+    (CAPTIONS, {"methods.dense.distillation": 0.5}, "methods.dense.distillation"),
+    (CAPTIONS, {"run.measurements": ["few_shot"]}, "run.phases[0]"),
+    (CAPTIONS, {"calibrate": {"calibrator": {"kind": "temperature"}}}, "run.phases[0]"),
+    *(
+        (
+            IMAGES,
+            {f"methods.vmoe.{name}": value for name, value in edits.items()},
+            f"methods.vmoe.{key}",
+        )
+        for edits, key in (
+            ({"unguided_regularizers": [{"kind": "load"}]}, "unguided_regularizers"),
+            ({"router.balance": {"kind": "quantile"}}, "regularizers[0]"),
+            (
+                {"router": {"kind": "noisy_top_k", "k": 4, "balance": {"kind": "quantile"}}},
+                "router.k",
+            ),
+            ({"router": CONSTANT, "regularizers": []}, "router.renormalise"),
+            (
+                {
+                    "router": {"kind": "depth", "router": CONSTANT},
+                    "regularizers": [{"kind": "z_loss", "weight": 0}],
+                },
+                "router.router.renormalise",
+            ),
+            ({"router": {"kind": "relu", "k": 4}, "regularizers": L1}, "router.k"),
+            ({"router": {"kind": "relu", "k": 1}, "regularizers": []}, "regularizers"),
+            ({"router": {"kind": "hash"}}, "regularizers[0]"),
+            (
+                {"regularizers": [SWITCH[0] | {"level": "group", "group_size": 3}]},
+                "regularizers[0].group_size",
+            ),
+            ({"regularizers": [{"kind": "simbal", "weight": 0.1}]}, "regularizers[0]"),
+            ({"regularizers": [{"kind": "diversity_simplicity"}]}, "regularizers[0]"),
+            ({"router": COMPETITION | {"k": 1}, "regularizers": []}, "router"),
+            (
+                {
+                    "unguided_regularizers": [{"kind": "load"}],
+                    "regularizers": [{"kind": "load"}, {"kind": "router_kl"}],
+                },
+                "unguided_regularizers[0]",
+            ),
+            ({"experts.fine": 1}, "experts.fine"),
+            ({"upcycle": True, "experts.init": "flat"}, "experts.init"),
+            ({"teacher_router": {}}, "teacher_router"),
+        )
     ),
 ]
 
 # With data and models, which takes longer
 RUN = [
-    (
-        IMAGES,
-        {
-            "methods.vmoe.router": {"kind": "merged"},
-            "methods.vmoe.experts.kind": "eigen",
-            "methods.vmoe.regularizers": [],
-        },
-        "methods.vmoe.experts.kind",
-        "found experts with bases, whose mean is no basis; allowed beside the router merged: mlp",
-    ),
-    (IMAGES, {"methods.vmoe.router.k": 9}, "methods.vmoe.router.k", "but there are 4 experts"),
-    (
-        IMAGES,
-        {"methods.vmoe.router.residual": True, "methods.vmoe.blocks": [1]},
-        "methods.vmoe.router.residual",
-        "found true, but the model has one MoE layer, and so none before it; allowed: false, or mo",
-    ),
     (
         IMAGES,
         {
@@ -589,49 +374,13 @@ RUN = [
             "model.patch": 16,
         },
         "methods.vmoe.router.balance",
-        "found quantile, and a step has 2 tokens of 1 choices, fewer than 4 experts; allowed: a la",
     ),
-    (
-        IMAGES,
-        {"methods.vmoe.experts.fine": 7},
-        "methods.vmoe.experts.fine",
-        "found 7; allowed: a divisor of",
-    ),
-    (
-        IMAGES,
-        {
-            "methods.vmoe.router.groups": {"number": 3, "kept": 1},
-            "methods.vmoe.regularizers": [],
-        },
-        "methods.vmoe.router.groups.number",
-        "found 3; allowed: a divisor of experts.number, 4",
-    ),
-    (IMAGES, {"model.heads": 5}, "model.heads", "allowed: a divisor of model.width = 32"),
-    (IMAGES, {"model.depth": 10**9}, "model.depth", "found 1000000000"),
-    (
-        IMAGES,
-        {"model.depth": 2},
-        "methods.vmoe.blocks",
-        "a model of 2 blocks has only 1 with an odd",
-    ),
-    (
-        IMAGES,
-        {"data.finetune.size": 30},
-        "model.patch",
-        "a divisor of the image size 30 (data.fine",
-    ),
-    (
-        IMAGES,
-        {"data.finetune": {"kind": "cifar", "download": True, "size": 24}},
-        "data.finetune",
-        "found 3 channels, in data.pretrain 1; allowed: as many",
-    ),
-    (
-        IMAGES,
-        {"teacher.data": {"kind": "digits", "size": 24}},
-        "teacher.data",
-        "of 24×24 pixels, those of data.pretrain of 16×16; allowed: the same size",
-    ),
+    (IMAGES, {"model.heads": 5}, "model.heads"),
+    (IMAGES, {"model.depth": 10**9}, "model.depth"),
+    (IMAGES, {"model.depth": 2}, "methods.vmoe.blocks"),
+    (IMAGES, {"data.finetune.size": 30}, "model.patch"),
+    (IMAGES, {"data.finetune": {"kind": "cifar", "download": True, "size": 24}}, "data.finetune"),
+    (IMAGES, {"teacher.data": {"kind": "digits", "size": 24}}, "teacher.data"),
     (
         IMAGES,
         {
@@ -639,34 +388,21 @@ RUN = [
             "methods.tgr.distillation": 0.5,
         },
         "methods.tgr.distillation",
-        "found a teacher of other classes (teacher.data) than data.pretrain has; allowed: 0",
     ),
-    (
-        IMAGES,
-        {"finetune.batch": 401},
-        "finetune.batch",
-        "200 training images (20 shots of 10 classes",
-    ),
+    (IMAGES, {"finetune.batch": 401}, "finetune.batch"),
     (
         IMAGES,
         {"methods.vmoe.regularizers": [{"kind": "pairwise_consistency", "special": True}]}
         | {"model.pooling": "mean"},
         "methods.vmoe.regularizers[0].special",
-        "found true, but the model has no class token; allowed: false",
     ),
     (
         IMAGES,
         {"finetune.k": 1, "methods.vmoe.router": COMPETITION, "methods.vmoe.regularizers": []},
         "finetune.k",
-        "found 1, refused by router: diversity_weight: found 0.1, but with k = 1 no two are",
     ),
     *(
-        (
-            IMAGES,
-            {f"{section}.views": {"shift": 1, **colours}},
-            f"{section}.views.{key}",
-            "has grey images, whose saturation nothing changes; allowed: ",
-        )
+        (IMAGES, {f"{section}.views": {"shift": 1, **colours}}, f"{section}.views.{key}")
         for section in ("pretrain", "finetune", "routing")
         for key, colours in (
             ("jitter.saturation", {"jitter": {"saturation": 0.4}}),
@@ -679,142 +415,103 @@ RUN = [
             {"data.finetune": {"kind": "clusters", "patch": 8, "grid": 3, "train": 100}}
             | {"finetune.shots": shots},
             f"finetune.{key}",
-            words,
         )
-        for shots, key, words in (
-            (15, "batch", "30 training images (15 shots of 2 classes"),
-            (51, "shots", "a class of data.finetune has 50 training images; allowed: 1 to 50"),
-        )
+        for shots, key in ((15, "batch"), (51, "shots"))
     ),
-    (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch", "1294 training images (data.pretrain)"),
-    (IMAGES, {"finetune.shots": 400}, "finetune.shots", "of data.finetune has 125 training images"),
-    (
-        IMAGES,
-        {"finetune.views": {"shift": 42}},
-        "finetune.views.shift",
-        "but data.finetune has images",
-    ),
-    (IMAGES, {"data.finetune.validation": 1500}, "data.finetune", "allowed: 1 to 1437"),
+    (IMAGES, {"pretrain.batch": 1295}, "pretrain.batch"),
+    (IMAGES, {"teacher_router.batch": 1295}, "teacher_router.batch"),
+    (IMAGES, {"finetune.shots": 400}, "finetune.shots"),
+    (IMAGES, {"finetune.views": {"shift": 42}}, "finetune.views.shift"),
+    (IMAGES, {"data.finetune.validation": 1500}, "data.finetune"),
     (
         IMAGES,
         {"methods.dense": {"router": {"kind": "told"}, "experts": {"kind": "mlp", "number": 4}}},
         "methods.dense.router.kind",
-        "found told, but nobody knows the truth",
     ),
-    (
-        IMAGES,
-        {"methods.vmoe.regularizers": [{"kind": "truth_kl"}]},
-        "methods.vmoe.regularizers[0]",
-        "found truth_kl, but nobody knows the truth of data.pretrain's tokens",
-    ),
-    (IMAGES, SPOKEN | {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix", "would falsify the truth"),
+    (IMAGES, SPOKEN | {"pretrain.mix": {"mixup": 0.8}}, "pretrain.mix"),
     *(
-        (
-            IMAGES,
-            SPOKEN | MEASURED | {f"routing.{key}": value},
-            f"routing.{place}",
-            "would falsify the truth",
-        )
+        (IMAGES, SPOKEN | MEASURED | {f"routing.{key}": value}, f"routing.{place}")
         for key, value, place in (
             ("views", {"shift": 1, "jitter": {"contrast": 0.5}}, "views.jitter"),
             ("augmentations", ["flip"], "augmentations"),
         )
     ),
-    (
-        IMAGES,
-        SPOKEN | {"pretrain.views": {"erasing": 0.5}},
-        "pretrain.views.erasing",
-        "would falsify the truth",
-    ),
-    (IMAGES, SPOKEN | {"data.pretrain.zipf": 4.0}, "data.pretrain", "of the last dialect in train"),
-    (
-        IMAGES,
-        SPOKEN | {"data.pretrain.families": 5},
-        "data.pretrain.families",
-        "found 5; allowed: null, or of 12 dialects 1, 2, 3, 4, 6, 12",
-    ),
-    (
-        IMAGES,
-        SPOKEN | {"data.pretrain.change": "rotation"},
-        "data.pretrain",
-        "dialects: found 12; allowed: at most 8 of rotation",
-    ),
+    (IMAGES, SPOKEN | {"pretrain.views": {"erasing": 0.5}}, "pretrain.views.erasing"),
+    (IMAGES, SPOKEN | {"data.pretrain.zipf": 4.0}, "data.pretrain"),
+    (IMAGES, SPOKEN | {"data.pretrain.families": 5}, "data.pretrain.families"),
+    (IMAGES, SPOKEN | {"data.pretrain.change": "rotation"}, "data.pretrain"),
     (
         IMAGES,
         SPOKEN
         | {"data.pretrain.form": "cells", "pretrain.views": {"shift": 1}}
         | {"model.patch": 48, "model.pooling": "mean"},
         "model.patch",
-        "found 48, whose patches do not make up the cells of a mosaic",
     ),
     (
         IMAGES,
         {"methods.dense": {"router": {"kind": "hash", "by": "word"}, "experts": {"kind": "mlp"}}},
         "methods.dense.router.kind",
-        "found hash, which reads words; images have none",
     ),
-    (IMAGES, {"teacher.model.patch": 16}, "teacher.model.patch", "image size 24 (data.finetune)"),
-    (IMAGES, {"teacher.model.patch": 4}, "teacher.model", "and methods.tgr, which it guides, 5"),
+    (IMAGES, {"teacher.model.patch": 16}, "teacher.model.patch"),
+    (IMAGES, {"teacher.model.patch": 4}, "teacher.model"),
     (
         IMAGES,
         {"methods.dense": {"router": {"kind": "noisy_top_k"}, "experts": {"kind": "eigen"}}}
         | {"methods.dense.upcycle": True, "methods.dense.experts.factored_output": True},
         "methods.dense.upcycle",
-        "set experts.factored_output: false",
     ),
-    *(  # all but the first ended in a traceback
-        (IMAGES, {"methods.dense.upcycle": True, key: value}, "methods.dense.upcycle", words)
-        for key, value, words in (
-            ("teacher.model.heads", 1, "found heads 2 in the model, 1 in the teacher"),
-            ("teacher.model.pooling", "mean", 'found pooling "class" in the model, "mean" in'),
-            ("teacher.model.pooling", "class+distillation", '"class+distillation" in the teacher'),
-            ("model.pooling", "mean", 'found pooling "mean" in the model, "class" in'),
-            ("model.pooling", "class+distillation", 'found pooling "class+distillation" in the'),
-            (
-                "teacher.model.position_on_class",
-                False,
-                "position_on_class true in the model, false in",
-            ),
+    *(
+        (IMAGES, {"methods.dense.upcycle": True, key: value}, "methods.dense.upcycle")
+        for key, value in (
+            ("teacher.model.heads", 1),
+            ("teacher.model.pooling", "mean"),
+            ("teacher.model.pooling", "class+distillation"),
+            ("model.pooling", "mean"),
+            ("model.pooling", "class+distillation"),
+            ("teacher.model.position_on_class", False),
         )
     ),
-    (IMAGES, {"model": SWIN | {"heads": [2]}}, "model", "heads has 1 values and depths 2"),
-    (
-        IMAGES,
-        {"model": SWIN | {"heads": [5, 4]}},
-        "model",
-        "heads is 5 in stage 1, whose width is 24",
-    ),
-    (IMAGES, {"model": SWIN}, "teacher.model.kind", "found a model of 1 stages; methods.tgr"),
-    (
-        IMAGES,
-        {"teacher.model.depth": 1},
-        "teacher.model.depth",
-        "no block beside block 1 of methods.",
-    ),
+    (IMAGES, {"model": SWIN | {"heads": [2]}}, "model"),
+    (IMAGES, {"model": SWIN | {"heads": [5, 4]}}, "model"),
+    (IMAGES, {"model": SWIN}, "teacher.model.kind"),
+    (IMAGES, {"teacher.model.depth": 1}, "teacher.model.depth"),
     (
         IMAGES,
         {"data.pretrain": {"kind": "image_folder", "root": "~nosuchuser/x"}},
         "data.pretrain.root",
-        "~nosuchuser/x",
     ),
     (
         WORDS,
         {"sizes": {"models": [{"name": "a", "model": {"kind": "sfcn"}}]}},
         "sizes.models[0].model.kind",
-        "found sfcn, but the images have 2 axes; allowed: another kind, or volumes",
     ),
     (
         WORDS,
         {"sizes": {"models": [{"name": "a", "model": {"kind": "vit"}, "method": NINE_OF_EIGHT}]}},
         "sizes.models[0].method.router.k",
-        "but there are 8 experts",
     ),
-    (WORDS, {"model": {"kind": "vit"}}, "model.kind", "have 1 axes; allowed: language_model"),
-    (
-        WORDS,
-        {"data.pretrain.packages": ["nowhere"]},
-        "data.pretrain",
-        "found nowhere, which is not i",
+    (WORDS, {"model": {"kind": "vit"}}, "model.kind"),
+    (WORDS, {"data.pretrain.packages": ["nowhere"]}, "data.pretrain"),
+    *(
+        (
+            IMAGES,
+            {f"methods.vmoe.{name}": value for name, value in edits.items()},
+            f"methods.vmoe.{key}",
+        )
+        for edits, key in (
+            (
+                {"router": {"kind": "merged"}, "experts.kind": "eigen", "regularizers": []},
+                "experts.kind",
+            ),
+            ({"router.k": 9}, "router.k"),
+            ({"router.residual": True, "blocks": [1]}, "router.residual"),
+            ({"experts.fine": 7}, "experts.fine"),
+            (
+                {"router.groups": {"number": 3, "kept": 1}, "regularizers": []},
+                "router.groups.number",
+            ),
+            ({"regularizers": [{"kind": "truth_kl"}]}, "regularizers[0]"),
+        )
     ),
 ]
 
@@ -840,13 +537,12 @@ def test_a_study_is_in_order(text):
     assert read_study_and_problems(parse_yaml_document(text), ())[1] == []
 
 
-@pytest.mark.parametrize(("text", "edits", "key", "words"), FILE)
-def test_what_is_wrong_in_the_file_is_named(text, edits, key, words):
+@pytest.mark.parametrize(("text", "edits", "key"), FILE)
+def test_what_is_wrong_in_the_file_is_named(text, edits, key):
     written = edited(text, edits)
-    _, lines = read_study_and_problems(
-        parse_yaml_document(written), STAGES if text is IMAGES else ()
-    )
-    assert sum(in_its_place(line, written, key) and words in line for line in lines) == 1, lines
+    stages = STAGES if text is IMAGES else ()
+    _, lines = read_study_and_problems(parse_yaml_document(written), stages)
+    assert_one_line_names(key, lines, written)
 
 
 @pytest.fixture
@@ -864,14 +560,13 @@ def refused(path: Path, edits: dict[str, Any] | None = None, text: str = IMAGES)
     return str(caught.value).split("\n")
 
 
-@pytest.mark.parametrize(("text", "edits", "key", "words"), RUN)
-def test_what_was_seen_to_fail_later_is_said_first(project, text, edits, key, words):
+@pytest.mark.parametrize(("text", "edits", "key"), RUN)
+def test_what_was_seen_to_fail_later_is_said_first(project, text, edits, key):
     path = project / "params.yaml"
     if text is not IMAGES:
         (project / "dvc.yaml").unlink()
     lines = refused(path, edits, text)
-    written = path.read_text(encoding="utf-8")
-    assert any(in_its_place(line, written, key) and words in line for line in lines), lines
+    assert_one_line_names(key, lines, path.read_text(encoding="utf-8"))
     assert max(map(len, lines)) < 2000
 
 

@@ -93,6 +93,42 @@ def test_a_faulty_part_is_named_in_a_line(folder, files, place, words):
     assert line.startswith(place) and words in line
 
 
+FEW = """\
+    def misfits(self, around):
+        if around.experts.number > 3:
+            yield ("k",), f"found {around.experts.number} experts; allowed: at most 3"
+
+    def remarks(self):
+        yield ("k",), "one expert is few"
+
+    def build("""
+NEEDY = """\
+class Calm(Regularizer):
+    needs = frozenset({"routing", "luck"})
+"""
+LUCKY = """\
+    @property
+    def provides(self):
+        return frozenset({"luck"})
+
+    def build("""
+
+
+def test_what_parts_of_ones_own_say_has_its_place(folder):
+    few, needy = (COSINE, "    def build(", FEW), (CALM, "class Calm(Regularizer):\n", NEEDY)
+    cosine, calm = (text.replace(old, new) for text, old, new in (few, needy))
+    write_my_lab(folder, cosine=cosine, calm=calm)
+    with pytest.raises(UserError) as raised:
+        check_study()
+    first, second = str(raised.value).split("\n")
+    assert first == ("params.yaml:9:35: methods.mine.router.k: found 4 experts; allowed: at most 3")
+    assert second.startswith(f"{CALMING}which needs luck, but my_lab.cosine and mlp provide ")
+    forget_package()
+    write_my_lab(folder, cosine=cosine.replace("    def build(", LUCKY), calm=calm)
+    (folder / "params.yaml").write_text(PARAMS.replace("number: 4", "number: 3"))
+    assert check_study().notes[1:] == ("methods.mine.router.k: one expert is few",)
+
+
 @pytest.mark.parametrize(
     ("term", "words"),
     [

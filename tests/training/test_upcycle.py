@@ -295,7 +295,7 @@ def test_a_head_of_the_same_target_says_it_of_another_cohort():
 def test_pieces_of_a_copy_are_chosen_together_and_sum_to_it(renormalise, weight, output):
     router = NoisyTopK(k=2, noise_std=0, renormalise=renormalise)
     experts = Mlp(number=4, hidden_ratio=1, activation="relu")
-    assert not list(PIECES.misfits(router, experts))
+    assert not list(PIECES.list_parting_settings(router, experts))
     layer = build_moe_feed_forward(router, experts, 2)
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([[0.3, 0], [9, 9], [-0.2, 0], [9, 9]]))

@@ -1,7 +1,7 @@
 """A simulated ageing cohort: MNI152 anatomy and published volumes of tissue by age."""
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -79,6 +79,8 @@ class Phantom(CohortSettings, Source):
     Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently of each
     other but for age and sex.
     """
+
+    regions: ClassVar[tuple[str, ...]] = REGIONS
 
     kind: Literal["phantom"] = "phantom"
     subjects: int = Field(480, ge=8, lt=MOST, description="Number of simulated people")

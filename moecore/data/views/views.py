@@ -18,8 +18,9 @@ from torch import Generator, Tensor
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import BatchDraws
+from moecore.core.surroundings import Misfits, Surroundings, format_changed_settings
 from moecore.data.views import augmentations, warping
-from moecore.data.views.views3d import make_random_volume_views
+from moecore.data.views.views3d import FLAT_VIEWS, make_random_volume_views
 from moecore.tasks.base import Task
 
 CROP_RATIO = (3 / 4, 4 / 3)  # width / height of a crop: lowest, highest
@@ -66,6 +67,11 @@ class AffineRanges(Config):
         return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
 
 
+def falsifies_truth(around: Surroundings) -> str:
+    """Return why pixels must not change where a channel of the images says the truth."""
+    return f"which would falsify the truth of {around.data}; allowed: leave it out"
+
+
 class ViewSettings(Config):
     """What a training view may be; the order is shift, crop, flip, affine, RandAugment's geometry,
     its colours, jitter, erasing.
@@ -93,6 +99,39 @@ class ViewSettings(Config):
     fill: Literal["zeros", "border", "reflection"] = Field(
         "zeros", description="Outside the image: black, the nearest pixel, the mirror image"
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield changes that are none, whatever the images, or that volumes or grey images lack."""
+        for key in ("affine", "randaugment", "jitter"):
+            change = getattr(self, key)
+            if change is not None and change.is_identity:
+                others = ", ".join(name for name in type(change).model_fields if name != "names")
+                yield (key,), f"found one that changes nothing; allowed: null, or other {others}"
+        if self.fill != "zeros" and not self.leaves_image:
+            text = f"found {self.fill}, but no view reaches beyond its image"
+            yield ("fill",), f"{text}; allowed: zeros, or a shift, a crop or an affine"
+        if around.source is not None and around.source.volumes:
+            for name in FLAT_VIEWS:
+                if value := getattr(self, name):
+                    text = f"found {format_changed_settings(value)}, which is for flat images"
+                    allowed = "allowed for volumes: shift, flip, affine and fill"
+                    yield (name,), f"{text}; {allowed}"
+            if self.affine is not None and self.affine.shear:
+                text = f"found {self.affine.shear:g}, which is for flat images"
+                yield ("affine", "shear"), f"{text}; allowed for volumes: 0"
+        elif around.preview is not None and around.preview.channels == 1:
+            why = f"but {around.data} has grey images, whose saturation nothing changes"
+            if self.jitter is not None and self.jitter.saturation:
+                text = f"found {self.jitter.saturation:g}, {why}; allowed: 0"
+                yield ("jitter", "saturation"), text
+            if self.randaugment is not None and set(self.randaugment.names) == {"saturation"}:
+                yield ("randaugment", "names"), f"found saturation, {why}; allowed: others"
+
+    def pixel_misfits(self, around: Surroundings) -> Misfits:
+        """Yield changes of pixels where a channel of theirs says the truth."""
+        for key in ("randaugment", "jitter", "erasing"):
+            if around.has_truth and getattr(self, key):
+                yield ("views", key), f"found a change of pixels, {falsifies_truth(around)}"
 
     @property
     def leaves_image(self) -> bool:
@@ -236,6 +275,14 @@ class Mix(Config):
     def active(self) -> bool:
         """True where anything is ever mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield settings by which nothing is mixed, and images whose truth mixing would falsify."""
+        if not self.active:
+            text = "found one that mixes nothing"
+            yield (), f"{text}; allowed: null, or mixup or cutmix above 0"
+        if around.has_truth:
+            yield (), f"found a change of pixels, {falsifies_truth(around)}"
 
 
 def mix_images(

@@ -24,6 +24,8 @@ from moecore.data.views.warping import (
     uniform_draws,
 )
 
+FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # which volumes do not have
+
 
 def make_random_volume_views(
     volumes: Tensor, settings: Any, draws: BatchDraws
@@ -82,8 +84,7 @@ def _grid(theta: Tensor, size: torch.Size) -> Tensor:
 
 
 def _refuse(settings: Any) -> None:
-    flat = ("crop", "randaugment", "jitter", "erasing")
-    given = [name for name in flat if getattr(settings, name)]
+    given = [name for name in FLAT_VIEWS if getattr(settings, name)]
     if settings.affine and settings.affine.shear:
         given.append("affine.shear")
     if given:

@@ -4,6 +4,7 @@ N images. Every view is a function of (seed, name, place among the images), so t
 the same ones and no result depends on the batch.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from pydantic import Field
 from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.streams import derived_seed, generator_for
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.views.augmentations import RandAugment
 from moecore.data.views.views import (
     AffineRanges,
@@ -91,6 +93,17 @@ OF_VOLUMES = {
         views=ViewSettings(affine=AffineRanges(degrees=10, translate=0.1, scale=(0.9, 1.1))),
     ),
 }
+
+
+def augmentation_misfits(
+    augmentations: Sequence[Preset | TwoViewAugmentation], around: Surroundings
+) -> Misfits:
+    """Yield presets of flat images where volumes are changed."""
+    for index, asked in enumerate(augmentations):
+        volumes = around.source is not None and around.source.volumes
+        if volumes and isinstance(asked, str) and asked not in OF_VOLUMES:
+            text = f"found {asked}, which is for flat images"
+            yield ("augmentations", index), f"{text}; allowed for volumes: {', '.join(OF_VOLUMES)}"
 
 
 def look_up_augmentation(

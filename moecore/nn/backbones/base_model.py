@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moecore.core.config import Config, Part
+from moecore.core.config import Config, Part, part_classes_by_kind
 from moecore.core.files import UserError
 from moecore.core.routing_records import (
     Feature,
@@ -20,6 +20,7 @@ from moecore.core.routing_records import (
     RoutingRecord,
     TokenLayout,
 )
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.correspondence import align_teacher_probs
 from moecore.nn.layers.moe import MoESettings, update_routers
 from moecore.nn.layers.patch_embed import Interpolation, cut_patches, renormalise_patch_embedding
@@ -132,12 +133,35 @@ class Backbone(Part, ABC):
     # Names of settings that training alone reads, or that weights show by names and shapes: models
     # that are equal in all others compute the same with the same weights (upcycling goes by it)
     free_settings: ClassVar[frozenset[str]] = frozenset()
+    volumes: ClassVar[bool] = False  # it takes images of three axes
+    captions: ClassVar[bool] = False  # it reads captions beside images
+    normalises_experts: ClassVar[bool] = False  # the length of their outputs is lost
 
     if TYPE_CHECKING:
 
         @property
         def depth(self) -> int:
             """Number of blocks."""
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield a model of other data, and layers that are dropped of one block."""
+        if getattr(self, "drop_path", 0) and self.depth == 1:
+            text = "which grows from 0 at the first block, the only one"
+            dropped = getattr(self, "drop_path", 0)
+            yield ("drop_path",), f"found {dropped:g}, {text}; allowed: 0, or more blocks"
+        if around.source is None:
+            return
+        volumes, captions = around.source.volumes, around.task.of_captions
+        if self.volumes != volumes or captions and not self.captions:
+            what = "volumes" if volumes else "flat images"
+            fitting = [
+                kind
+                for kind, part in part_classes_by_kind(Backbone).items()
+                if part.volumes == volumes and part.captions == captions
+            ]
+            text = f"found {self.kind}, but {around.data} has {what}"
+            text += " with captions" if captions else ""
+            yield ("kind",), f"{text}; allowed: {', '.join(fitting)}"
 
     @abstractmethod
     def grid(self, image: ImageSpec) -> tuple[int, ...]:

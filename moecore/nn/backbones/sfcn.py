@@ -15,6 +15,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingContext
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.backbones.base_model import (
     Backbone,
     BackboneModel,
@@ -32,6 +33,8 @@ class Sfcn(Backbone):
     """Settings of an SFCN, by default in the widths and with the bins that were published."""
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"dropout", "bin_deviation"})
+
+    volumes: ClassVar[bool] = True
 
     kind: Literal["sfcn"] = "sfcn"
     channels: tuple[int, ...] = Field(
@@ -59,6 +62,13 @@ class Sfcn(Backbone):
     def cube(self) -> int:
         """Side of the cube of voxels that is a voxel of the last map."""
         return 2 ** (len(self.channels) - 1)
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield settings of bins beside another head."""
+        yield from super().misfits(around)
+        if self.head != "bins":
+            names = ("first_bin", "bin_width", "bins", "bin_deviation")
+            yield from changed_settings(self, names, f"the head is a {self.head}", "head: bins")
 
     def grid(self, image: ImageSpec) -> tuple[int, ...]:
         """Voxels of the last map along each axis of such volumes."""

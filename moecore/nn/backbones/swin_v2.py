@@ -1,6 +1,6 @@
 """Swin V2 (Liu et al. 2022)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from moecore.nn.backbones.swin import SwinSettings
 
@@ -10,5 +10,7 @@ class SwinV2(SwinSettings):
 
     With one expert per token the norm behind it leaves the router almost no gradient of the task.
     """
+
+    normalises_experts: ClassVar[bool] = True
 
     kind: Literal["swin_v2"] = "swin_v2"

@@ -5,7 +5,7 @@ B images, C captions of each, M tokens of a caption, w numbers of an embedding.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import Guidance, ModelOutput, RoutingRecord, TokenLayout
+from moecore.core.surroundings import Surroundings
 from moecore.nn.backbones import base_model
 from moecore.nn.backbones.swin import Swin
 from moecore.nn.backbones.swin_moe import SwinMoe
@@ -32,6 +33,8 @@ TEXTS = 1024  # captions a forward pass where none learns
 class TwoTowers(base_model.Backbone):
     """Settings of a model of images and captions."""
 
+    captions: ClassVar[bool] = True
+
     kind: Literal["two_towers"] = "two_towers"
     image: ImageTower = Field(description="the image tower; its head is the projection")
     text: TextTowerSettings = TextTowerSettings()
@@ -39,6 +42,10 @@ class TwoTowers(base_model.Backbone):
     pairs: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="the loss: CLIP's cross-entropy, or SigLIP's sigmoid of pairs"
     )
+
+    def surround(self, around: Surroundings) -> Surroundings:
+        """Return the surroundings of the image tower, which looks at no captions."""
+        return around._replace(source=None, preview=None)
 
     @property
     def depth(self) -> int:

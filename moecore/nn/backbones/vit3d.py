@@ -3,13 +3,14 @@
 A volume is cut into cubes, each a token; everything after that is the transformer of images.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
 from moecore.core.files import UserError
+from moecore.core.surroundings import Misfits, changed_settings
 from moecore.nn.backbones.base_model import ImageSpec, check_patches_and_heads
 from moecore.nn.backbones.patch_transformer_base import PatchTransformer, TransformerSettings
 from moecore.nn.layers.moe import MoESettings
@@ -24,6 +25,8 @@ from moecore.nn.layers.patch_embed import (
 class Vit3d(TransformerSettings):
     """Settings of a vision transformer over cubes of volumes (B, C, D, H, W)."""
 
+    volumes: ClassVar[bool] = True
+
     kind: Literal["vit3d"] = "vit3d"
     stem: Literal["linear", "pooled", "conv"] = Field(
         "linear", description="cube to token: linear, of smaller cubes' means, or two convolutions"
@@ -35,6 +38,16 @@ class Vit3d(TransformerSettings):
     positions: Literal["learned", "sinusoidal"] = Field(
         "learned", description="learned, or fixed waves along the three axes"
     )
+
+    def remarks(self) -> Misfits:
+        """Yield a stem's setting that does nothing beside another stem.
+
+        It is no mistake: the preset ``adni`` lays a linear stem over one of convolutions.
+        """
+        for name, stem in (("pool", "pooled"), ("stem_width", "conv")):
+            if self.stem != stem:
+                why = f"the stem is {self.stem}"
+                yield from changed_settings(self, [name], why, f"stem: {stem}")
 
     def build(self, image: ImageSpec, moe: MoESettings | None = None) -> "VolumeTransformer":
         """The model for such volumes; raises UserError where sizes do not fit, and for images."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moecore.core.files import UserError
 from moecore.core.ranks import all_gather_rows
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.balances.base import Balance, BalanceModule
 
 
@@ -37,6 +38,15 @@ class Quantile(Balance):
         if k >= experts:
             problem = f"found {k}, and quantile balances what {experts} experts leave out"
             raise UserError(f"router.k: {problem}; allowed: 1 to {experts - 1}")
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield steps of so few tokens that not every expert has a share."""
+        if around.tokens is None:
+            return
+        k, experts = around.router.chosen_of(around.experts), around.experts.choices
+        if around.tokens * k < experts:
+            text = f"found quantile, and a step has {around.tokens} tokens of {k} choices, fewer"
+            yield (), f"{text} than {experts} experts; allowed: a larger batch"
 
 
 class QuantileBias(BalanceModule):

@@ -23,6 +23,9 @@ class Experts(Part, ABC):
     """
 
     provides: ClassVar[frozenset[str]] = frozenset()
+    # hidden units between two maps: experts may be averaged, or cut into pieces
+    has_hidden_units: ClassVar[bool] = False
+    start_settings: ClassVar[tuple[str, ...]] = ()  # which say how weights start
     number: int
 
     @property

@@ -1,6 +1,6 @@
 """Experts that are the feed-forward block of a ViT."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -9,6 +9,7 @@ from torch.nn.functional import relu, silu
 
 from moecore.core.files import UserError
 from moecore.core.streams import bernoulli_like
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.dispatch import Rows
 from moecore.nn.experts.base import Experts, ExpertsModule, ZeroComputation, ZeroComputationExperts
 from moecore.nn.kernels.grouped import grouped_linear, grouped_mlp
@@ -21,6 +22,9 @@ class Mlp(Experts):
     ``shared`` ones see every token with weight 1 (DeepSeekMoE): beside the ``number`` of experts,
     or, where ``fine`` splits these, in the place of some, so that parameters and FLOPs stay equal.
     """
+
+    has_hidden_units: ClassVar[bool] = True
+    start_settings: ClassVar[tuple[str, ...]] = ("init",)
 
     kind: Literal["mlp"] = "mlp"
     number: int = Field(8, ge=2, le=2**16, description="experts")
@@ -61,6 +65,12 @@ class Mlp(Experts):
         if self.shared > most:
             raise ValueError(f"shared: found {self.shared}; allowed: 0 to {most}")
         return self
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield experts that are split into one piece."""
+        if self.fine == 1 and not self.shared:
+            text = "found 1 piece of each expert, which is the whole"
+            yield ("fine",), f"{text}; allowed: null, or above 1"
 
     @property
     def provides(self) -> frozenset[str]:  # pyrefly: ignore[bad-override]

@@ -85,7 +85,7 @@ def sparse_block_indices(blocks: Blocks, depth: int) -> tuple[int, ...]:
     if isinstance(blocks, str):
         raise UserError(
             f"blocks: {blocks}, but a model of {depth} blocks has only {len(odd)} with "
-            "an odd index; list the blocks instead"
+            "an odd index; allowed: a list of blocks"
         )
     chosen = tuple(sorted(set(blocks)))
     if not chosen or len(chosen) != len(blocks) or chosen[0] < 0 or chosen[-1] >= depth:

@@ -1,12 +1,13 @@
 """What every router's settings say of it."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor, nn
 
 from moecore.core.config import Part
 from moecore.core.files import UserError
+from moecore.core.surroundings import Misfits, Surroundings
 
 # for language models
 CAUSAL = "top_k_softmax, eigenbasis, hash by word or position, or noisy_top_k without a capacity"
@@ -24,9 +25,39 @@ class Router(Part, ABC):
 
     chooses_per_token: ClassVar[bool] = True  # each token its experts, so that rows are pairs
     has_expert_rows: ClassVar[bool] = True  # it has parameters for each expert, which may be cut
+    # equal rows of its parameters give equal logits and nothing else tells experts apart
+    has_equal_rows: ClassVar[bool] = False
+    # each expert has a bias or threshold of its own, so that experts cannot be joined
+    has_expert_thresholds: ClassVar[bool] = False
     # the kind of a regularizer without which it does not work, and which reads its module
     own_loss: ClassVar[str | None] = None
     has_score_threshold: ClassVar[bool] = False  # ``threshold``, which a chosen logit exceeds
+
+    def surround(self, around: Surroundings) -> Surroundings:
+        """Return the surroundings of a balance, of groups, or of a router inside of this one."""
+        return around._replace(router=self)
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield where a balance of its own finds nothing to balance."""
+        balance = getattr(self, "balance", None)
+        if balance is None or "balance" not in type(self).model_fields or around.experts is None:
+            return
+        k, experts = self.chosen_of(around.experts), around.experts.choices
+        try:
+            balance.check_k(k, experts)
+        except UserError as error:
+            yield ("k",), str(error).removeprefix("router.k: ")
+            return
+        if k >= experts:
+            text = f"found {balance.kind}, but every token has all {experts} experts"
+            yield ("balance",), f"{text}; allowed: null, or a smaller k"
+
+    def chosen_of(self, experts: Any) -> int:
+        """Return how many of these Experts a token uses at most: pieces where they are split."""
+        router, k = self, getattr(self, "k", None)
+        if k is not None and (scaled := max(1, experts.scale_k(k))) != k:
+            router = self.with_k(scaled)
+        return int(router.active(experts.choices))
 
     @abstractmethod
     def build(self, width: int, experts: int, basis: Tensor | None = None) -> nn.Module:
@@ -69,8 +100,8 @@ class Router(Part, ABC):
         """Raise UserError, with ``key``, where k is above the number of experts."""
         if self.k > experts:
             raise UserError(
-                f"{key} is {self.k}, but there are {experts} experts (experts.number); k may be "
-                f"at most {experts}"
+                f"{key} is {self.k}, but there are {experts} experts (experts.number); allowed: "
+                f"1 to {experts}"
             )
 
     def check_causal(self, key: str = "router") -> None:

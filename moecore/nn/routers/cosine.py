@@ -4,7 +4,7 @@ B images, T tokens per image, E experts, d width, d_e width of an embedding.
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -21,6 +21,8 @@ class Cosine(NoisyTopK):
 
     Its gates are not renormalised unless ``renormalise`` says so, and no noise is drawn by default.
     """
+
+    has_equal_rows: ClassVar[bool] = False
 
     kind: Literal["cosine"] = "cosine"  # pyrefly: ignore[bad-override]
     noise_std: float = Field(

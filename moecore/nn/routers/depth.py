@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.dispatch import Rows, SparsePlan
 from moecore.nn.kernels.grouped import full_precision
 from moecore.nn.routers.base import CAUSAL, Router
@@ -52,6 +53,13 @@ class Depth(Router):
             if refused:
                 raise ValueError(f"router.{key}: found one, beside tokens that skip; allowed: none")
         return self
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield the weight of a penalty that there is not."""
+        yield from super().misfits(around)
+        if self.sampling is None:
+            why, allowed = "without sampling there is no penalty", "sampling: bce or predictor"
+            yield from changed_settings(self, ["sampling_weight"], why, allowed)
 
     @property
     def k(self) -> int:

@@ -30,6 +30,8 @@ class Dynamic(Router):
 
     own_loss: ClassVar[str | None] = "diversity_simplicity"
 
+    has_expert_thresholds: ClassVar[bool] = True
+
     kind: Literal["dynamic"] = "dynamic"
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.dispatch import ProjectionDispatchPlan, SparsePlan
 from moecore.nn.experts.base import default_rank, draw_bases, positive_qr
 from moecore.nn.kernels.grouped import full_precision
@@ -49,6 +50,13 @@ class Eigenbasis(Router):
     rank: int | None = Field(
         None, ge=1, description="of its own basis, if experts lend none; null: two thirds"
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield the rank of a basis that experts lend."""
+        yield from super().misfits(around)
+        if around.experts is not None and "basis" in around.experts.provides:
+            why = f"the experts {around.experts.kind} lend their bases"
+            yield from changed_settings(self, ["rank"], why, "other experts")
 
     @property
     def provides(self) -> frozenset[str]:

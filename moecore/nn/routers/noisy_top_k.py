@@ -5,7 +5,7 @@ B images, T tokens per image, E experts, k chosen per token, d width.
 
 import json
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -15,6 +15,7 @@ from moecore.core.config import Config
 from moecore.core.files import UserError
 from moecore.core.routing_records import RoutingContext, RoutingRecord
 from moecore.core.streams import normal_like, uniform_like
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.balances.base import Balance
 from moecore.nn.dispatch import SparsePlan
 from moecore.nn.kernels.grouped import full_precision
@@ -34,6 +35,16 @@ class GroupLimitedChoice(Config):
     per_group: int | None = Field(
         None, ge=1, description="best scores that a group is valued by; null: k / kept, at least 1"
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield groups that contain a token's best k experts in any case."""
+        k = around.router.k
+        if self.kept == self.number:
+            text = f"found {self.kept}, and there are as many groups, so that none is left out"
+            yield ("kept",), f"{text}; allowed: 1 to {self.number - 1}"
+        elif self.kept >= k and (self.per_group or max(1, k // self.kept)) == 1:
+            text = f"found {self.kept}: the groups of the {k} best experts are always kept"
+            yield ("kept",), f"{text}; allowed: fewer than router.k, or a per_group above 1"
 
     def check_experts(self, experts: int, k: int, key: str) -> None:
         """Raise UserError where so many experts do not divide, or leave a token fewer than k."""
@@ -58,6 +69,8 @@ class GroupLimitedChoice(Config):
 
 class NoisyTopK(Router):
     """The k largest gates of a softmax over a linear map of the token, noisy in training."""
+
+    has_equal_rows: ClassVar[bool] = True
 
     kind: Literal["noisy_top_k"] = "noisy_top_k"
     k: int = Field(2, ge=1, description="experts per token")
@@ -132,6 +145,30 @@ class NoisyTopK(Router):
             problem = f"found a balance of kind {self.balance.kind} beside `groups`"
             raise ValueError(f"{problem}; allowed: loss_free, or no groups")
         return self
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield settings without an effect, and a weight that is always 1 where nothing else
+        teaches a choice.
+        """
+        yield from super().misfits(around)
+        if not self.has_capacity:
+            why = "without a capacity no images share one"
+            yield from changed_settings(self, ["group_size"], why, "a capacity_factor")
+        if self.residual and around.layers == 1:
+            text = "found true, but the model has one MoE layer, and so none before it"
+            yield ("residual",), f"{text}; allowed: false, or more blocks"
+        if around.experts is None or self.renormalise is not True or self.renormalises_by_default:
+            return
+        taught = any(loss.weight and loss.teaches_choice for loss in around.losses)
+        if self.chosen_of(around.experts) == 1 and not taught:
+            text = "found true with k = 1: the weight is always 1, and no loss teaches the router"
+            allowed = "straight, false, a larger k, or a regularizer that teaches it"
+            yield ("renormalise",), f"{text}; allowed: {allowed}"
+
+    @property
+    def renormalises_by_default(self) -> bool:
+        """Return whether weights sum to 1 by the router's very definition."""
+        return type(self).model_fields["renormalise"].default is True
 
     @property
     def chooses_by_logits(self) -> bool:

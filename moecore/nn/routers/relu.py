@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
 
@@ -32,6 +33,14 @@ class Relu(Router):
     l1_factor: float = Field(
         1.2, gt=1, description="λ times or over this after a step of too many or too few experts"
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield a k that is no aim: with all experts no weight of the loss is too small."""
+        yield from super().misfits(around)
+        experts = 0 if around.experts is None else around.experts.choices
+        if experts and self.chosen_of(around.experts) >= experts:
+            text = f"found {self.k}, and of {experts} experts relu then leaves out none"
+            yield ("k",), f"{text}; allowed: 1 to {experts - 1}"
 
     @property
     def provides(self) -> frozenset[str]:

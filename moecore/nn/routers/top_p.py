@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.nn.balances.loss_free import LossFree
 from moecore.nn.routers.base import Router
 from moecore.nn.routers.noisy_top_k import NoisyTopK, NoisyTopKRouter
@@ -30,6 +31,12 @@ class TopP(Router):
     balance: LossFree | None = Field(
         None, description="a bias on the order in which a token gathers experts; null: none"
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield a k that leaves nothing to decide."""
+        yield from super().misfits(around)
+        if self.k == 1:
+            yield ("k",), "found 1: each token then has its first expert; allowed: null, or above 1"
 
     def active(self, experts: int) -> float:
         """Return the most experts that a token may use: how many it does depends on the tokens."""

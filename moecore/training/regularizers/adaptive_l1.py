@@ -16,6 +16,7 @@ class AdaptiveL1(Regularizer):
     """The loss of the router relu, times the weight λ that this learns; summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "sparsity"})
+    allowed_with: ClassVar[str] = "the router relu"
     balances_load: ClassVar[bool] = True
 
     kind: Literal["adaptive_l1"] = "adaptive_l1"

@@ -18,6 +18,7 @@ class DiversitySimplicity(Regularizer):
     """The loss on the embeddings of the router dynamic, summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "embeddings"})
+    allowed_with: ClassVar[str] = "the router dynamic"
 
     kind: Literal["diversity_simplicity"] = "diversity_simplicity"
     weight: float = Field(0.01, ge=0, description="factor in the objective")

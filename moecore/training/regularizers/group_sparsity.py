@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moecore.core.ranks import mean_over_ranks, total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.experts.base import map_shape
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -58,6 +59,16 @@ class GroupSparsity(Regularizer):
             problem = f"sigma_end is {self.sigma_end:g} and sigma_start {self.sigma_start:g}"
             raise ValueError(f"{problem}; allowed: sigma_end ≤ sigma_start")
         return self
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield settings of a Gaussian that there is not, or that stays as it is."""
+        yield from super().misfits(around)
+        if self.filter == "average":
+            names = ("sigma_start", "sigma_end", "exponent")
+            yield from changed_settings(self, names, "the filter is average", "filter: gaussian")
+        elif self.sigma_start == self.sigma_end:
+            allowed = "another sigma_end"
+            yield from changed_settings(self, ["exponent"], "σ stays as it is", allowed)
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         sigma = self.sigma(step.progress) if self.filter == "gaussian" else math.inf

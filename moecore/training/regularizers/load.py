@@ -15,6 +15,7 @@ class Load(Regularizer):
     """The load loss, summed over MoE layers, of routers that give the chance of being chosen."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "load"})
+    allowed_with: ClassVar[str] = "a router whose largest logits choose, as noisy_top_k"
     balances_load: ClassVar[bool] = True
 
     kind: Literal["load"] = "load"

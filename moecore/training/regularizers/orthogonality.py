@@ -17,6 +17,8 @@ class Orthogonality(Regularizer):
     """The orthogonality penalty, summed over every parameter that is called ``basis``."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "basis"})
+    allowed_with: ClassVar[str] = "experts or a router that have bases (eigen, eigenbasis)"
+    teaches_choice: ClassVar[bool] = False
 
     kind: Literal["orthogonality"] = "orthogonality"
     weight: float = Field(5e-5, ge=0, description="factor in the objective (the paper's λ)")

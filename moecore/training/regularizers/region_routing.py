@@ -1,6 +1,6 @@
 """The warm start of region experts: a tissue's tokens find its expert by their scores."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -9,6 +9,7 @@ from torch import Tensor
 from moecore.core.config import Config
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.training.regularizers.base import Regularizer, check_has_experts
 
 TEMPERATURE = 0.1  # scores are divided by it before the softmax: cosines lie close together
@@ -34,6 +35,16 @@ class RegionExpertSettings(Config):
         0.0, ge=0, lt=1, description="share of volumes with one tissue after the warm start"
     )
 
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield tissues of which the data have no maps; a cohort of one's own may have none."""
+        known: tuple[str, ...] | None = getattr(around.source, "regions", None)
+        if known == ():
+            text = f"found some, but {around.data} has no tissue maps (maps and dseg are null)"
+            yield (), f"{text}; allowed: null, or data with maps"
+        for index, tissue in enumerate(self.experts):
+            if known and tissue not in known:
+                yield ("experts", index), f"found {tissue!r}; allowed: {', '.join(known)}"
+
     @model_validator(mode="after")
     def _once(self) -> "RegionExpertSettings":
         if len(set(self.experts)) != len(self.experts):
@@ -50,6 +61,8 @@ class RegionRouting(Regularizer):
     the label of its tokens. Tokens sent to an expert by force would tell the next layer by what
     came out of it, which nothing does when the model is used.
     """
+
+    added_by: ClassVar[str] = "regions"
 
     kind: Literal["region_routing"] = "region_routing"
 

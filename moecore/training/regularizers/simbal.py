@@ -16,6 +16,8 @@ class Simbal(Regularizer):
     """The loss on the rows of every router that starts orthonormal, summed over MoE layers."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "orthonormal"})
+    allowed_with: ClassVar[str] = "a router with start: orthonormal"
+    teaches_choice: ClassVar[bool] = False
 
     kind: Literal["simbal"] = "simbal"
     weight: float = Field(ge=0, description="factor in the objective; the paper's text has none")

@@ -9,6 +9,7 @@ from torch import Tensor
 from moecore.core.files import UserError
 from moecore.core.ranks import total_over_ranks
 from moecore.core.routing_records import ObjectiveInputs, RoutingRecord
+from moecore.core.surroundings import Misfits, Surroundings, changed_settings
 from moecore.nn.routers.capacity import group_images
 from moecore.training.regularizers.base import Regularizer, sum_over_layers
 
@@ -34,6 +35,23 @@ class SwitchBalance(Regularizer):
     count_from: Literal["routed", "probs"] = Field(
         "routed", description="which experts count: the chosen, or those of the largest probs"
     )
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield it where all experts are used alike, and groups that do not divide a step."""
+        yield from super().misfits(around)
+        router = around.router
+        if router is not None and not router.chooses_per_token:
+            text = f"found {self.kind}, a constant beside the router {router.kind}, which uses all"
+            allowed = "a router whose tokens choose, or another loss"
+            yield (), f"{text} experts alike; allowed: {allowed}"
+        if self.level != "group":
+            why = f"the level is {self.level}"
+            yield from changed_settings(self, ["group_size"], why, "level: group")
+            return
+        for phase, images in around.images.items():
+            if images % self.group_size:
+                text = f"found {self.group_size}, and a step of {phase} has {images} images"
+                yield ("group_size",), f"{text}; allowed: a divisor of these"
 
     def __call__(self, step: ObjectiveInputs) -> Tensor:
         return sum_over_layers(step, self.of_layer)

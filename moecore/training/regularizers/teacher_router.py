@@ -16,6 +16,7 @@ class TeacherRouter(Regularizer):
     """The teacher router's loss, summed over its layers; only that router learns from it."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"guidance"})
+    added_by: ClassVar[str] = "teacher_router: {fit: joint}"
 
     kind: Literal["teacher_router"] = "teacher_router"
     balance: float = Field(

@@ -16,6 +16,7 @@ class ZeroComputationBalance(Regularizer):
     """The loss of experts with ``zero_computation``, summed over MoE layers; its weight is β."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"routing", "zero_computation"})
+    allowed_with: ClassVar[str] = "experts with zero_computation"
     balances_load: ClassVar[bool] = True
 
     kind: Literal["zero_computation_balance"] = "zero_computation_balance"

@@ -17,7 +17,6 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.folded import Folded, refuse_unfoldable_router
 from moecore.training.surgery import expert_reduction
 
-WITH_THRESHOLDS = ("dynamic",)  # routers in which experts are chosen one by one
 Linkage = Literal["average", "single", "complete"]
 LINKAGES = {"average": np.mean, "single": np.min, "complete": np.max}
 
@@ -42,7 +41,7 @@ class Merge(expert_reduction.ExpertReduction):
     def reduced_settings(self, moe: MoESettings) -> MoESettings:
         """Return the settings afterwards; UserError for experts and routers that do not merge."""
         expert_reduction.check_token_choice(moe, "merged")
-        if moe.experts.kind != "mlp":
+        if not moe.experts.has_hidden_units:
             problem = f"found {moe.experts.kind}, whose weights have no meaningful mean"
             raise UserError(f"experts.kind: {problem}; allowed: mlp")
         number = self.number_left(moe)
@@ -52,7 +51,7 @@ class Merge(expert_reduction.ExpertReduction):
         allowed = "allowed: others, or merge.fold: false"
         if (balance := getattr(moe.router, "balance", None)) is not None:
             raise UserError(f"router.balance: found {balance.kind}, {problem}; {allowed}")
-        if moe.router.kind in WITH_THRESHOLDS:
+        if moe.router.has_expert_thresholds:
             raise UserError(f"router.kind: found {moe.router.kind}, {problem}; {allowed}")
         refuse_unfoldable_router(moe.router, "router", ", or merge.fold: false")
         router = Folded(router=moe.router, experts=moe.experts.number)

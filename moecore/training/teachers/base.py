@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import ClassVar
 
-from moecore.core.config import Part
+from moecore.core.config import Part, part_classes_by_kind
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared
 from moecore.data.sources.base import Source
 from moecore.nn.backbones.base_model import BackboneModel, ImageSpec
@@ -15,6 +17,15 @@ class Teacher(Part, ABC):
 
     training: Training | None = None  # by its stage; None: it comes trained, alike for every seed
     data: Source | None = None  # what it learns; None: data.pretrain
+    volumes: ClassVar[bool] = True  # it may be of images of three axes
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield a teacher of flat images where volumes are learned."""
+        if around.source is not None and around.source.volumes and not self.volumes:
+            every = part_classes_by_kind(Teacher).items()
+            fitting = ", ".join(kind for kind, part in every if part.volumes)
+            text = f"found {self.kind}, whose models are of flat images"
+            yield ("kind",), f"{text}; allowed for volumes: {fitting}"
 
     @abstractmethod
     def build(self, image: ImageSpec) -> BackboneModel:

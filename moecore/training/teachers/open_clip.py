@@ -5,7 +5,7 @@ w numbers of an embedding. Head width is 64 in all of them.
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -49,6 +49,8 @@ WITHIN = (  # of a block
 
 class OpenClip(Teacher):
     """A CLIP of a checkpoint file: what a two-tower model starts from (``upcycle``)."""
+
+    volumes: ClassVar[bool] = False
 
     kind: Literal["open_clip"] = "open_clip"
     checkpoint: str = Field(description="a .safetensors file such as open_clip_model.safetensors")

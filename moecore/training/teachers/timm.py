@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -29,6 +29,8 @@ POOLING: tuple[Literal["mean", "class", "class+distillation"], ...] = (
 
 class Timm(Teacher):
     """A timm model by name, with timm's weights (downloaded) or those of a file."""
+
+    volumes: ClassVar[bool] = False
 
     kind: Literal["timm"] = "timm"
     name: str = Field(

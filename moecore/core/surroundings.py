@@ -1,0 +1,71 @@
+"""What a part is combined with in a params.yaml, and what it may say of that before anything runs.
+
+``moecore check`` asks every settings object for its ``misfits``: of the file alone, again when the
+data are known, and again with the sizes of the model that was built without memory.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and what is wrong there
+
+
+class Surroundings(NamedTuple):
+    """What a part is combined with; None, (), {} and "": nothing, or not known yet."""
+
+    # of a method, or of its text tower
+    router: Any = None  # the nearest Router around or beside the part
+    experts: Any = None  # Experts
+    losses: Sequence[Any] = ()  # Regularizers, with those that the method adds
+    provided: frozenset[str] = frozenset()  # what regularizers may need
+    images: Mapping[str, int] = {}  # phase → images of a step, each view for itself
+    # of a model of that method
+    layers: int | None = None  # with experts
+    tokens: int | None = None  # of a step, in the layer that has the fewest
+    special: bool | None = None  # whether there are class tokens
+    truth: bool | None = None  # whether the kind of each token is known
+    # of the data that the settings work on
+    phase: str = ""  # the key below ``data``, or "teacher"
+    source: Any = None  # Source
+    preview: Any = None  # the Card of the data
+
+    @property
+    def data(self) -> str:
+        """The key of the data in params.yaml."""
+        return "teacher.data" if self.phase == "teacher" else f"data.{self.phase}"
+
+    @property
+    def task(self) -> Any:
+        """The class of the task of the labels; None without data."""
+        return None if self.source is None else self.source.labels_task
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the data are text."""
+        return self.source is not None and self.task.of_text
+
+    @property
+    def has_truth(self) -> bool:
+        """Return whether the data say the kind of each token."""
+        return self.preview is not None and bool(self.preview.truth)
+
+    def lacks(self, what: str) -> str | None:
+        """Return why ``what`` cannot be done with the labels, as ``Task.needs_classes`` has it."""
+        return None if self.source is None else self.task.needs_classes(what)
+
+
+def changed_settings(
+    settings: Any, names: Iterable[str], why: str, allowed: str
+) -> Iterator[tuple[tuple, str]]:
+    """Yield the settings among ``names`` that have no effect and are not as by default."""
+    for name in names:
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            yield (name,), f"found {value}, but {why}; allowed: leave it out, or {allowed}"
+
+
+def format_changed_settings(value: Any) -> str:
+    """Return settings as what differs in them from the defaults."""
+    if hasattr(value, "model_dump"):
+        return str(value.model_dump(exclude_defaults=True) or "it")
+    return str(value)
