@@ -100,16 +100,8 @@ def layer_metric(
     label: str, better: str, form: str, note: str, paper: str, detail: bool = True, needs: str = ""
 ) -> Metric:
     """Return the metric of each MoE layer."""
-    return Metric(
-        f"{label}, MoE {{}}",
-        better,
-        form,
-        note=f"{note}; MoE layer {{}}",
-        paper=paper,
-        over="layer",
-        detail=detail,
-        needs=needs,
-    )
+    words = (f"{label}, MoE {{}}", better, form, f"{note}; MoE layer {{}}")
+    return Metric(*words, paper, over="layer", detail=detail, needs=needs)
 
 
 def swept_metric(

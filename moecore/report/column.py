@@ -1,6 +1,6 @@
 """One column of numbers: where it is read from, and how it is shown."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple, Protocol
 
@@ -117,50 +117,6 @@ class ColumnContext(NamedTuple):
     def baseline_of(self, result: Any) -> Any | None:
         """The baseline's result of the seed that this very result is of; None where it has none."""
         return next((other for one, other in self.beside if one is result), None)
-
-
-class ColumnPerRow(NamedTuple):
-    """A column for each row that any result has: attacks, transforms, corruptions."""
-
-    rows: Callable[[Any], Mapping[str, Any]]  # of one result, by their keys in columns' names
-    column: Column  # of a row, which read and items take; {} in its texts: the key, the words
-    ahead: Names  # the keys, before anything has run
-    words: Callable[[str, Any], Sequence[str]] = lambda key, row: [key]  # in label and note
-
-    def columns(self, seen: ColumnContext) -> list[Column]:
-        first: dict[str, Any] = {}
-        for result in seen.results:
-            for key, row in self.rows(result).items():
-                first.setdefault(key, row)
-        return [self.column_of(key, row) for key, row in first.items()]
-
-    def column_of(self, key: str, row: Any) -> Column:
-        """Return the column of the rows with this key, in the words of the first one."""
-        column = self.column
-        words = self.words(key, row)
-        return column._replace(
-            name=column.name.format(key),
-            label=column.label.format(*words),
-            read=self.reader_of(key, column.read),
-            note=column.note.format(*words),
-            items=column.items and self.reader_of(key, column.items),
-        )
-
-    def reader_of(self, key: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return what reads a row of a result; None where the result has none of this key."""
-
-        def read_row(result: Any) -> Any:
-            row = self.rows(result).get(key)
-            return None if row is None else read(row)
-
-        return read_row
-
-    def foreseen(self, ahead: PlannedPhase) -> dict[str, PlannedMetric]:
-        if not self.column.is_expected(ahead):
-            return {}
-        names = [self.column.name.format(key) for key in self.ahead(ahead)]
-        planned = ahead.plan_metrics(names, self.column.form, self.column.better)
-        return {name: one._replace(curve=self.column.curve) for name, one in planned.items()}
 
 
 class ContextDependentColumns(NamedTuple):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from moecore.core.config import Config, collect_constants_named, find_class
@@ -19,7 +18,7 @@ from moecore.measure.base import (
     read_result,
 )
 from moecore.measure.values import Chart, Found, OnPage
-from moecore.report.column import Columns, decode_items
+from moecore.report.column import Columns
 from moecore.report.figures.charts import (
     EVERYWHERE,
     ChartSpec,
@@ -207,22 +206,6 @@ def pictures_by_name(phase: Phase, kind: type[Config], figures: Draw) -> dict[st
             caption = f"{method}. {getattr(figure, 'caption', '')}".strip() + phase.first_seed
             pictures[name].append(Picture(figure, label, caption))
     return pictures
-
-
-def path_reader(path: str) -> Callable[[Any], Any]:
-    """Return what reads a dotted path of a result; None where a step of it is."""
-
-    def read(value: Any) -> Any:
-        for name in path.split("."):
-            value = None if value is None else getattr(value, name)
-        return value
-
-    return read
-
-
-def items_reader(name: str) -> Callable[[Any], np.ndarray | None]:
-    """Return what reads the items that a result, or its row, keeps under this name."""
-    return lambda kept: decode_items(kept.items.get(name))
 
 
 def draw_method_curves(
