@@ -93,7 +93,7 @@ class OnPage(NamedTuple):
     place: int = 100  # in the order of the page; of one place, by name
     heading: str = ""  # of its part; "" for the title
     charts: tuple[Chart, ...] = ()
-    about: str = ""  # metric that the part's one line tells; "" for the first with a direction
+    about: str = ""  # metric, or column, of the part's one line; "" for the first with a direction
 
 
 class Value(Config):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from moecore.core.files import UserError
+from moecore.core.surroundings import Misfits, Surroundings
 from moecore.data.prepared import Prepared, evenly_spaced_indices
 from moecore.data.sources.cifar import Cifar
 from moecore.data.sources.digits import Digits
@@ -78,6 +79,19 @@ class ZeroShot(Measurement):
             if said == template:
                 raise ValueError(f"found {template!r}; allowed: one {{}}, for the class")
         return templates
+
+    def misfits(self, around: Surroundings) -> Misfits:
+        """Yield names and channels that the source has not, where its raw data are here."""
+        try:
+            card = self.source.describe()
+        except UserError:  # only the stage needs them
+            return
+        if self.names and card.classes and len(self.names) != len(card.classes):
+            found = f"found {len(self.names)} names"
+            yield ("names",), f"{found}; allowed: {len(card.classes)}, one a class"
+        if around.preview is not None and card.channels != around.preview.channels:
+            found = f"found images of {card.channels} channels"
+            yield ("source",), f"{found}; allowed: {around.preview.channels}"
 
     @classmethod
     def applies(cls, subject: MeasuredModel) -> str | None:

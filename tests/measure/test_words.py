@@ -87,9 +87,9 @@ def test_stop_words_and_punctuation_are_spared(subject):
 def test_experts_tell_stop_words(subject):
     """An untrained router sees which of the ten words a token is; three are stop words."""
     result = expert_roles(subject, windows=(2,))
-    told = result.layers[1].labels["stop_word"]
+    told = read_layers(result)[1].labels["stop_word"]
     assert told.specialisation.labels == 2 and told.specialisation.share > 0.5
-    assert result.values["information_stop_word"].value > 0.01 and told.p < 0.01
+    assert result.find("information_stop_word").value > 0.01 and told.p < 0.01
 
 
 def test_in_ciphers_it_is_skipped(subject):

@@ -10,7 +10,6 @@ import yaml
 
 from moecore.core.files import UserError
 from moecore.core.source_layout import ROOT
-from moecore.data.sources.digits import Digits
 from moecore.study.check import (
     check_and_describe_study,
     check_study,
@@ -376,6 +375,20 @@ RUN = [
         "methods.vmoe.router.balance",
     ),
     (IMAGES, {"model.heads": 5}, "model.heads"),
+    *(
+        (
+            CAPTIONS,
+            {
+                "run.measurements": ["zero_shot"],
+                "zero_shot": {"source": {"kind": "digits"}} | other,
+            },
+            f"zero_shot.{key}",
+        )
+        for key, other in (
+            ("names", {"names": ["nought", "one"]}),
+            ("source", {"source": {"kind": "cifar", "download": True}}),
+        )
+    ),
     (IMAGES, {"model.depth": 10**9}, "model.depth"),
     (IMAGES, {"model.depth": 2}, "methods.vmoe.blocks"),
     (IMAGES, {"data.finetune.size": 30}, "model.patch"),
@@ -687,11 +700,6 @@ def test_paths_count_from_the_folder_of_the_study_and_from_the_repository(tmp_pa
     assert "images of 1×16×16; 29 train, 3 validation, 8 test; 2 classes" in notes[0]
     monkeypatch.chdir(tmp_path)
     assert check_study(".runs/own.mine/params.yaml").notes == notes
-
-
-def test_a_source_that_cannot_say_anything_beforehand_is_left_to_prepare(project, monkeypatch):
-    monkeypatch.delattr(Digits, "preview")
-    assert check_study(project / "params.yaml").notes == ()
 
 
 def test_predictions_that_no_stage_makes_are_refused():

@@ -85,7 +85,10 @@ class Shown(NamedTuple):
         if not isinstance(result, Found):
             return result is not None and not isinstance(result, Skipped)
         kind: Any = self.result
-        return {value.metric for value in result.values} <= set(kind.metrics)
+        if self.within:
+            return True
+        known = set(kind.metrics).union(*(part.metrics for part in kind.parts.values()))
+        return {value.metric for value in result.values} <= known
 
     def is_asked(self, settings: Any) -> bool:
         """Return whether these settings of a study ask for it where its stage is."""
@@ -160,16 +163,15 @@ def measurement_blocks(phase: Phase, shown: Shown, pictures: Pictures) -> list[B
     return [*pictures.above(phase), block, *pictures.more(phase)]
 
 
-def about_column(phase: Phase, shown: Shown, metric: str) -> str:
-    """Return the name of the first column of a metric; "" for none."""
+def about_column(phase: Phase, shown: Shown, name: str) -> str:
+    """Return a column's own name, or the first column of a metric; "" for none."""
+    kind: Any = shown.result
+    metric = kind.metrics.get(name)
+    if metric is None or metric.mean or not metric.name:
+        return name
     known = column_context(phase, shown.result)
-    named = (
-        column.name
-        for columns in shown.columns
-        if metric and isinstance(columns, MetricColumns)
-        for column in columns.columns_of(known, metric)
-    )
-    return next(named, "")
+    columns = (entry for entry in shown.columns if isinstance(entry, MetricColumns))
+    return next((column.name for entry in columns for column in entry.columns_of(known, name)), "")
 
 
 def draw_chart(phase: Phase, kind: type[Config], chart: Chart) -> list[Picture]:

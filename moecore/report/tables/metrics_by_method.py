@@ -18,7 +18,7 @@ from moecore.report.measures.result_display import list_displays
 from moecore.report.pictures.truth import share_of_routings_worth
 from moecore.report.reference_methods import column_context, references
 from moecore.report.tables.cells import Cell, cell_to_json, method_cells_over_seeds
-from moecore.report.tables.paper_numbers import PAPERS
+from moecore.report.tables.paper_numbers import COSTS, PAPERS
 from moecore.report.typed_results import Models, Phase, Results, stages_and_measurements
 from moecore.study.document import did_you_mean
 from moecore.study.model_rules import build_phase_model, image_spec
@@ -188,6 +188,13 @@ def unfit_metric_problems(
         if name not in shown:
             text = f"found {name}, which no module's SHOWN shows in the report"
             yield ("run", "measurements", index), f"{text}; docs/tutorials/own_measurement.md"
+    for index, model in enumerate(study.sizes.models if study.sizes is not None else ()):
+        if model.reported and model.reported not in COSTS:
+            allowed = f"empty, or one of {', '.join(COSTS)}"
+            yield (
+                ("sizes", "models", index, "reported"),
+                f"found {model.reported}; allowed: {allowed}",
+            )
     known = {phase: expected_metrics(study, stages, phase) for phase in study.data}
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):

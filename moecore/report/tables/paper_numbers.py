@@ -56,6 +56,7 @@ REPORTED = tuple(
     for table in entries["numbers"]
     for model, values in table["models"].items()
 )
+COSTS = {model.model: model for model in REPORTED if model.paper == "cost"}
 
 
 def paper_models_with_numbers(paper: str, shown: frozenset[str]) -> list[PaperModelNumbers]:
