@@ -25,6 +25,7 @@ from moecore.measure.calibrators.temperature import Temperature, nll_derivative_
 from moecore.measure.explorer import Explorer
 from moecore.measure.exploring.word_gallery import favourite_words
 from moecore.measure.few_shot import BIAS, EXPONENTS, LEAST, FewShot
+from moecore.measure.routing_metrics.expert_roles import read_layers
 from moecore.measure.word_confidence import final_tokens
 from moecore.measure.word_swaps import WordSwaps
 from moecore.measure.zero_shot import ZeroShot

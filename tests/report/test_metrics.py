@@ -301,6 +301,14 @@ def test_a_metric_that_the_settings_decide_is_refused(metric):
     assert keys == ("questions", 0, "metric") and text.startswith(f"found {metric}: ")
 
 
+def test_a_model_that_no_paper_reports_is_refused():
+    models = "sizes: {models: [{name: a, needs: much}, {name: b, reported: word, needs: much}]}\n"
+    study = extract_declared_settings(Study, parse_yaml_document(SETTINGS + models))
+    [(keys, text)] = unfit_metric_problems(study, STAGES, previews={})
+    assert keys == ("sizes", "models", 1, "reported")
+    assert text.startswith("found word; allowed: empty, or one of ")
+
+
 @pytest.mark.parametrize(("seeds", "refused"), [("[0]", ["metric"]), ("[0, 1]", [])])
 def test_a_metric_between_seeds_needs_two(seeds, refused):
     text = SETTINGS.replace("[0]", seeds, 1).replace("routing: {", "routing: {roles: {}, ")

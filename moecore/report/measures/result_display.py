@@ -85,10 +85,8 @@ class Shown(NamedTuple):
         if not isinstance(result, Found):
             return result is not None and not isinstance(result, Skipped)
         kind: Any = self.result
-        if self.within:
-            return True
-        known = set(kind.metrics).union(*(part.metrics for part in kind.parts.values()))
-        return {value.metric for value in result.values} <= known
+        names = {value.metric for value in result.values}
+        return bool(self.within) or not names or not names.isdisjoint(kind.metrics)
 
     def is_asked(self, settings: Any) -> bool:
         """Return whether these settings of a study ask for it where its stage is."""
