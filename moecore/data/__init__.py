@@ -3,5 +3,5 @@
 ``sources/`` has one file per kind of data, ``files/`` what sources of image files share, ``text/``,
 ``volumes/`` and ``phantom/`` what is particular to these. ``views/`` is what training sees of an
 image, ``corruptions`` and ``image_noise`` what measurements do to one. ``prepared`` says what a
-folder holds, ``writer`` writes it, ``loader`` gives each step its batch.
+folder holds, ``layouts/`` write and open it, ``loader`` gives each step its batch.
 """

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from moecore.data.files.decode import decode_image
 from moecore.data.prepared import evenly_spaced_indices
 from moecore.data.text.tokenizers import load_tokenizer
+from moecore.measure.base import read_result
 from moecore.measure.values import Found
 from moecore.pipeline import predict_cli
 from moecore.report.pictures.robustness import scores_by_epsilon
@@ -104,7 +105,8 @@ def test_both_directions_and_the_experts_of_words(folder):
 
 
 def test_attacks_make_retrieval_no_better(folder):
-    found = Found.model_validate(result(folder, "robustness/finetune", "vmoe_text"))
+    path = folder / "artifacts/measured/robustness/finetune/vmoe_text/0.json"
+    found = read_result(path, Found, "robustness")
     for left in (scores_by_epsilon(found, "pgd-10"), found.all("worst")):
         assert left[-1].value <= left[0].value
     losses = [value.value for value in found.all("loss") if value.at["attack"] == "pgd-10"]

@@ -102,6 +102,7 @@ def test_git_sees_the_lock_and_the_numbers_and_nothing_else_that_a_run_wrote(fin
         "params.yaml",
         ".dvc/",
         "moecore/",
+        "pipelines/",
         "stages/",
     }
     listed = finished.run(["git", "status", "--porcelain", "--untracked-files=normal"]).stdout
