@@ -3,12 +3,12 @@
 It always runs, as its sources lie wherever moecore is installed, and writes artifacts/code/, which
 the other stages depend on in the place of the source, so they rerun exactly when a file or a part
 that they use is edited. As the first stage it checks params.yaml, the data and the models too.
-Where nothing that it reads has changed since it last ended, it does nothing.
+It does nothing where neither what it reads nor what it wrote has changed.
 """
 
 from pathlib import Path
 
-from moecore.pipeline.code_hashes import is_code_known, remember_code, write_code
+from moecore.pipeline.code_hashes import code_inputs, is_code_written, remember_code, write_code
 from moecore.pipeline.project import refuse_newer_project
 from moecore.run.inputs import params_path, refuse_changed_document
 from moecore.run.stage_entry import run_stage
@@ -18,12 +18,13 @@ from moecore.study.document import load_yaml_document
 def code() -> None:
     refuse_newer_project()
     document = load_yaml_document(params_path())
-    if is_code_known(document):
+    inputs = code_inputs(document)
+    if is_code_written(inputs):
         return
     check_models(document.path)
     write_code(document.path)
     refuse_changed_document(document)
-    remember_code(document)
+    remember_code(inputs)
 
 
 def check_models(path: str) -> None:

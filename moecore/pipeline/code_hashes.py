@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moecore.core.files import UserError, file_checksum, read_json, whole_folder, write_json
+from moecore.core.files import UserError, file_checksum, whole_folder, write_json, write_whole
 from moecore.core.outside_packages import (
     OUR_PACKAGE,
     allow_packages,
@@ -52,7 +52,7 @@ from moecore.run.inputs import (
 from moecore.study.document import Document, load_yaml_document
 from moecore.study.stages import ROWS
 
-CODE_STATE = Path(".state/code.json")
+CODE_STATE = Path(".state/code.sha256")
 COMPARE = "compare"  # the one script whose result is what the room `report` makes
 NOT_READ_WHOLE = ("packages", "run", "data", "methods", "claims", "questions")  # by no stage
 DECIDING = (  # the rooms whose code decides a result; an edit of the others reruns nothing
@@ -100,33 +100,38 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
             write_json(temporary / f"settings/{key}.json", {"sha256": digest})
 
 
-def is_code_known(document: Document) -> bool:
-    """Return whether artifacts/code is as the stage ``code`` last left it, of the same inputs.
+def code_inputs(document: Document) -> str:
+    """Return a checksum of all that the stage ``code`` reads, except raw data.
 
-    Then there is nothing to check and to hash: importing torch and reading all source takes longer
-    than the rest of ``dvc repro`` with nothing to do.
-    """
-    known = read_json(CODE_STATE) if CODE_STATE.is_file() else None
-    return CODE.is_dir() and known == _code_state(document)
-
-
-def remember_code(document: Document) -> None:
-    """Keep what ``is_code_known`` compares."""
-    write_json(CODE_STATE, _code_state(document))
-
-
-def _code_state(document: Document) -> dict[str, str]:
-    """Return checksums of all that the stage ``code`` reads, but raw data, and of what it wrote.
-
-    Raw data count only until they are prepared, so the cards of prepared data stand for them.
+    Raw data matter only until they are prepared; after that, the cards of the prepared data do.
     """
     allow_packages(document.packages, document.folders)
     folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *map(package_folder, allowed_packages())]
     files = [file for folder in folders for file in folder.rglob("*") if _is_source(file)]
     files += [Path(document.path), Path("dvc.yaml"), *Path("artifacts/data").glob("*/card.json")]
     libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
-    inputs = [platform.python_version(), *libraries, *_checksums(files)]
-    return {"inputs": _digest(inputs), "outputs": _digest(_checksums(CODE.rglob("*.json")))}
+    return _digest([platform.python_version(), *libraries, *_checksums(files)])
+
+
+def is_code_written(inputs: str) -> bool:
+    """Return whether artifacts/code is what the stage ``code`` last wrote, from the same inputs.
+
+    Then nothing has to be checked or hashed. To import torch and to parse all source takes longer
+    than the rest of ``dvc repro`` with nothing to do.
+    """
+    return CODE_STATE.is_file() and CODE_STATE.read_bytes() == _code_state(inputs)
+
+
+def remember_code(inputs: str) -> None:
+    """Store what ``is_code_written`` compares.
+
+    inputs: as they were before the check, so that an edit during the check is noticed.
+    """
+    write_whole(CODE_STATE, _code_state(inputs))
+
+
+def _code_state(inputs: str) -> bytes:
+    return f"{inputs} {_digest(_checksums(CODE.rglob('*.json')))}\n".encode()
 
 
 def _is_source(file: Path) -> bool:

@@ -76,3 +76,25 @@ def test_a_refused_study_is_checked_again(runs, monkeypatch):
         with pytest.raises(UserError, match="refused"):
             stage.code()
     assert len(runs) == 3
+
+
+def test_an_edit_during_the_check_is_noticed_by_the_next_run(runs, monkeypatch):
+    file = Path("source/moecore/nn/dispatch.py")
+    Path("params.yaml").write_text(PARAMS + "\n", encoding="utf-8")
+
+    def edit_meanwhile(path: str) -> None:
+        runs.append(path)
+        file.write_text(file.read_text(encoding="utf-8") + "\nEDITED = 1\n", encoding="utf-8")
+
+    monkeypatch.setattr(stage, "check_models", edit_meanwhile)
+    stage.code()
+    monkeypatch.setattr(stage, "check_models", runs.append)
+    stage.code()
+    assert len(runs) == 3
+
+
+def test_a_damaged_record_is_no_error(runs):
+    Path(".state/code.sha256").write_bytes(b"\xff torn")
+    stage.code()
+    stage.code()
+    assert len(runs) == 2
