@@ -19,7 +19,7 @@ def code() -> None:
     refuse_newer_project()
     document = load_yaml_document(params_path())
     inputs = code_inputs(document)
-    if is_code_written(inputs):
+    if is_code_written(inputs, document):
         return
     check_models(document.path)
     write_code(document.path)

@@ -101,25 +101,27 @@ def write_code(params: str | Path, folder: Path = CODE, root: Path = ROOT) -> No
 
 
 def code_inputs(document: Document) -> str:
-    """Return a checksum of all that the stage ``code`` reads, except raw data.
-
-    Raw data matter only until they are prepared; after that, the cards of the prepared data do.
-    """
+    """Return a checksum of all that the stage ``code`` reads, except raw data."""
     allow_packages(document.packages, document.folders)
     folders = [ROOT / OUR_PACKAGE, ROOT / "stages", *map(package_folder, allowed_packages())]
     files = [file for folder in folders for file in folder.rglob("*") if _is_source(file)]
-    files += [Path(document.path), Path("dvc.yaml"), *Path("artifacts/data").glob("*/card.json")]
+    files += [Path(document.path), Path("dvc.yaml")]
     libraries = [f"{name} {version(name)}" for name in ("torch", "timm", "pydantic")]
     return _digest([platform.python_version(), *libraries, *_checksums(files)])
 
 
-def is_code_written(inputs: str) -> bool:
+def is_code_written(inputs: str, document: Document) -> bool:
     """Return whether artifacts/code is what the stage ``code`` last wrote, from the same inputs.
 
     Then nothing has to be checked or hashed. To import torch and to parse all source takes longer
-    than the rest of ``dvc repro`` with nothing to do.
+    than the rest of ``dvc repro`` with nothing to do. Raw data, which the check also reads, no
+    longer matter where all data are prepared.
     """
-    return CODE_STATE.is_file() and CODE_STATE.read_bytes() == _code_state(inputs)
+    cards = [
+        Path("artifacts/data", phase, "card.json") for phase in document.data.get("data") or ()
+    ]
+    is_prepared = all(card.is_file() for card in cards)
+    return is_prepared and CODE_STATE.is_file() and CODE_STATE.read_bytes() == _code_state(inputs)
 
 
 def remember_code(inputs: str) -> None:

@@ -25,6 +25,10 @@ def runs(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setattr(code_hashes, "ROOT", source)
     monkeypatch.chdir(tmp_path)
     Path("params.yaml").write_text(PARAMS, encoding="utf-8")
+    for phase in ("pretrain", "finetune"):
+        card = Path("artifacts/data", phase, "card.json")
+        card.parent.mkdir(parents=True)
+        card.touch()
     checked: list[str] = []
     monkeypatch.setattr(stage, "check_models", checked.append)
     stage.code()
@@ -40,7 +44,6 @@ def runs(tmp_path, monkeypatch) -> list[str]:
         "source/stages/pretrain.py",
         "params.yaml",
         "dvc.yaml",
-        "artifacts/data/pretrain/card.json",
         "artifacts/code/stages/pretrain.json",
         "source/moecore/nn/new.py",
     ],
@@ -62,6 +65,9 @@ def test_what_is_gone_is_noticed(runs):
     Path("artifacts/code/settings/pretrain.json").unlink()
     stage.code()
     assert len(runs) == 3
+    Path("artifacts/data/finetune/card.json").unlink()  # its raw data count again
+    stage.code()
+    assert len(runs) == 4
 
 
 def test_a_refused_study_is_checked_again(runs, monkeypatch):
