@@ -100,6 +100,9 @@ def test_what_the_age_went_into_has_no_error(ages, tmp_path):
     measured.put(out)
     found = out.found()
     assert found.find("mae_pooled") is None
+    for value in (found.find("mae_raw"), found.find("mae_of_median")):
+        assert value.value == pytest.approx(np.mean(value.array), rel=1e-3)
+    assert found.find("mae_of_median").value == measured.raw.mae.value / measured.median_mae
     assert found.find("corr_size_raw").value == -measured.raw.corr.value
     write_calibration_folder(tmp_path / "out", ages, line, measured, "pretrain/vmoe/0")
     assert "predicts nobody's age" in (tmp_path / "out/MODEL_CARD.md").read_text()

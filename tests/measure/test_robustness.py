@@ -130,8 +130,11 @@ def test_the_worst_case_is_over_all_attacks(results):
 
 
 def test_routing_change_is_nothing_when_clean_and_most_where_it_is_the_aim(results):
-    curves = curves_of(results["vit"], "routing_change")
-    assert all(values[0].value == 0 for values in curves.values())
+    for change in ("processing_change", "routing_change"):
+        curves = curves_of(results["vit"], change)
+        assert all(values[0].value == 0 for values in curves.values())
+        for value in (value for values in curves.values() for value in values):
+            assert value.value == pytest.approx(np.mean(value.array))
     moved = {name: values[-1].value for name, values in curves.items()}
     assert moved["pgd-routing_change-4"] > moved["pgd-4"] > 0
 
