@@ -1,4 +1,4 @@
-"""What survives a kill: lines of JSON in a file that only grows, and parts of a result in them."""
+"""Parts of a result that survive a kill, stored as lines of JSON in a file that only grows."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from moecore.core.files import (
 def append_line(path: Path, line: str, sync: bool = False) -> None:
     """Add a line to a file; sync: it is on the disk before this returns.
 
-    What a kill or a full disk leaves of it is a torn tail: readers stop before it, and what is
-    resumed begins by cutting it off. Raises UserError where it cannot be written.
+    A kill or a full disk may leave half a line at the end. Readers stop before it, and a resumed
+    stage first cuts it off. Raises UserError where the file cannot be written.
     """
     try:
         with explain_file_errors(path), open(path, "ab") as file:
@@ -45,13 +45,13 @@ def whole_lines(content: bytes, is_whole: Callable[[Any], bool]) -> Iterator[tup
 
 
 class KeptParts:
-    """Parts by key in ``folder``/kept.jsonl, which lives as long as the folder.
+    """Parts by key in ``folder``/kept.jsonl, which is deleted with the folder.
 
-    From the first line on that is torn or damaged they are computed again.
+    All parts after the first torn or damaged line are computed again.
     """
 
     def __init__(self, folder: Path, inputs: Any = None) -> None:
-        """inputs: those of the stage, compared before a part is kept; None: never."""
+        """inputs: the stage's, compared before a part is stored; None: not compared."""
         self.folder = Path(folder)
         self.inputs = inputs
         self.path = self.folder / "kept.jsonl"
@@ -69,13 +69,13 @@ class KeptParts:
             write_whole(self.path, whole)
 
     def show_progress(self, bar: Any) -> None:
-        """Have ``bar`` told of every part from now on."""
+        """Update ``bar`` for every part from now on."""
         self.bar = bar
 
     def part(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The part kept under ``name``, or what ``compute`` returns, once it is on the disk.
+        """Return the part stored under ``name``, or compute and store it.
 
-        Either way it has been JSON, so a resumed stage ends with the same bits.
+        The part is always read back from JSON, so a resumed stage ends with the same bits.
         """
         if name not in self.parts:
             part = compute()

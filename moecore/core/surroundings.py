@@ -1,4 +1,4 @@
-"""What a part is combined with in a params.yaml, and what it may say of that before anything runs.
+"""What a part is combined with in a params.yaml, so that it can refuse before anything runs.
 
 ``moecore check`` asks every settings object for its ``misfits``: of the file alone, again when the
 data are known, and again with the sizes of the model that was built without memory.
@@ -7,11 +7,11 @@ data are known, and again with the sizes of the model that was built without mem
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and what is wrong there
+Misfits = Iterator[tuple[tuple, str]]  # keys below the settings, and a message
 
 
 class Surroundings(NamedTuple):
-    """What a part is combined with; None, (), {} and "": nothing, or not known yet."""
+    """What a part is combined with. None, (), {} and "" mean nothing, or not known yet."""
 
     # of a method, or of its text tower
     router: Any = None  # the nearest Router around or beside the part
@@ -25,18 +25,18 @@ class Surroundings(NamedTuple):
     special: bool | None = None  # whether there are class tokens
     truth: bool | None = None  # whether the kind of each token is known
     # of the data that the settings work on
-    phase: str = ""  # the key below ``data``, or "teacher"
+    phase: str = ""  # key below ``data``, or "teacher"
     source: Any = None  # Source
     preview: Any = None  # the Card of the data
 
     @property
     def data(self) -> str:
-        """The key of the data in params.yaml."""
+        """Return the key of the data in params.yaml."""
         return "teacher.data" if self.phase == "teacher" else f"data.{self.phase}"
 
     @property
     def task(self) -> Any:
-        """The class of the task of the labels; None without data."""
+        """Return the class of the task that the labels belong to; None without data."""
         return None if self.source is None else self.source.labels_task
 
     @property
@@ -50,14 +50,14 @@ class Surroundings(NamedTuple):
         return self.preview is not None and bool(self.preview.truth)
 
     def lacks(self, what: str) -> str | None:
-        """Return why ``what`` cannot be done with the labels, as ``Task.needs_classes`` has it."""
+        """Return why the labels do not allow ``what`` (see ``Task.needs_classes``), or None."""
         return None if self.source is None else self.task.needs_classes(what)
 
 
 def changed_settings(
     settings: Any, names: Iterable[str], why: str, allowed: str
 ) -> Iterator[tuple[tuple, str]]:
-    """Yield the settings among ``names`` that have no effect and are not as by default."""
+    """Yield the settings among ``names`` that have no effect but differ from their defaults."""
     for name in names:
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:
@@ -65,7 +65,7 @@ def changed_settings(
 
 
 def format_changed_settings(value: Any) -> str:
-    """Return settings as what differs in them from the defaults."""
+    """Return in words how settings differ from their defaults."""
     if hasattr(value, "model_dump"):
         return str(value.model_dump(exclude_defaults=True) or "it")
     return str(value)

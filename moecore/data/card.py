@@ -1,4 +1,4 @@
-"""What a data set is: known before any file is written, and said by ``card.json`` afterwards."""
+"""The card of a data set: known before any file is written, and stored as ``card.json`` with it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,9 +14,9 @@ SPLITS = ("train", "validation", "test")
 
 
 class Card(NamedTuple):
-    """What a source knows of its data from settings, tables and headers.
+    """What a source knows about its data from settings, tables and headers.
 
-    ``card.json`` says it, too, with what only the written files tell: moments and checksums.
+    ``card.json`` has the same, and what only written files can tell: moments and checksums.
     """
 
     name: str
@@ -25,57 +25,57 @@ class Card(NamedTuple):
     task: Task | None  # None: its classes are not known yet
     licence: str = ""
     source: str = ""
-    # split → images of each class, or the one number of all where labels are no single classes
+    # split → number of images per class, or one number where an image has no single class
     counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
     truth: int = 0  # kinds of tokens that one more channel names
-    short_side: int | None = None  # of training images that are kept whole; None: squares of size
+    short_side: int | None = None  # of training images that are not cropped; None: all are squares
     more: Mapping[str, Any] = {}  # further entries of card.json
-    note: str | None = None  # what is worth knowing and no problem, such as a download
+    note: str | None = None  # for the reader of `moecore check`, such as a download that is due
     problem: str | None = None  # why the data cannot be written
 
     @property
     def images(self) -> dict[str, int]:
-        """Images of each split."""
+        """Return the number of images per split."""
         return {split: sum(numbers) for split, numbers in self.counts.items()}
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """The names of the classes; () where labels are no classes, None where not known yet."""
+        """Return the names of the classes: () where labels are not classes, None if unknown."""
         if self.task is None:
             return None
         return tuple(self.task.classes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Pixels along each axis."""
+        """Return the number of pixels along each axis."""
         if isinstance(self.size, int):
             return (self.size, self.size)
         return tuple(self.size)
 
     @property
     def stored_channels(self) -> int:
-        """Channels of an image as it is written."""
+        """Return the number of channels of a stored image."""
         return self.channels + bool(self.truth)
 
     def complete_with(self, look: Callable[[], Mapping[str, Any]]) -> Self:
-        """Return it with the fields that ``look`` gives; a UserError is its ``problem``."""
+        """Return the card with the fields of ``look``; a UserError becomes its ``problem``."""
         try:
             return self._replace(**look())
         except UserError as error:
             return self._replace(problem=str(error))
 
     def without_problem(self) -> Self:
-        """Return it; raise its problem as a UserError."""
+        """Return the card. Raises UserError where it has a problem."""
         if self.problem is not None:
             raise UserError(self.problem)
         return self
 
 
 def card_of_written_data(card: Mapping[str, Any]) -> Card:
-    """Return the card of data that are written; card: the content of card.json.
+    """Return the card of written data; card: the content of card.json.
 
-    Raises KeyError or pydantic.ValidationError where the card is of other code than this.
+    Raises KeyError or pydantic.ValidationError where another version of the code wrote it.
     """
     size = card["size"]
     task = parse_card_task(card["task"])
@@ -95,16 +95,16 @@ def card_of_written_data(card: Mapping[str, Any]) -> Card:
 
 
 def parse_card_task(settings: Any) -> Task:
-    """The task that a card's ``task`` describes. Raises pydantic.ValidationError."""
+    """Return the task that a card's ``task`` describes. Raises pydantic.ValidationError."""
     return Task.model_validate(settings)
 
 
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Images of each class in each split; labels: split → (N, …), as the task stores them.
+    """Return split → number of images per class; labels: split → (N, …), as the task stores them.
 
-    Raises UserError where a class has none in a split.
+    Raises UserError where a class has no image in a split.
     """
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
@@ -121,7 +121,7 @@ def write_card(
 ) -> dict[str, Any]:
     """Write card.json and return its content.
 
-    settings: of the source; files: names in ``folder``; measured: what the written files tell.
+    settings: of the source. files: names in ``folder``. measured: entries that need the files.
     """
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}

@@ -43,22 +43,22 @@ class Metric(NamedTuple):
     note: str = ""
     paper: str = ""  # a key of paper_numbers.PAPERS, or "" for what every paper reports
     over: str | tuple[str, ...] = ""  # a place, such as "transform", or several: a column for each
-    last: str = ""  # one of these: columns are at the last place on it, and not for each
+    last: str = ""  # one of ``over``: a column has the value at its last place only
     mean: str = ""  # label of the column of the mean over the places; "" for no such column
-    chance: str = ""  # note of a detailed column beside it: of {metric}_chance; "" for none
+    chance: str = ""  # note of the column {metric}_chance in the full table; "" for no such column
     name: str = ""  # of the column; "" for the metric's, followed by the place
     detail: bool = False  # columns for each place (or the only one) are in the full table only
     signed: bool = False  # values per item may lie below 0, and above 1
     # Kind of one model's interval: "wilson", "quartiles", "draws"; "" for columns without one.
     limits: str = "bootstrap"
-    # "exact": values per item keep all digits; "hits": and those of a share are right or wrong.
+    # "exact": items are stored with all digits; "hits": and each item is right or wrong.
     items: str = ""
     is_fixed: bool = False  # by the settings: the same for every seed and all data
-    is_monotone: bool = False  # by construction it rises, or falls, all along its places
-    needs: str = ""  # what a method must have to have a value: a key of report's NEEDED
+    is_monotone: bool = False  # by construction it only rises, or only falls, along its places
+    needs: str = ""  # what a method must have, so that there is a value: a key of report's NEEDED
     # Instead of a value of its own: computed of a model's values and those of all dense models.
     of_dense: Callable[["Found", Sequence["Found"]], float | None] | None = None
-    # The same of two seeds, the lower place first: a method has the mean over its pairs.
+    # Instead of a value of its own: computed of two seeds; the method's value is the pairs' mean.
     of_pairs: Callable[["Found", "Found"], float] | None = None
 
     @property

@@ -1,8 +1,8 @@
-"""Stages of several ranks, here or on other machines: words before a stage's command.
+"""Start a stage as several ranks, on this machine or on others: words before its command.
 
-DVC stays on one host, because its locks do. What its stages start may run wherever a launcher that
-runs a command in the foreground puts it, such as ``MOECORE_LAUNCH="srun --ntasks={ranks}"``. Stages
-that train are ``MOECORE_RANKS`` processes. Without the two variables nothing here is used.
+DVC and its locks stay on one host. A launcher that runs a command in the foreground may start the
+stages elsewhere: ``MOECORE_LAUNCH="srun --ntasks={ranks}"``. A stage that trains consists of
+``MOECORE_RANKS`` processes. Without these two variables this module does nothing.
 """
 
 import os
@@ -24,9 +24,9 @@ from moecore.study.stages import STAGES, Stage, stage_of_command
 
 LAUNCH, RANKS = "MOECORE_LAUNCH", "MOECORE_RANKS"
 FORMER = "MOECORE_CLUSTER"  # named a file that is no longer read
-LAUNCHED = "MOECORE_LAUNCHED"  # ranks of the stage; set for what a launcher started
+LAUNCHED = "MOECORE_LAUNCHED"  # number of ranks; set in processes that a launcher started
 LAUNCH_FIELDS = ("gpus", "ranks", "stage")
-# Of SLURM's variables, what a job of its own is to know: all others tell of the job around it
+# The variables of SLURM that a new job inherits; all others describe the surrounding job
 KEPT_SLURM_VARIABLES = {"SLURM_CONF", "SLURM_ACCOUNT", "SLURM_PARTITION", "SLURM_QOS"}
 
 
@@ -36,7 +36,7 @@ def is_launching() -> bool:
 
 
 def requested_ranks(stage: Stage) -> int:
-    """Return how many processes a stage is; raises UserError for what is no number."""
+    """Return the number of processes of a stage. Raises UserError for anything but a number."""
     words = os.environ.get(RANKS, "1")
     if not words.isdecimal() or int(words) < 1:
         raise UserError(f"{RANKS}: found {words!r}; allowed: a number of processes, 1 or more")
@@ -44,12 +44,12 @@ def requested_ranks(stage: Stage) -> int:
 
 
 def requested_gpus(stage: Stage) -> int:
-    """Return how many GPUs a stage can use: one per rank where it computes with models."""
+    """Return the number of GPUs that a stage can use: one per rank, if it computes with models."""
     return requested_ranks(stage) if "seed" in stage.item else 0
 
 
 def launch_fields() -> set[str]:
-    """Return the names that MOECORE_LAUNCH has filled in. Raises UserError where it is wrong."""
+    """Return the placeholders of MOECORE_LAUNCH. Raises UserError where it is wrong."""
     if FORMER in os.environ:  # unread, the stages would run on this machine
         raise UserError(f"{FORMER}: is gone; allowed: {LAUNCH} and {RANKS}, see docs/cluster.md")
     launch = os.environ.get(LAUNCH, "")
@@ -65,9 +65,9 @@ def launch_fields() -> set[str]:
 
 
 def launch_command(words: Sequence[str]) -> list[str]:
-    """Return what starts ``python WORDS`` with the launcher.
+    """Return the command that starts ``python WORDS`` with the launcher.
 
-    Where the launcher is not told how many ranks to start, ``local_ranks`` starts them.
+    Without ``{ranks}`` in MOECORE_LAUNCH, ``local_ranks`` starts the ranks.
     """
     fields = launch_fields()
     stage = STAGES[stage_of_command(words)]
@@ -81,7 +81,7 @@ def launch_command(words: Sequence[str]) -> list[str]:
 
 
 def hand_stage_to_launcher() -> None:
-    """Run this stage with the launcher and exit; in what it started, say which rank it is."""
+    """Run this stage with the launcher and exit; in a launched process, set the rank instead."""
     words = sys.orig_argv[1:]
     if LAUNCHED in os.environ:
         os.environ.update(
@@ -105,7 +105,7 @@ def hand_stage_to_launcher() -> None:
 
 
 def run_launcher(command: Sequence[str], ranks: int) -> int:
-    """Return the exit code of a launcher, which ends with this process."""
+    """Run a launcher, which ends with this process, and return its exit code."""
     folder = Path(".state/meetings").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     meeting = folder / uuid.uuid4().hex
@@ -127,8 +127,9 @@ def run_launcher(command: Sequence[str], ranks: int) -> int:
 
 
 def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a launcher is told: nothing of the job of SLURM that this process may be in,
-    where ``srun`` would start a step of that job, and a rank be counted among its tasks.
+    """Return the environment of a launcher, without variables of a surrounding SLURM job.
+
+    With them, ``srun`` would start a step of that job, and a rank would count as one of its tasks.
     """
     is_in_job = "SLURM_JOB_ID" in environment
     told = {
@@ -137,12 +138,12 @@ def launch_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if not (is_in_job and name.startswith(("SLURM_", "SLURMD_")))
         or name in KEPT_SLURM_VARIABLES
     }
-    # srun leaves the other tasks running where one fails, unless it is told
+    # By default srun leaves the other tasks running when one fails
     return {"SLURM_KILL_BAD_EXIT": "1"} | told
 
 
 def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank, from those of a SLURM task; {} where there are none, or one task."""
+    """Return the variables of a rank for a SLURM task; {} outside SLURM, or for a single task."""
     size = int(environment.get("SLURM_NTASKS", "1"))
     if "RANK" in environment or "SLURM_PROCID" not in environment or size == 1:
         return {}
@@ -155,7 +156,7 @@ def rank_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_variables_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return as many threads as the task has cores: not every cluster binds tasks to theirs."""
+    """Return a thread per core of the task, since not every cluster binds tasks to cores."""
     cores = environment.get("SLURM_CPUS_PER_TASK")
     if cores is None or "MOECORE_THREADS" in environment:
         return {}

@@ -1,15 +1,15 @@
-"""The papers: ``pipelines/<paper>/paper.yaml`` lists what a paper shows, and each claim once.
+"""The papers: ``pipelines/<paper>/paper.yaml`` describes a paper's results and each claim once.
 
-``tables`` are the paper's tables, figures and sentences: what each prints, and the claims that are
-judged of it, by name. ``numbers`` are the paper's models in the units of our metrics. A question
-lists the claims that it answers:
+``tables`` are the paper's tables, figures and sentences: what each prints, and by name the claims
+that are tested. ``numbers`` are the results of the paper's models, in the units of our metrics. A
+question lists the claims that it answers:
 
     asks:
       - tgr/8_experts                                     # of pipelines/tgr/paper.yaml
       - {claim: moge/momentum, against: momentum_slow}    # and what differs here
 
-In a params.yaml these are ``claims``, written out. A project without the paper's file has that of
-the installed version.
+The composed params.yaml has them written out, as ``claims``. A project without a paper's file uses
+the file of the installed version.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ NAME = "claim"  # of an entry of asks: the claim's name
 
 
 class UnjudgedMetrics(Config):
-    """Metrics of a study that stand beside a paper's number without being judged."""
+    """Metrics of a study that are shown next to a paper's numbers but not tested."""
 
     study: str
     phase: str
@@ -47,7 +47,7 @@ class UnjudgedMetrics(Config):
 
 
 class ModelSizeComparison(Config):
-    """A model of ours/sizes, another that is compared with it, and which of their numbers."""
+    """Two models of ours/sizes, and which of their numbers are compared."""
 
     models: tuple[str, str]
     metrics: tuple[str, ...] = Field((), description="left out: all that the paper prints")
@@ -68,7 +68,7 @@ class PaperTable(Config):
 
 
 class ModelNumbers(Config):
-    """What a paper's table reports of models, in the units of our metrics: shares from 0 to 1."""
+    """A paper's numbers of its models, in the units of our metrics: shares from 0 to 1."""
 
     source: str = Field(description="the paper's table, and its data")
     page: str = Field("", description="the page's table that has them, if not the paper's own")
@@ -97,7 +97,7 @@ class NamedClaim(NamedTuple):
 
 
 def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
-    """Return name → claim of a paper's file as data."""
+    """Return name → claim; paper: the content of a paper's file."""
     return {
         name: NamedClaim(
             ("tables", index, "claims", name),
@@ -109,7 +109,7 @@ def named_claims(paper: Mapping[str, Any]) -> dict[str, NamedClaim]:
 
 
 def find_paper_file(root: Path, folder: str) -> Path:
-    """Return a paper's file of a project, else that of the installed version."""
+    """Return the project's file of a paper, or the installed version's."""
     path = root / PIPELINES / folder / PAPER_FILE
     return path if path.is_file() else INSTALLED / f"{folder}.yaml"
 
@@ -129,7 +129,7 @@ def load_papers(root: Path) -> dict[str, Paper]:
 
 
 def split_asked(asked: Any) -> tuple[str, str, dict[str, Any]]:
-    """Return the paper's folder, the claim's name and what differs, of an entry of ``asks``."""
+    """Return paper folder, claim name and changed keys of an entry of ``asks``."""
     changes = dict(asked) if isinstance(asked, dict) else {NAME: asked}
     folder, _, name = str(changes.pop(NAME, "")).partition("/")
     return folder, name, changes
@@ -138,7 +138,7 @@ def split_asked(asked: Any) -> tuple[str, str, dict[str, Any]]:
 def expand_asks(
     document: Document, root: Path
 ) -> tuple[list[dict[str, Any]], dict[tuple, tuple[Document, tuple]]]:
-    """Return the claims that a question, round or preset asks for, and where each key stands.
+    """Return the claims of a question, round or preset, and the file and key of each value.
 
     Raises UserError for a paper or claim that does not exist.
     """

@@ -1,7 +1,7 @@
-"""Every settings object of a study is asked what does not fit it: ``Config.misfits``.
+"""Ask every settings object of a study what does not fit it (``Config.misfits``).
 
-No rule here knows a part. What a part says of itself stands in its own file; here stands what
-surrounds each: its method, the data that it works on, the phases that it is of.
+No rule here knows a part: each part refuses in its own file. This module tells a part what
+surrounds it: its method, the data that it works on, the phases that use it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,15 +29,13 @@ MEASURING_SECTIONS = tuple(  # of stages that look at the models of run.phases
 
 
 def part_misfits(study: Study, previews: Previews) -> Misfits:
-    """Yield what settings say of their surroundings; previews: by phase, as far as the data are
-    known.
-    """
+    """Yield the misfits of all settings; previews: cards by phase, where the data are known."""
     asked = (ask_settings(*root) for root in list_sections(study, previews))
     yield from first_by_place(*asked, _changed_trainings(study, previews))
 
 
 def first_by_place(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, str]]:
-    """Return the first misfit of each place: one line is enough to mend it."""
+    """Return the first misfit of each place: one line per place is enough."""
     first: dict[tuple, str] = {}
     for keys, text in chain(*several):
         first.setdefault(keys, text)
@@ -45,14 +43,14 @@ def first_by_place(*several: Iterable[tuple[tuple, str]]) -> list[tuple[tuple, s
 
 
 def ask_settings(keys: tuple, settings: Any, around: Surroundings) -> Misfits:
-    """Yield what settings, and all settings inside of them, say of their surroundings."""
+    """Yield the misfits of settings and of all settings inside them."""
     for place, part, near in walk_settings(keys, settings, around):
         for inner, text in part.misfits(near):
             yield (*place, *inner), text
 
 
 def list_remarks(study: Study) -> Misfits:
-    """Yield what settings remark that is no mistake."""
+    """Yield the remarks of all settings, which are not errors."""
     for keys, settings, _ in walk_settings((), study, Surroundings()):
         for inner, text in settings.remarks():
             yield (*keys, *inner), text
@@ -118,12 +116,12 @@ def _images_by_phase(study: Study, method: Method) -> dict[str, int]:
         if trainings["pretrain"] is not None:
             trainings["pretrain"] = method.merge_pretrain_settings(trainings["pretrain"])
     except UserError:
-        del trainings["pretrain"]  # ``section_misfits`` says it
+        del trainings["pretrain"]  # ``section_misfits`` reports it
     return {phase: one.batch * method.views for phase, one in trainings.items() if one is not None}
 
 
 def _changed_trainings(study: Study, previews: Previews) -> Misfits:
-    """Yield what ``pretrain`` says as methods change it, where it does not say it anyway."""
+    """Yield the misfits of ``pretrain`` with a method's changes that it lacks without them."""
     if study.pretrain is None:
         return
     around = data_surroundings(study, previews, "pretrain")
@@ -132,7 +130,7 @@ def _changed_trainings(study: Study, previews: Previews) -> Misfits:
         try:
             changed = method.merge_pretrain_settings(study.pretrain)
         except UserError:
-            continue  # ``section_misfits`` says it
+            continue  # ``section_misfits`` reports it
         for keys, text in ask_settings((), changed, around) if method.pretrain else ():
             if (keys, text) not in common:
                 yield ("methods", name, "pretrain", *keys), text

@@ -1,6 +1,6 @@
-"""What needs two sections of params.yaml: methods and teacher, run and data, their labels.
+"""Rules that compare two sections of params.yaml: methods and teacher, run and data.
 
-Every source says which task its labels are of; parts say what they need of it.
+A source declares the task of its labels; parts declare which tasks they need.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ NO_TEACHER = "no_teacher"
 
 
 def section_misfits(study: Study) -> Misfits:
-    """Yield what in two sections does not fit together; no data are needed to see it."""
+    """Yield sections that do not fit together; the data are not read."""
     for name, method in study.methods.items():
         yield from _sizes(study, name, method)
         if name in study.run.methods:
@@ -31,7 +31,7 @@ def section_misfits(study: Study) -> Misfits:
 
 
 def _sizes(study: Study, name: str, method: Method) -> Misfits:
-    """Yield where ``model`` and ``pretrain`` do not take what a method changes of them."""
+    """Yield a method's changes that ``model`` or ``pretrain`` refuses."""
     changes = {"model": method.merge_model_settings, "pretrain": method.merge_pretrain_settings}
     for key, change in changes.items():
         try:
@@ -42,7 +42,7 @@ def _sizes(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
-    """Yield what of a method asks for a teacher where the study has none."""
+    """Yield settings of a method that need a teacher where the study has none."""
     teacher = study.teacher
     if teacher is not None and teacher.kind != NO_TEACHER:
         return
@@ -62,7 +62,7 @@ def _needs_of_teacher(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _equal_views(study: Study, name: str, method: Method) -> Misfits:
-    """Yield losses of two views of an image that are always equal, which teach a router nothing."""
+    """Yield losses that compare two views where both views are always the same image."""
     training = study.pretrain
     if method.views == 2 and training is not None and training.views == ViewSettings():
         kind = next(loss.kind for loss in method.regularizers if "two_views" in loss.needs)
@@ -71,9 +71,7 @@ def _equal_views(study: Study, name: str, method: Method) -> Misfits:
 
 
 def _mixed_labels(study: Study) -> Misfits:
-    """Yield phases of numbers and of classes: a head that answers with one cannot go on as the
-    other.
-    """
+    """Yield phases with other labels than the first: a head for numbers cannot predict classes."""
     phases = [phase for phase in study.run.phases if phase in study.data]
     tasks = {phase: study.data[phase].labels_task.needs_classes("classes") for phase in phases}
     other = [phase for phase in phases if bool(tasks[phase]) != bool(tasks[phases[0]])]

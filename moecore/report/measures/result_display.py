@@ -79,8 +79,8 @@ class Shown(NamedTuple):
         return Skipped.model_validate(part) if set(part) == {"skipped"} else whole
 
     def has_figures_of(self, result: Any) -> bool:
-        """Return whether there is a result of this kind: ``calibrate`` finds other numbers of ages
-        than of classes.
+        """Return whether a result is of this kind; ``calibrate`` has one kind for ages, and one for
+        classes.
         """
         if not isinstance(result, Found):
             return result is not None and not isinstance(result, Skipped)
