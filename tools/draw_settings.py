@@ -26,7 +26,7 @@ SMALL: dict[str, Sequence[Any]] = {
     "precision": ("float32", "float32", "bfloat16"),  # "auto" is timed
     **dict.fromkeys(("batch", "Calibrate.batch", "group"), (2, 4, 5)),
     **dict.fromkeys(("log_every", "checkpoint_every", "group_size"), (1, 2)),
-    **dict.fromkeys(("learning_rate",), (1e-3, 1e-2)),
+    **dict.fromkeys(("learning_rate", "final_learning_rate"), (1e-3, 1e-2)),
     **dict.fromkeys(("subjects", "volumes", "rescans"), (2, 3)),
     "Calibrate.on_refusal": ("report",),
     "number": (2, 3, 4),

@@ -54,7 +54,8 @@ class Settling(Config):
     agreement_with_final: Agreement = ()  # after each epoch
     agreement_consecutive: Agreement = ()  # between epochs
     saturation: Agreement = ()  # after each epoch: share of the experts of a token at the end
-    purity: tuple[float, ...] = ()  # after each epoch, where the truth is known; mean over layers
+    # after each epoch, where the truth is known; mean over layers, None where nothing was routed
+    purity: tuple[float | None, ...] = ()
     class_maps: dict[str, tuple[tuple[Map, ...], ...]] = {}  # epoch → class, layer, expert
     region_routing: tuple[EpochTissueRouting, ...] = ()  # of data with tissue maps
     watched: tuple[WatchedEpoch, ...] = ()  # after some of the epochs

@@ -1,11 +1,14 @@
 """Experts against the truth: by hand, against scikit-learn, at chance and at the ceiling."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
 from moecore.core.files import UserError
+from moecore.core.plain_values import to_jsonable
 from moecore.data.image_noise import SIGMAS, add_noise, standard_normal_noise
 from moecore.data.prepared import Prepared, Split
 from moecore.measure import truth
@@ -30,6 +33,7 @@ from moecore.nn.layers.moe import MoESettings
 from moecore.nn.routers.noisy_top_k import NoisyTopK
 from moecore.nn.routers.told import Told
 from moecore.tasks.classification import Classification
+from moecore.training.outcome import Settling
 from tests.nn.backbones.test_language_model import WORDS, text
 
 IMAGE = ImageSpec(
@@ -112,6 +116,12 @@ def test_purity_by_epoch():
     assert purity_by_epoch(epochs, kinds, 2, 2) == [0.5, 0.75]
     unrouted = [np.array([[[-1, 0, 1, 1, 1]]], np.int16)]
     assert purity_by_epoch(unrouted, kinds, 2, 2) == [1.0]
+    (nothing,) = purity_by_epoch([np.full((1, 1, 5), -1, np.int16)], kinds, 2, 2)
+    assert math.isnan(nothing), "a router may let no token through"
+    assert Settling.model_validate(to_jsonable(Settling(purity=(0.5, nothing)))).purity == (
+        0.5,
+        None,
+    )
 
 
 def test_a_training_keeps_the_purity_of_its_epochs(tmp_path):

@@ -3,6 +3,7 @@
 N images, L MoE layers, T tokens per image, E experts, D kinds of tokens.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,8 +37,11 @@ def token_kinds(images: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def expert_purity(table: np.ndarray) -> float:
-    """Return the share of tokens of their expert's most frequent kind; table (E, D) of counts."""
-    return float(table.max(axis=1).sum() / table.sum())
+    """Return the share of tokens of their expert's most frequent kind; NaN without tokens.
+
+    table: (E, D), counts.
+    """
+    return float(table.max(axis=1).sum() / table.sum()) if table.any() else math.nan
 
 
 def purity_by_image(tables: np.ndarray) -> np.ndarray:
