@@ -8,7 +8,7 @@ the item, of a text the mean over the block's words.
 N images (blocks of a text), T tokens, n of them drawn, E experts, S sets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import comb, prod
 from typing import NamedTuple
@@ -147,8 +147,8 @@ class RouterRegret(Measurement):
             drawn = self.draw_tokens(subject.model, layer, shown, 1)
             losses = out.parts(f"explored {layer}", partial(compute, drawn))
             best.append(best_choices(subject.model, layer, drawn, losses, subsets))
-        for name in by_image[0]:
-            out.put(name, np.mean([values[name] for values in by_image], axis=0))
+        for name, values in means_over_layers(by_image).items():
+            out.put(name, values)
         out.facts["subsets"] = len(subsets)
         out.facts["is_exact"] = len(subsets) == comb(experts, k)
         out.facts["unit"] = UNITS.get(type(subject.model.image.task), "nats")
@@ -289,3 +289,15 @@ def regret_metrics_by_image(
         regret = by_image["router_regret"]
         by_image["router_regret_normalised"] = linearize_ratio(regret, room)
     return by_image
+
+
+def means_over_layers(by_layer: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the mean over layers of each metric, (N,).
+
+    A metric that some layer lacks, because all its sets have the same loss, has no mean.
+    """
+    return {
+        name: np.mean([values[name] for values in by_layer], axis=0)
+        for name in by_layer[0]
+        if all(name in values for values in by_layer)
+    }

@@ -17,6 +17,7 @@ from moecore.measure.router_regret import (
     RouterRegret,
     best_choices,
     layer_losses,
+    means_over_layers,
     regret_metrics_by_image,
 )
 from moecore.measure.routing_metrics.barred_experts import (
@@ -197,6 +198,9 @@ def test_regret_by_image():
     assert values["router_regret"].tolist() == [0.5, 0]
     assert values["better_sets"].tolist() == [0.25, 0]
     assert values["router_regret_normalised"].mean() == pytest.approx(0.25 / 0.5)
+    flat = regret_metrics_by_image(np.full((2, 2, 3), 2.0))  # of a layer whose experts are equal
+    means = means_over_layers([values, flat])
+    assert means["router_regret"].tolist() == [0.25, 0] and "router_regret_normalised" not in means
 
 
 def test_where_it_does_not_apply():
