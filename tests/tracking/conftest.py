@@ -14,7 +14,7 @@ import torch
 
 from moecore.core.config import Config
 from moecore.core.source_layout import ROOT
-from moecore.data.sources.base import parse_card_task
+from moecore.data.card import parse_card_task
 from moecore.measure.calibration import METRICS, PredictionQuality, put_quality
 from moecore.measure.values import Values
 from moecore.run.run_record import record_run
