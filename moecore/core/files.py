@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LOOP_OF_LINKS = "Symlink loop"  # what ``Path.resolve`` raises before Python 3.13: a RuntimeError
@@ -25,8 +25,18 @@ MENDABLE = {
 SEAL = "content_sha256"  # the last key of what ``write_sealed`` writes
 
 
+def describe_refusal(*, found: object, allowed: object) -> str:
+    """Return ``found …; allowed: …``, the form of every refusal of a setting."""
+    return f"found {found}; allowed: {allowed}"
+
+
 class UserError(Exception):
     """A problem that the user can mend; its text is the whole message. Stages exit with 1."""
+
+    @classmethod
+    def at(cls, place: object, *, found: object, allowed: object) -> Self:
+        """Return an error about one place, a key or a file: ``place: found …; allowed: …``."""
+        return cls(f"{place}: {describe_refusal(found=found, allowed=allowed)}")
 
 
 class UnusableFile(UserError):

@@ -79,3 +79,9 @@ def test_a_bare_system_uses_all_cores(bare_system, tmp_path):
     set_parent_death_signal()
     with pytest.raises(UnusableFile, match="file too large"), whole_file(tmp_path / "large"):
         raise OSError(errno.EFBIG, "File too large")
+
+
+def test_an_error_names_its_place_what_was_found_and_what_is_allowed():
+    error = UnusableFile.at("train.steps", found=-1, allowed="at least 1")
+    assert str(error) == "train.steps: found -1; allowed: at least 1"
+    assert type(error) is UnusableFile
