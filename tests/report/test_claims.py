@@ -758,4 +758,4 @@ def test_the_page_of_all_claims_on_a_full_disk_leaves_the_earlier_one(tmp_path, 
     assert target.read_text() == "the earlier one"
     assert list(target.parent.iterdir()) == [target]
     pages.write_claims_page(tmp_path)
-    assert target.read_text().startswith("# What the papers show")
+    assert target.read_text().startswith("# The papers' claims")

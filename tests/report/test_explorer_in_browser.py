@@ -245,7 +245,7 @@ def test_a_dense_model_says_that_there_is_nothing_to_see(browser, whole):
         assert page.locator(".panel >> nth=1").locator(".cell").count() == 9
         option = page.locator("#beside option[value=dense]")
         assert option.is_disabled()
-        assert option.inner_text() == "dense (no experts: nothing to see)"
+        assert option.inner_text() == "dense (no experts: no routing)"
 
 
 def test_volumes_are_three_slices(browser, folder, tmp_path):

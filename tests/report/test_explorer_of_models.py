@@ -30,7 +30,7 @@ def test_two_seeds_side_by_side(browser, tmp_path):
     both = address(path, PICKED.replace("prc", "vmoe seed 1"))
     with opened(browser, both, 1400, "light") as page:
         names = page.locator("#beside option").all_inner_texts()
-        assert names == ["nothing", "vmoe", "prc", "vmoe seed 1"]
+        assert names == ["none", "vmoe", "prc", "vmoe seed 1"]
         page.locator("#step").fill("0")
         first, second = ([int(one) for one in numbers(page, panel)] for panel in (0, 1))
         unlike = [partners[one] != other for one, other in zip(first, second, strict=True)]

@@ -1,10 +1,10 @@
-// The controls above and the images beside; ``state`` and what reads it are below.
+// The controls and the list of images. ``state`` and the functions that read it are below.
 
 let inStrip = null; // the model whose images are there
 
 function fillControls(shown) {
   const methods = phaseNow().methods.map(({ name, model }) =>
-    model ? [name, name] : [name, `${name} (no experts: nothing to see)`, true]);
+    model ? [name, name] : [name, `${name} (no experts: no routing)`, true]);
   const layers = Math.max(1, ...shown.map((model) => model.layers.length));
   const places = Array.from({ length: layers }, (_, place) => [place, `${place + 1} of ${layers}`]);
   const labels = stepLabels(shown);
@@ -14,7 +14,7 @@ function fillControls(shown) {
     label.hidden = methods.length < 2;
   });
   fill("method", methods, state.method);
-  fill("beside", [["", "nothing"], ...methods], state.beside);
+  fill("beside", [["", "none"], ...methods], state.beside);
   fill("layer", places, state.layer);
   fill("kind", kindsOf(shown).map((kind) => [kind, KINDS[kind].name]), state.kind);
   document.querySelectorAll("#controls .wide").forEach((label) => {
@@ -114,7 +114,7 @@ function writeAddress() {
   history.replaceState(null, "", `#${new URLSearchParams(words)}`);
 }
 
-// Only what there is stays chosen; what nobody chose gets a first value.
+// Keep the choices that exist; set a first value for the others.
 function settle() {
   const routed = phaseNow().methods.filter((method) => method.model);
   if (!entry(state.method)) state.method = routed[0]?.name ?? phaseNow().methods[0].name;
@@ -145,7 +145,7 @@ function stepLabels(shown) {
   return all.reduce((one, other) => (other.length > one.length ? other : one), []);
 }
 
-// All that a panel shows; without ``model`` the reason why there is none.
+// The contents of a panel; without ``model``, the reason why it is empty.
 function viewOf(name, place) {
   const { model, reason, known: answers } = entry(name);
   if (!model) return { name, reason };

@@ -1,4 +1,4 @@
-// What the page knows: packed arrays, and what they say of one token.
+// The page's data: packed arrays, and functions that read one token from them.
 "use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -21,7 +21,7 @@ async function unpack(place) {
   if (!arrays.has(place)) arrays.set(place, await inflate(DATA.pool[place]));
 }
 
-// Those of a trace, which may have thousands of experts, are packed.
+// Experts of a trace are packed, because there may be thousands.
 async function unpackPhases() {
   if (Array.isArray(DATA.phases)) return;
   DATA.phases = JSON.parse(new TextDecoder().decode(await inflate(DATA.phases)));
@@ -63,7 +63,7 @@ function bestExpert({ model, shown, layer, image }, token) {
   return expert === none ? null : expert;
 }
 
-// A token's true kind, which generated data know; 0 where nobody does.
+// A token's true kind, which generated data have; 0 if unknown.
 function kindOf({ model, image }, token) {
   return model.kinds === null ? 0 : arrays.get(model.kinds)[image * tokens(model) + token];
 }
@@ -72,7 +72,7 @@ function kindOf({ model, image }, token) {
 const kindNumber = ({ kinds }, kind) => kind - 1 + kinds.first;
 const kindName = (phase, kind) => `${phase.kinds.name} ${kindNumber(phase, kind)}`;
 
-// What stands at a token of a text; "" of an image.
+// The word of a text's token; "" for an image.
 const wordOf = ({ model, image }, token) => model.words?.[image][token] ?? "";
 
 // The first experts of a token: [{expert, share, chosen}].
@@ -114,7 +114,7 @@ function change(view, token) {
   return { now, was, compared: true, changed: now !== was };
 }
 
-// The clean image's token that shows the same; null where there is none.
+// The corresponding token of the clean image; null if there is none.
 function originOf({ model, shown, image }, token) {
   if (shown.origins === null || token < model.special) return token;
   const origins = new Uint16Array(arrays.get(shown.origins).buffer);

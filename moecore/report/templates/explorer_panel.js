@@ -25,7 +25,7 @@ function track(share) {
   return make("span", { class: "track" }, fill);
 }
 
-// Beside an expert's number the true kind of the patch; nothing where nobody knows it.
+// The true kind of the patch, next to the expert's number; empty if unknown.
 function kindMark(view, token) {
   const kind = kindOf(view, token);
   return kind ? [make("small", { class: "kind" }, `k${kindNumber(view.phase, kind)}`)] : [];

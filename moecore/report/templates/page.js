@@ -1,10 +1,10 @@
-// Tables that sort, panes of which one is shown, links that open what they point at, a bar that
-// follows. Without scripts everything is there, one below the other.
+// Sortable tables, tabs, links that open the folded section they point to, and a bar that stays
+// visible. Without scripts, all sections are shown one below the other.
 "use strict";
 (() => {
   const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 
-  // Panes: a row of tabs, of which the arrow keys choose.
+  // Panes: a row of tabs; the arrow keys select one.
   function choose(box, pane) {
     all(":scope > .pane", box).forEach((one) => { one.hidden = one !== pane; });
     all(":scope > .tabs > button", box).forEach((tab) => {
@@ -142,7 +142,7 @@
     });
   }
 
-  // An explanation stands below what was asked about.
+  // An explanation appears below the term.
   function place(event) {
     const asked = document.querySelector(`[popovertarget="${event.target.id}"][data-asked]`);
     if (event.newState !== "open" || !asked) return;
