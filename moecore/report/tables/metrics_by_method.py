@@ -3,7 +3,8 @@
 And where the best one is beyond doubt.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,18 +197,24 @@ def unfit_metric_problems(
                 f"found {model.reported}; allowed: {allowed}",
             )
     known = {phase: expected_metrics(study, stages, phase) for phase in study.data}
+
+    @cache  # many claims name the same methods
+    def metrics_of(phase: PhaseName, method: str) -> Mapping[str, PlannedMetric]:
+        alone = study.run.model_copy(update={"methods": (method,)})
+        return expected_metrics(study.model_copy(update={"run": alone}), stages, phase)
+
     for section, asked in (("claims", study.claims), ("questions", study.questions)):
         for index, one in enumerate(asked):
             if metrics := known.get(one.phase):
                 for key, text in _metric_problems(one, metrics, len(study.run.seeds)):
                     yield (section, index, key), text
-                for key, text in _lacking_methods(study, stages, one, metrics, previews):
+                for key, text in _lacking_methods(study, metrics_of, one, metrics, previews):
                     yield (section, index, key), text
 
 
 def _lacking_methods(
     study: Study,
-    stages: Collection[str],
+    metrics_of: Callable[[PhaseName, str], Mapping[str, PlannedMetric]],
     asked: Comparison,
     metrics: Mapping[str, PlannedMetric],
     previews: Mapping[str, Card],
@@ -225,19 +232,9 @@ def _lacking_methods(
         if reason := _refusal_of_model(study, method, asked.phase, planned, previews):
             yield key, f"{text}: {reason}; allowed: methods that {planned.stage} measures"
             continue
-        having = [
-            one for one in study.run.methods if name in _metrics_of(study, stages, asked.phase, one)
-        ]
+        having = [one for one in study.run.methods if name in metrics_of(asked.phase, one)]
         if method in study.run.methods and method not in having:
             yield key, f"{text}; allowed: {', '.join(having)}"
-
-
-def _metrics_of(
-    study: Study, stages: Collection[str], phase: PhaseName, method: str
-) -> dict[str, PlannedMetric]:
-    """Return the metrics that one method will have, as far as settings tell it."""
-    alone = study.run.model_copy(update={"methods": (method,)})
-    return expected_metrics(study.model_copy(update={"run": alone}), stages, phase)
 
 
 def _refusal_of_model(
