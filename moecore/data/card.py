@@ -16,7 +16,7 @@ SPLITS = ("train", "validation", "test")
 class Card(NamedTuple):
     """What a source knows about its data from settings, tables and headers.
 
-    ``card.json`` has the same, and what only written files can tell: moments and checksums.
+    ``card.json`` adds what only written files can tell: moments and checksums.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Card(NamedTuple):
     licence: str = ""
     source: str = ""
     # split → number of images per class, or one number where an image has no single class
-    counts: Mapping[str, tuple[int, ...]] = {}  # {}: not known yet
+    counts: Mapping[str, tuple[int, ...]] = {}  # {}: not counted yet
     regions: tuple[str, ...] | None = None  # tissues of volumes; None: not known
-    truth: int = 0  # kinds of tokens that one more channel names
-    short_side: int | None = None  # of training images that are not cropped; None: all are squares
-    more: Mapping[str, Any] = {}  # further entries of card.json
-    note: str | None = None  # for the reader of `moecore check`, such as a download that is due
+    truth: int = 0  # number of token kinds in the additional truth channel; 0: no such channel
+    short_side: int | None = None  # pixels, of uncropped training images; None: all are squares
+    more: Mapping[str, Any] = {}  # additional entries of card.json
+    note: str | None = None  # shown by `moecore check`, such as a download that will happen
     problem: str | None = None  # why the data cannot be written
 
     @property
@@ -58,10 +58,10 @@ class Card(NamedTuple):
         """Return the number of channels of a stored image."""
         return self.channels + bool(self.truth)
 
-    def complete_with(self, look: Callable[[], Mapping[str, Any]]) -> Self:
-        """Return the card with the fields of ``look``; a UserError becomes its ``problem``."""
+    def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
+        """Add the fields ``read_fields`` returns; a UserError becomes the card's ``problem``."""
         try:
-            return self._replace(**look())
+            return self._replace(**read_fields())
         except UserError as error:
             return self._replace(problem=str(error))
 
@@ -73,9 +73,9 @@ class Card(NamedTuple):
 
 
 def card_of_written_data(card: Mapping[str, Any]) -> Card:
-    """Return the card of written data; card: the content of card.json.
+    """Return the card of written data from the content of its card.json.
 
-    Raises KeyError or pydantic.ValidationError where another version of the code wrote it.
+    Raises KeyError or pydantic.ValidationError for content of another version of the code.
     """
     size = card["size"]
     task = parse_card_task(card["task"])
@@ -95,24 +95,25 @@ def card_of_written_data(card: Mapping[str, Any]) -> Card:
 
 
 def parse_card_task(settings: Any) -> Task:
-    """Return the task that a card's ``task`` describes. Raises pydantic.ValidationError."""
+    """Build the task from a card's ``task`` entry. Raises pydantic.ValidationError."""
     return Task.model_validate(settings)
 
 
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Return split → number of images per class; labels: split → (N, …), as the task stores them.
+    """Return split → number of images per class.
 
-    Raises UserError where a class has no image in a split.
+    labels: split → (N, …), as the task stores them. Raises UserError for a class without an image.
     """
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
-        words = zip(task.classes, numbers, strict=True)
-        if empty := [word for word, number in words if not number]:
-            missing = f"no image in {split} of class {', '.join(empty[:10])}"
-            allowed = "every class needs one in every split (see validation, limits)"
-            raise UserError(f"{name}: {missing}; {allowed}")
+        named_counts = zip(task.classes, numbers, strict=True)
+        if empty := [class_name for class_name, number in named_counts if not number]:
+            raise UserError(
+                f"{name}: no image in {split} of class {', '.join(empty[:10])}; "
+                "every class needs one in every split (see validation, limits)"
+            )
     return counts
 
 
@@ -121,7 +122,7 @@ def write_card(
 ) -> dict[str, Any]:
     """Write card.json and return its content.
 
-    settings: of the source. files: names in ``folder``. measured: entries that need the files.
+    settings: of the source. files: names in ``folder``. measured: entries computed from the files.
     """
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}
