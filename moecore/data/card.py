@@ -14,10 +14,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class Card(NamedTuple):
-    """What a source knows about its data from settings, tables and headers.
-
-    ``card.json`` adds what only written files can tell: moments and checksums.
-    """
+    """What a source knows about its data; ``card.json`` adds what only written files can tell."""
 
     name: str
     channels: int
@@ -36,26 +33,25 @@ class Card(NamedTuple):
 
     @property
     def images(self) -> dict[str, int]:
-        """Return the number of images per split."""
+        """Number of images per split."""
         return {split: sum(numbers) for split, numbers in self.counts.items()}
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Return the names of the classes: () where labels are not classes, None if unknown."""
+        """Names of the classes: () where labels are not classes, None if unknown."""
         if self.task is None:
             return None
         return tuple(self.task.classes)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the number of pixels along each axis."""
+        """Number of pixels along each axis."""
         if isinstance(self.size, int):
             return (self.size, self.size)
         return tuple(self.size)
 
     @property
     def stored_channels(self) -> int:
-        """Return the number of channels of a stored image."""
         return self.channels + bool(self.truth)
 
     def complete_with(self, read_fields: Callable[[], Mapping[str, Any]]) -> Self:
@@ -73,10 +69,7 @@ class Card(NamedTuple):
 
 
 def card_of_written_data(card: Mapping[str, Any]) -> Card:
-    """Return the card of written data from the content of its card.json.
-
-    Raises KeyError or pydantic.ValidationError for content of another version of the code.
-    """
+    """Parse card.json. Raises KeyError or ValidationError for a card of another version."""
     size = card["size"]
     task = parse_card_task(card["task"])
     counts = {split: tuple(numbers.values()) for split, numbers in card["counts"].items()}
@@ -102,10 +95,7 @@ def parse_card_task(settings: Any) -> Task:
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Return split → number of images per class.
-
-    labels: split → (N, …), as the task stores them. Raises UserError for a class without an image.
-    """
+    """Count images per class of each split; UserError for 0. labels: as the task stores them."""
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
         named_counts = zip(task.classes, numbers, strict=True)
@@ -120,10 +110,7 @@ def count_classes(
 def write_card(
     folder: Path, settings: Config, card: Card, files: list[str], **measured: Any
 ) -> dict[str, Any]:
-    """Write card.json and return its content.
-
-    settings: of the source. files: names in ``folder``. measured: entries computed from the files.
-    """
+    """Write card.json and return it; files: names in ``folder``, measured: additional entries."""
     values = settings.model_dump(mode="json")
     truth = {"truth": card.truth} if card.truth else {}
     content = {

@@ -53,10 +53,7 @@ def shorter_side(image: np.ndarray) -> int:
 def interpolate_at_rows_and_columns(
     image: np.ndarray, rows: np.ndarray, columns: np.ndarray
 ) -> np.ndarray:
-    """Sample an image (C, H, W) bilinearly at ``rows`` (h,) × ``columns`` (w,): (C, h, w).
-
-    Positions may be fractional, 0 is the centre of the first pixel; outside, the edge is repeated.
-    """
+    """Interpolate (C, H, W) bilinearly at rows (h,) × columns (w,), clamped to the edge."""
     return _interpolate_along(_interpolate_along(image, rows, -2), columns, -1)
 
 
@@ -76,10 +73,7 @@ def _interpolate_along(image: np.ndarray, positions: np.ndarray, axis: int) -> n
 def cloud_field(
     size: tuple[int, int], roughness: float, random: np.random.Generator, cells: int = 1
 ) -> np.ndarray:
-    """Sum smooth noise on grids that get finer by 2, with heights divided by ``roughness`` each.
-
-    Returns (H, W) from 0 to 1. cells: per side of the coarsest grid; the finest has one per pixel.
-    """
+    """Sum smooth noise on ever finer grids, from ``cells`` cells per side on: (H, W), 0 to 1."""
     field = np.zeros(size)
     height = 1.0
     while cells <= max(size):
@@ -130,16 +124,12 @@ def defocus_blur(image: np.ndarray, severity: int, random: np.random.Generator) 
 
 
 def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Blur, swap every pixel with random neighbours, blur again.
-
-    Parameters: sigma of the blur and reach of a swap, in pixels. The number of sweeps is the
-    severity, since in a small image, with swaps of one pixel, only sweeps make it stronger. Unlike
-    in the benchmark, border pixels are swapped, too.
-    """
+    """Blur, swap every pixel with random neighbours, blur again; border pixels take part."""
     sigma = severity_length(
         image, severity, (0.25, 0.3, 0.32, 0.35, 0.4), (0.7, 0.9, 1.0, 1.1, 1.5)
     )
     reach = round(severity_length(image, severity, (1, 1, 1, 1, 1), (1, 1, 2, 2, 3)))
+    # One sweep per severity: in small images, with swaps of one pixel, only sweeps get stronger.
     order = local_shuffle_order(image.shape[-2:], reach, severity, random)
     mixed = gaussian_smooth(image, sigma).reshape(len(image), -1)[:, order].reshape(image.shape)
     return gaussian_smooth(mixed, sigma)
@@ -173,7 +163,6 @@ def apply_kernel(image: np.ndarray, kernel: np.ndarray) -> np.ndarray:
 
 
 def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
-    """Blur every channel with a Gaussian of ``sigma`` pixels."""
     return gaussian_filter(image, (0, sigma, sigma), mode="nearest")
 
 
@@ -186,10 +175,8 @@ def disk_kernel(radius: float) -> np.ndarray:
 
 
 def trail_kernel(sigma: float, degrees: float) -> np.ndarray:
-    """Return a half-line from the centre, weights exp(−t² / 2σ²) up to 3σ in half pixels, sum 1.
-
-    degrees: 0 points to the right, 90 down. Each point is spread over its four nearest pixels.
-    """
+    """Return a half-line from the centre, weights exp(−t² / 2σ²) up to 3σ in half pixels, sum 1."""
+    # 0 degrees point to the right, 90 down; each point is spread over its four nearest pixels.
     reach = math.ceil(3 * sigma) + 1
     steps = np.arange(0, 3 * sigma, 0.5)
     weights = np.exp(-((steps / sigma) ** 2) / 2)
@@ -225,11 +212,10 @@ def local_shuffle_order(
 
 
 def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Whiten the image and add flakes.
+    """Whiten the image and add flakes, the smeared peaks of a random field, and their half-turn.
 
-    Flakes are the peaks of a smoothed random field, smeared in a direction between 45° and 135°
-    (90° is down), plus the same layer turned by 180°. Parameters: the field's mean (more flakes),
-    flake size and trail in pixels, and the unwhitened share of the image.
+    Parameters: the field's mean (more flakes), flake size and trail in pixels, and the unwhitened
+    share of the image. Trails have a direction between 45° and 135° (90° is down).
     """
     flake = severity_length(image, severity, (1.5, 1.5, 1.5, 1.5, 1.5), (3, 3, 3, 3, 3))
     mean = severity_parameter(
@@ -251,10 +237,7 @@ def snow(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nd
 
 
 def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add ice to a darkened image.
-
-    Our ice is a random field of bright ridges; the benchmark overlays photographs of ice.
-    """
+    """Add ice to a darkened image; the benchmark overlays photographs of ice."""
     image_weight = severity_parameter(
         image, severity, (1, 0.95, 0.9, 0.85, 0.75), (1, 0.8, 0.7, 0.65, 0.6)
     )
@@ -265,13 +248,10 @@ def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.n
 
 
 def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add a random cloud, then rescale to the old maximum: black stays black.
-
-    Parameters: the thickness, and how smooth the cloud is. Our cloud is a sum of smooth noises, the
-    benchmark's a diamond-square fractal.
-    """
+    """Add a random cloud of some thickness and smoothness, then rescale: black stays black."""
     thick = severity_parameter(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
     roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
+    # The benchmark's cloud is a diamond-square fractal, ours a sum of smooth noises.
     largest = image.max()
     return (image + thick * cloud_field(image.shape[-2:], roughness, random)) * (
         largest / (largest + thick)
@@ -279,13 +259,11 @@ def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.nda
 
 
 def brightness(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add the parameter to HSV's value, the largest channel, keeping hue and saturation.
-
-    The rule holds for any number of channels: each is multiplied by new value / old value.
-    """
+    """Add the parameter to HSV's value, the largest channel, keeping hue and saturation."""
     added = severity_parameter(
         image, severity, (0.05, 0.1, 0.15, 0.2, 0.3), (0.1, 0.2, 0.3, 0.4, 0.5)
     )
+    # For any number of channels: each is multiplied by new value / old value.
     value = image.max(axis=0, keepdims=True)
     brighter = np.minimum(value + added, 1)
     return np.where(value > 0, image * brighter / np.where(value > 0, value, 1), brighter)
@@ -324,11 +302,9 @@ def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def elastic_transform(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Displace pixels by a smooth random field.
-
-    Parameters: root mean square and smoothing sigma of the field, in pixels. Our amplitude grows
-    with the severity and there is no random affine; the benchmark goes from wide to local warps.
-    """
+    """Displace pixels by a smooth random field of some root mean square and smoothing sigma."""
+    # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
+    # random affine.
     amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
     sigma = severity_length(image, severity, (2.5, 2.5, 2.5, 2.5, 2.5), (10, 10, 10, 10, 10))
     fields = gaussian_filter(
@@ -343,12 +319,13 @@ def elastic_transform(image: np.ndarray, severity: int, random: np.random.Genera
 
 
 def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Shrink to a share of the side (the parameter) by box means, and enlarge again.
-
-    At 32 pixels one step stronger than CIFAR-10-C, whose first two (0.95, 0.9) are nearly equal.
-    """
+    """Shrink to a share of the side (the parameter) by box means, and enlarge again."""
     share = severity_parameter(
-        image, severity, (0.9, 0.85, 0.75, 0.65, 0.55), (0.6, 0.5, 0.4, 0.3, 0.25)
+        # At 32 pixels one step stronger than CIFAR-10-C, whose 0.95 and 0.9 are nearly equal.
+        image,
+        severity,
+        (0.9, 0.85, 0.75, 0.65, 0.55),
+        (0.6, 0.5, 0.4, 0.3, 0.25),
     )
     height, width = image.shape[-2:]
     small = (max(1, int(width * share)), max(1, int(height * share)))
@@ -360,10 +337,7 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Encode as JPEG and decode; the parameter is the quality.
-
-    Three channels make one colour file, any other number one greyscale file per channel.
-    """
+    """Encode as JPEG of a quality, the parameter: one colour file, or one grey file per channel."""
     quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))
@@ -421,10 +395,8 @@ def corrupt_images(
 ) -> np.ndarray:
     """Apply one corruption to uint8 images (N, C, H, W); the result has the same shape and type.
 
-    name: a key of CORRUPTIONS; severity: 1 to 5; indices: (N,) the images' positions in their
-    split. Each result depends on the image's bytes and (seed, name, severity, index) alone: not on
-    the batch, its order, or the global random state.
-    Raises UserError for images smaller than 8 × 8.
+    indices: (N,) the images' positions in their split. Each result depends on the image's bytes and
+    (seed, name, severity, index) alone: not on the batch, its order, or the global random state.
     """
     height, width = images.shape[-2:]
     if min(height, width) < MIN_SIDE:

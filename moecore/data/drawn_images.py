@@ -1,7 +1,4 @@
-"""Synthetic data sets: vectors drawn by a theoretical rule and stored as grey images.
-
-n images of S × S pixels, K classes, D kinds; each image is of one kind.
-"""
+"""Synthetic data: vectors drawn by a theoretical rule, stored as n grey images of S × S pixels."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -52,7 +49,7 @@ class DrawnSource(Source, ABC):
     @property
     @abstractmethod
     def kinds(self) -> int:
-        """Number of kinds D."""
+        """Number of kinds D; every image is of one kind."""
 
     @property
     @abstractmethod
@@ -68,7 +65,6 @@ class DrawnSource(Source, ABC):
         """Draw ``number`` images by the rule."""
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; no image is drawn."""
         task = Classification(classes=self.classes)
         counts = {split: (getattr(self, split),) for split in SPLITS}
         card = Card(
@@ -82,7 +78,6 @@ class DrawnSource(Source, ABC):
         return card.complete_with(check_rule)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where no rule is possible."""
         rule = self._rule()
         parts = {}
         for stream, name in enumerate(SPLITS, RULE + 1):

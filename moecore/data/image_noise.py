@@ -12,19 +12,13 @@ SIGMAS = (0.05, 0.1, 0.2)  # default levels of Gaussian noise on pixels in [0, 1
 
 
 def image_rng(seed: int, name: str, severity: int, index: int) -> np.random.Generator:
-    """Return the generator of one corrupted image; ``index`` is its position in its split.
-
-    Different arguments give independent numbers.
-    """
+    """Return the generator of one corrupted image; ``index`` is its position in its split."""
     digest = hashlib.sha256(f"{seed},{name},{severity},{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
 def standard_normal_noise(indices: np.ndarray, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Draw one standard normal array per image, fp32 (N, *shape), a function of (seed, index).
-
-    Times sigma it is Gaussian noise; every sigma, model and method uses the same direction.
-    """
+    """Draw one standard normal array per image, fp32 (N, *shape), by seed and image index."""
     noise = torch.empty(len(indices), *shape)
     for row, index in zip(noise, indices, strict=True):
         row.normal_(generator=generator_for(seed, *b"noise", int(index)))

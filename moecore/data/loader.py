@@ -1,7 +1,4 @@
-"""The images or words of each step, and where they are stored.
-
-The order is a function of (seed, step): nothing is saved or restored.
-"""
+"""The images or words of each step, a function of (seed, step), and where they are stored."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,10 +25,7 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """Return the images of a step, counted over the whole training from 0: int64 (batch,).
-
-    The incomplete end of an epoch is dropped. Raises UserError where the batch exceeds the set.
-    """
+    """Return the images of a step of the whole training, int64 (batch,); drops epochs' ends."""
     epoch, position = divmod(step, steps_per_epoch(n, batch))
     return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
@@ -46,10 +40,7 @@ def steps_per_epoch(n: int, batch: int) -> int:
 
 
 class OnDevice(NamedTuple):
-    """A split on the device: images uint8 (N, C, H, W), labels int64 (N,) or uint8 (N, K).
-
-    Or volumes float16 (N, 1, D, H, W) and labels float32 (N,).
-    """
+    """A split on the device: images (N, C, H, W) or volumes (N, 1, D, H, W), and labels (N, …)."""
 
     images: Tensor
     labels: Tensor
@@ -107,10 +98,7 @@ def image_memory_budget(device: torch.device | str) -> int:
 def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> Loaded:
-    """Load a split onto the device if its images fit into ``limit_bytes``; else keep it on disk.
-
-    limit_bytes: None for ``image_memory_budget``. JPEG files always stay on disk.
-    """
+    """Load images onto the device if they take ``limit_bytes`` or less; else leave them on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     if isinstance(split.images, JpegImages):
         return EncodedOnDisk(split.images, labels)
@@ -124,10 +112,7 @@ def load_split_where_it_fits(
 def few_shot_indices(
     task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
-    """Return sorted indices of ``shots_per_class`` images of every class in labels (N,).
-
-    Raises UserError where a class has fewer, and for a task whose labels are not one class each.
-    """
+    """Return sorted indices of ``shots_per_class`` images per class; UserError for fewer."""
     request = f"{shots_per_class} images per class asked for"
     if why := task.needs_classes("shots"):
         raise UserError(f"{request}, but {why}; allowed: null (all images)")
@@ -154,8 +139,8 @@ class StreamPosition(NamedTuple):
 class TextStreams(NamedTuple):
     """A text on a device as ``batch`` contiguous streams, read block after block.
 
-    The text is cut to a multiple of ``batch``. The first pass begins at token 0, each later one at
-    a random token of the first block, so that block boundaries differ between passes.
+    The first pass begins at token 0, each later one at a random token of the first block, so that
+    block boundaries differ between passes.
     """
 
     tokens: Tensor  # (R, n) int32: words and, where known, their kinds
@@ -185,10 +170,7 @@ class TextStreams(NamedTuple):
     def take(
         self, batch: int, seed: int, step: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor, bool]:
-        """Return rows (b, R, M) of a step, their next words (b, M), and whether streams restart.
-
-        step: from 0. rows: which of the ``batch`` streams to return; None for all.
-        """
+        """Return rows (b, R, M) of a step, next words (b, M), and whether streams restart."""
         length = self.length(batch)
         reading = reading_at_step(length, self.block, seed, step)
         streams = self.tokens[:, : batch * length].view(-1, batch, length)
@@ -204,7 +186,6 @@ def count_blocks(length: int, block: int, first: int) -> int:
 
 
 def reading_at_step(length: int, block: int, seed: int, step: int) -> StreamPosition:
-    """Return the position that step ``step`` reads."""
     number = 0
     while True:
         first, count = _reading_pass(length, block, seed, number)

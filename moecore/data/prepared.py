@@ -27,11 +27,7 @@ from moecore.data.volumes.subjects import read_subject_rows
 from moecore.tasks.base import Task
 
 # by the number of axes of an item
-OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {
-    1: open_text,
-    2: open_images,
-    3: open_volumes,
-}
+OPENERS: dict[int, Callable[..., tuple[Any, ...]]] = {1: open_text, 2: open_images, 3: open_volumes}
 CARD_KEYS = (
     "name kind task channels size images counts mean std licence source files settings".split()
 )
@@ -39,10 +35,9 @@ SMALL = 2**28  # bytes: checksums of smaller data are verified at every opening,
 
 
 class Split(NamedTuple):
-    """One split: images uint8 (N, C, H, W), memory-mapped, and labels as the task stores them.
+    """Images uint8 (N, C, H, W) or volumes float16 (N, 1, D, H, W), memory-mapped, and labels.
 
-    Or volumes float16 (N, 1, D, H, W), memory-mapped. people: (N,) int64, a number per participant
-    of the split; None where people are unknown.
+    people: (N,) int64, a number per participant of the split; None where people are unknown.
     """
 
     images: np.ndarray | JpegImages
@@ -55,10 +50,7 @@ class Split(NamedTuple):
 
 
 def evenly_spaced_indices(total: int, number: int | None) -> np.ndarray:
-    """Return ``number`` indices spread evenly over ``total``; all for None or a larger number.
-
-    Spread evenly, so that data sorted by class gives every class.
-    """
+    """Return ``number`` indices spread evenly over ``total``; all for None or a larger number."""
     return np.unique(np.linspace(0, total - 1, min(number or total, total)).astype(int))
 
 
@@ -77,10 +69,7 @@ class Prepared(NamedTuple):
         return parse_card_task(self.card["task"])
 
     def regions(self, split: str) -> np.ndarray:
-        """Return tissue shares × 255 of a split's volumes: uint8 (N, R, D, H, W), memory-mapped.
-
-        R as in the card. Raises UserError for data without tissue maps.
-        """
+        """Return tissue shares × 255 of a split, uint8 (N, R, D, H, W); UserError without maps."""
         if not self.card.get("regions"):
             raise UserError(
                 f"{self.folder}: this data has no tissue maps; "
@@ -89,10 +78,7 @@ class Prepared(NamedTuple):
         return np.load(self.folder / f"{split}_regions.npy", mmap_mode="r", allow_pickle=False)
 
     def subjects(self, split: str) -> list[dict[str, str]]:
-        """Return participant, session, age, sex, site and flags of every volume of a split.
-
-        Raises UserError for data without subjects.
-        """
+        """Return the rows of subjects.csv of a split. Raises UserError for data without it."""
         return read_subject_rows(self.folder / f"{split}_subjects.csv")
 
     def tokens(self, split: str) -> np.ndarray:

@@ -10,10 +10,7 @@ from moecore.core.files import candidate_folders
 
 
 class FolderFingerprint(NamedTuple):
-    """A folder of raw data: number of files, at any depth, and their bytes.
-
-    sha256: of their sorted names and sizes. Hidden files do not count; contents are not read.
-    """
+    """Number, bytes and sha256 (of names and sizes) of all files that are not hidden."""
 
     folder: str
     files: int
@@ -43,12 +40,9 @@ def scan_raw_folders(source: Any) -> list[FolderFingerprint]:
 
 
 def describe_change(before: Mapping[str, Any]) -> str | None:
-    """Describe how a folder differs from its fingerprint, or return None where it does not.
-
-    A deleted folder does not differ: what was prepared from it may be all that is needed.
-    """
+    """Describe how a folder differs from its fingerprint; None if not, or if it is gone."""
     folder = Path(before["folder"])
-    if not folder.is_dir():
+    if not folder.is_dir():  # what was prepared from it may be all that is needed
         return None
     now = fingerprint_folder(folder)
     if now.sha256 == before["sha256"]:

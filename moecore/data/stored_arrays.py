@@ -30,7 +30,6 @@ def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def save_array(path: Path, values: np.ndarray) -> None:
-    """Write an array to exactly this path."""
     with open(path, "wb") as file:
         # Given a real file, numpy writes through the C library, whose errors have no reason.
         writer: Any = SimpleNamespace(write=file.write)
@@ -38,12 +37,10 @@ def save_array(path: Path, values: np.ndarray) -> None:
 
 
 def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = False) -> np.memmap:
-    """Return a memory-mapped .npy file to fill; ``begun``: continue an existing one.
-
-    Its space is allocated now: filling a sparse file on a full disk kills the process (SIGBUS).
-    """
+    """Return a memory-mapped .npy file to fill; ``begun``: continue an existing one."""
     mode = "r+" if begun else "w+"
     array = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=shape)
+    # Filling a sparse file on a full disk kills the process (SIGBUS): take the space now.
     if hasattr(os, "posix_fallocate"):  # not on macOS
         with open(path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -51,5 +48,4 @@ def new_array(path: Path, dtype: Any, shape: tuple[int, ...], begun: bool = Fals
 
 
 def open_labels(folder: Path, task: Task, split: str, number: int) -> np.ndarray:
-    """Return the labels of a split as its task stores them."""
     return np.array(open_array(folder / f"{split}_labels.npy", *task.storage_format(number)))

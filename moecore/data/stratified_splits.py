@@ -20,7 +20,7 @@ class SplitSettings(Config):
         0.1,
         gt=0,
         allow_inf_nan=False,
-        description="Share (below 1) or number (from 1) of the training images",
+        description="Share (below 1) or number of the training images",
     )
     train_limit: int | None = Field(
         None, ge=1, description="At most this many training images, drawn evenly from the classes"
@@ -44,10 +44,8 @@ def stratified_split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Split indices in two, stratified by class: (remaining, drawn), each sorted.
 
-    labels: (N,) int.  amount: share of N (below 1) or number of images.  purpose: makes draws of
-    one seed independent. Every class gives its proportion (largest remainder), and at least one
-    image where the amount allows it. Raises UserError where nothing would remain, and for labels
-    (N, K).
+    amount: share of N (below 1) or number of images. purpose: makes draws of one seed independent.
+    Every class gives its proportion, and at least one image where the amount allows it.
     """
     if labels.ndim != 1:
         raise UserError(

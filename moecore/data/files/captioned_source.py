@@ -1,9 +1,8 @@
-"""Images with captions: what their sources share.
+"""Images with captions: a source reads annotations, this module finds, splits and writes.
 
-A source reads its annotations into ``ImageCaptions``; this module finds the files, draws splits,
-tokenizes captions and writes everything. Images are stored as in layouts/images; ``…_labels.npy``
-are int32 (N, C, M), the tokens of C captions per image (see moecore/tasks/image_text.py), and the
-tokenizer is ``vocabulary.txt``, one word per line, or the user's ``tokenizer.json``.
+Images are stored as in layouts/images; ``…_labels.npy`` are int32 (N, C, M), the tokens of C
+captions per image (see moecore/tasks/image_text.py), and the tokenizer is ``vocabulary.txt``, one
+word per line, or the user's ``tokenizer.json``.
 """
 
 import json
@@ -25,12 +24,8 @@ from moecore.data.text import tokenizers
 from moecore.tasks.image_text import NONE, ImageText
 
 SPLIT_STREAM = 6  # random stream of the splits; the next one draws limits
-SPLIT_NAMES = {  # of Karpathy & Fei-Fei's files
-    "train": "train",
-    "restval": "train",
-    "val": "validation",
-    "test": "test",
-}
+# of Karpathy & Fei-Fei's files
+SPLIT_NAMES = {"train": "train", "restval": "train", "val": "validation", "test": "test"}
 
 
 class ImageCaptions(NamedTuple):
@@ -52,8 +47,7 @@ class CaptionedSource(Source):
     captions: int = Field(5, ge=1, le=100, description="Captions per image: its first ones")
     context: int = Field(77, ge=3, le=2**10, description="Tokens of a caption; CLIP: 77")
     tokenizer: tokenizers.AnyTokenizer = Field(
-        tokenizers.WordSettings(),
-        description="words: of the training captions; bpe: of a file, such as CLIP's",
+        tokenizers.WordSettings(), description="words: of the captions; bpe: of a file, as CLIP's"
     )
     validation: float = Field(
         0.1, gt=0, lt=1, description="Share of the images, where no file names the split"
@@ -229,10 +223,7 @@ def caption_task(settings: Any, tokenizer: tokenizers.Tokenizer) -> ImageText:
 def tokenize_captions(
     captions: Sequence[Sequence[str]], tokenizer: tokenizers.Tokenizer, task: Any
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenize the first C captions of each image: int32 (N, C, M), NONE for missing captions.
-
-    Also counts captions, captions that were cut, and unknown words.
-    """
+    """Tokenize the first C captions per image, int32 (N, C, M), and count losses."""
     tokens = np.full((len(captions), task.captions, task.context), NONE, np.int32)
     counts = {"captions": 0, "cut": 0, "unknown": 0}
     encoded_texts: dict[str, tokenizers.EncodedCaption] = {}

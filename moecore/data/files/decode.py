@@ -53,10 +53,8 @@ class UnreadableImage(Exception):
 def decode_image(path: str | Path, size: int, channels: int) -> np.ndarray:
     """Decode a file to uint8 (channels, size, size): bilinear resizing, centre crop.
 
-    EXIF rotation is applied; transparent pixels get ``BACKGROUND``; 16-bit channels are rounded to
-    8 bits; large JPEG files are decoded at reduced size, at least twice ``size``. Only the first
-    picture of a file is read. Raises UnreadableImage on damaged and truncated files and on 32 bits
-    per channel.
+    Large JPEG files are decoded at reduced size, at least twice ``size``. Only the first picture of
+    a file is read. Raises UnreadableImage on damaged files and on 32 bits per channel.
     """
     with _raise_unreadable():
         return resize_centre_square(_open_image(path, size, channels), size).transpose(2, 0, 1)
@@ -70,17 +68,14 @@ class JpegWithHistogram(NamedTuple):
 
 
 def recompress_image(path: str | Path, short_side: int, channels: int) -> JpegWithHistogram:
-    """Decode an image file as ``decode_image`` does, without the crop, and encode it as JPEG.
-
-    Colour has half the resolution of brightness (4:2:0), as in camera files. Raises UnreadableImage
-    as ``decode_image`` does.
-    """
+    """Decode as ``decode_image`` does, without the crop, and encode as JPEG of a short side."""
     with _raise_unreadable():
         image = _open_image(path, short_side, channels)
         factor = short_side / min(image.size)
         width, height = (max(short_side, round(side * factor)) for side in image.size)
         small = image.resize((width, height), Image.Resampling.BILINEAR)
         file = io.BytesIO()
+        # 4:2:0: colour has half the resolution of brightness, as in camera files.
         small.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
     histogram = np.array(small.histogram(), np.int64).reshape(channels, 256)
     return JpegWithHistogram(file.getvalue(), histogram)
@@ -134,7 +129,6 @@ def _raise_unreadable() -> Iterator[None]:
 
 
 def mode_refusal_text(mode: str) -> str:
-    """Return why images of a mode are refused."""
     return f"has mode {mode}; allowed: 8 or 16 bits a channel"
 
 

@@ -42,8 +42,8 @@ class LabelledFiles(NamedTuple):
 class DecodeCache(NamedTuple):
     """Decodes images in chunks to ``folder``; chunks that a killed run finished are reused.
 
-    Each split has one folder per list of files with their lengths, size and number of channels;
-    folders of other lists are removed.
+    Each split has a folder named by its files, form and channels; folders of other lists are
+    removed.
     """
 
     folder: Path
@@ -51,10 +51,7 @@ class DecodeCache(NamedTuple):
     channels: int
 
     def decode(self, split: str, paths: list[Path]) -> tuple[Path, dict[int, str]]:
-        """Decode ``paths``: path of uint8 (N, C, size, size), {row: reason} of unreadable files.
-
-        A damaged array is started again.
-        """
+        """Decode to an array (N, C, size, size): its path, {row: reason} of unreadable files."""
         work_folder = self._work_folder(split, f"{self.size}", paths)
         array = work_folder / "images.npy"
         shape = (len(paths), self.channels, self.size, self.size)
@@ -174,9 +171,8 @@ def decode_splits(
 ) -> dict[str, SplitToWrite]:
     """Decode every split; the returned parts take over the cache's files.
 
-    short_side: of the training images where they are stored uncropped, as JPEG files; None for an
-    array as in the other splits. Raises UserError that lists every unreadable file with its reason,
-    unless ``on_error`` is ``skip``: then these files are left out.
+    short_side: of uncropped JPEG training images; None for an array. Raises UserError listing every
+    unreadable file with its reason, unless ``on_error`` is ``skip``: then these files are left out.
     """
     decoded: dict[str, tuple[Path | PackedJpegFile, dict[int, str]]] = {}
     for split, files in splits.items():
@@ -247,11 +243,9 @@ class ImageFilesSource(SplitSettings, Source):
         """Return the classes and the files of each split. Raises UserError on wrong folders."""
 
     def scratch_folder(self, folder: Path) -> Path:
-        """Return the folder of unfinished work."""
         return folder / ".decoded"
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; files are counted."""
         return self._card().complete_with(lambda: self._count(*self.list_splits()))
 
     def write(self, folder: Path) -> dict[str, Any]:
@@ -298,11 +292,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
 
 
 def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> LabelledFiles:
-    """List image files at any depth under ``folder/<class>/``, sorted, labelled by class position.
-
-    Broken links are listed, so that decoding reports them. Raises UserError on class folders that
-    differ from ``classes``, classes without an image, and links that lead out of ``root``.
-    """
+    """List image files under ``folder/<class>/`` at any depth, sorted, with class numbers."""
     if (names := class_names(folder)) != classes:
         missing = _join_names(set(classes) - set(names))
         unknown = _join_names(set(names) - set(classes))
@@ -317,10 +307,7 @@ def list_labelled_images(root: Path, folder: Path, classes: tuple[str, ...]) -> 
 
 
 def _images_below(root: Path, folder: Path) -> Iterator[Path]:
-    """Yield the image files at any depth, following links to files but not to folders.
-
-    Raises UserError where a folder cannot be listed.
-    """
+    """Yield image files at any depth, also broken links, following links to files only."""
     try:
         with os.scandir(folder) as listed:
             entries = list(listed)
@@ -340,7 +327,6 @@ def _images_below(root: Path, folder: Path) -> Iterator[Path]:
 
 
 def take_files_at_rows(files: LabelledFiles, rows: np.ndarray) -> LabelledFiles:
-    """Return the files at ``rows``, in that order."""
     return LabelledFiles([files.paths[row] for row in rows], files.labels[rows])
 
 

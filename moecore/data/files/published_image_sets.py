@@ -46,8 +46,7 @@ class PublishedSource(SplitSettings, Source):
     root: str | tuple[str, ...]
     size: int
     download: bool = Field(
-        False,
-        description="Download missing files from the authors to the first root, checked",
+        False, description="Download missing files from the authors to the first root, checked"
     )
     only_classes: tuple[str, ...] = Field(
         (), description="Names of the classes to keep; empty: all"
@@ -94,7 +93,6 @@ class PublishedSource(SplitSettings, Source):
         """Return the authors' training and test sets. Raises UserError on damaged files."""
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; no file is read."""
         facts = self.facts()
         classes = self.kept_classes
         name = facts.name
@@ -144,10 +142,7 @@ class PublishedSource(SplitSettings, Source):
         return place, roots[0]
 
     def _split_rows(self, labels: np.ndarray, test_labels: np.ndarray) -> dict[str, np.ndarray]:
-        """Return rows of train, validation and test in the training set followed by the test set.
-
-        Classes are dropped last: the choice of classes moves no image to another split.
-        """
+        """Return rows of each split in the training set followed by the test set."""
         train, validation = split_train(labels, self)
         all_labels = np.concatenate([labels, test_labels])
         test = np.arange(len(labels), len(all_labels))
@@ -155,13 +150,13 @@ class PublishedSource(SplitSettings, Source):
             unused = np.setdiff1d(np.arange(len(labels)), np.concatenate([train, validation]))
             test = np.concatenate([test, unused])
         test = test[stratified_limit(all_labels[test], self.test_limit, self.seed)]
+        # Classes are dropped last, so that their choice moves no image to another split.
         numbers = self._number_kept_classes(all_labels)
         rows = {"train": train, "validation": validation, "test": test}
         return {split: part[numbers[part] >= 0] for split, part in rows.items()}
 
 
 def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None:
-    """Raise UserError where the file's digest differs from the published one."""
     digest = file_checksum(path, algorithm)
     if digest != expected:
         raise UserError(
@@ -170,10 +165,7 @@ def check_digest(path: Path, algorithm: str, expected: str, source: str) -> None
 
 
 def download_file(url: str, path: Path, check: Callable[[Path], object]) -> None:
-    """Download ``url`` to ``path``, which appears only once ``check(temporary path)`` accepts it.
-
-    Raises UserError on any network problem (naming the URL) and from ``check``.
-    """
+    """Download ``url`` to ``path``, which appears only once ``check`` accepts the content."""
     with whole_file(path) as temporary:
         try:
             torch.hub.download_url_to_file(url, str(temporary), progress=False)

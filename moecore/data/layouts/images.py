@@ -34,10 +34,7 @@ class PackedJpegFile(NamedTuple):
 
 
 class SplitToWrite(NamedTuple):
-    """One split to write: its labels, as the task stores them, and the images in the same order.
-
-    images: chunks uint8 (n, C, H, W) with N images in all, or a finished .npy or JPEG file to move.
-    """
+    """Labels as the task stores them, and images: chunks uint8 (n, C, H, W) or a file to move."""
 
     labels: np.ndarray
     images: Iterable[np.ndarray] | Path | PackedJpegFile
@@ -113,12 +110,10 @@ def _describe_training_images(
 
 
 def channel_moments(images: np.ndarray, chunk: int = 512) -> tuple[list[float], list[float]]:
-    """Return mean and population standard deviation per channel of uint8 (N, C, H, W), in [0, 1].
-
-    Exact, from histograms, which PIL counts several times faster than numpy.
-    """
+    """Return exact mean and population SD per channel of uint8 (N, C, H, W), in [0, 1]."""
     channels, width = images.shape[1], images.shape[-1]
 
+    # PIL counts histograms several times faster than numpy.
     def count_chunk(start: int) -> np.ndarray:
         block = images[start : start + chunk]
         planes = [block[:, channel].reshape(-1, width) for channel in range(channels)]
@@ -138,7 +133,6 @@ def _moments_of(histogram: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 def _jpeg_file_names(split: str) -> list[str]:
-    """Return the names of a split's JPEG content and of its offsets."""
     return [f"{split}_images.bin", f"{split}_offsets.npy"]
 
 
@@ -217,12 +211,10 @@ class JpegImages:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the array of centre squares."""
         return (len(self.places), self.channels, self.size, self.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array of centre squares."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -240,10 +232,7 @@ class JpegImages:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def whole(self, rows: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Decode all pixels of the images at ``rows`` in threads: uint8 (H, W, C) each.
-
-        Raises UserError that names the file and the image for a damaged one.
-        """
+        """Decode uncropped images in threads: uint8 (H, W, C); UserError for damaged ones."""
         return list(_decoding_threads(thread_count()).map(self._pixels, self.places[rows]))
 
     def _pixels(self, place: int) -> np.ndarray:

@@ -33,10 +33,7 @@ class NumberedText(NamedTuple):
 
 
 def write_text(folder: Path, settings: Config, card: Card, text: NumberedText) -> dict[str, Any]:
-    """Write the prepared layout to ``folder`` and return the content of card.json.
-
-    Raises UserError for a card with a problem, and where a split has no full block.
-    """
+    """Write the layout and return the card. Raises UserError for a split without a full block."""
     card = card.without_problem()
     tokens, vocabulary, more, truth = text
     (block,) = card.shape
@@ -95,11 +92,10 @@ def open_token_rows(folder: Path, card: Mapping[str, Any], split: str) -> np.nda
 
 
 def block_windows(tokens: np.ndarray, block: int, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each block with the blocks before it, and the next word of each token.
+    """Return blocks with the context before them, (N, C, M), and next words (N, M), of tokens (n,).
 
-    tokens: (n,). Returns (N, C, M) with C = context + 1 and the block last, −1 before the text's
-    start, and (N, M); N = (n − 1) // M, an incomplete last block is dropped. The windows are views
-    of one array, at most C·M tokens longer than the text.
+    C = context + 1, the block is last, −1 before the text's start; N = (n − 1) // M drops an
+    incomplete last block. The windows are views of one array.
     """
     number = (len(tokens) - 1) // block
     before = np.full(context * block, NONE, tokens.dtype)

@@ -31,11 +31,7 @@ BRIGHTNESS = (0.2, 0.85)  # mean over the brain of a normalised T1-weighted imag
 
 
 class VolumeSplitToWrite(NamedTuple):
-    """One split to write: subjects, and their volumes in the same order.
-
-    volumes: float16 (1, D, H, W) in [0, 1] with regions uint8 (R, D, H, W) or None. The layout sets
-    the subjects' ``qc_flags``.
-    """
+    """Subjects with volumes float16 (1, D, H, W) and regions uint8 (R, D, H, W), or None."""
 
     subjects: Sequence[VolumeSubject]
     volumes: Iterable[tuple[np.ndarray, np.ndarray | None]]
@@ -44,11 +40,7 @@ class VolumeSplitToWrite(NamedTuple):
 def write_volumes(
     folder: Path, settings: Config, card: Card, parts: Mapping[str, VolumeSplitToWrite]
 ) -> dict[str, Any]:
-    """Write the splits and ``card.json`` to ``folder`` (created if missing); return its content.
-
-    settings: of the source, with a kind and a seed. Raises UserError where all training ages are
-    equal.
-    """
+    """Write splits and card, which is returned. Raises UserError for equal training ages."""
     folder.mkdir(parents=True, exist_ok=True)
     ages = _ages(parts["train"].subjects).astype(np.float64)
     if np.ptp(ages) == 0:

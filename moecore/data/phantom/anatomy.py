@@ -154,11 +154,8 @@ def interpolate_volume(volume: np.ndarray, points: np.ndarray) -> np.ndarray:
 def scan_brain(
     brightness: np.ndarray, mask: np.ndarray, seed: int, scan: int, site: int
 ) -> np.ndarray:
-    """Simulate one scan of a brain: float32 (D, H, W), positive inside ``mask``, exactly 0 outside.
-
-    Adds the site's brightness and contrast, smooth shading, and Rician noise. seed: the person's;
-    scan: number of the scan. Their random streams are independent of the anatomy's.
-    """
+    """Simulate one scan of a brain, float32 (D, H, W): positive in ``mask``, 0 outside."""
+    # streams of the person's scan and of the site, independent of the anatomy's
     random = np.random.default_rng([seed, 2, scan])
     scanner = np.random.default_rng([site, 77])
     gain = scanner.uniform(*SITE_GAIN)
@@ -185,10 +182,7 @@ BISECTIONS = 22  # 46 mm / 2^22: the wall's position is exact to 1e-5 mm
 
 
 class Template(NamedTuple):
-    """Volumes float32 (64, 64, 64); tissue as shares of a voxel.
-
-    Lateral ventricles are filled with the tissue around them.
-    """
+    """Volumes float32 (64, 64, 64), tissue as shares; lateral ventricles filled with tissue."""
 
     brightness: np.ndarray
     grey: np.ndarray
@@ -224,10 +218,7 @@ class PlacedTemplate(NamedTuple):
 
 @cache
 def load_template() -> Template:
-    """Load the template and derive what does not depend on the person.
-
-    Raises UserError where its file is missing or has another digest.
-    """
+    """Load the template. Raises UserError where its file is missing or has another digest."""
     if not FILE.is_file() or file_checksum(FILE) != SHA256:
         raise UserError(f"{FILE}: missing, or not the template of this version; reinstall")
     with np.load(FILE, allow_pickle=False) as stored:
@@ -249,10 +240,7 @@ def template_from_maps(
     distance: np.ndarray,
     origin: np.ndarray,
 ) -> Template:
-    """Derive a template from its maps.
-
-    Maps and distance: float32 (64, 64, 64), as in Template; origin: of voxel (0, 0, 0), (3,) mm.
-    """
+    """Derive a template from its maps (64, 64, 64); origin: of voxel (0, 0, 0), (3,) mm."""
     head = grey + white + fluid
     slope = np.stack(np.gradient(distance, VOXEL_MM))
     # the skull does not move
@@ -287,7 +275,6 @@ def _thinning(origin: np.ndarray) -> np.ndarray:
 
 
 def draw_pose(random: Generator, warp_mm: float) -> Pose:
-    """Draw a head's pose and shape; ``warp_mm``: SD of the smooth displacement."""
     shape = np.exp(random.normal(0, SHAPE_LOG_SD, 3))
     angles = np.deg2rad(random.normal(0, TILT_DEGREES_SD, 3))
     shift = random.normal(0, SHIFT_MM_SD, 3) / VOXEL_MM

@@ -1,8 +1,7 @@
 """A second phantom generator, ellipsoids: its anatomy, contrast and scanners differ from the first.
 
-It tests what models learned from the first generator (``anatomy``, MNI152 maps); nothing trains on
-it. Heads age as in the first, so their tissue has the same trajectories. Every number here is our
-choice; lengths in mm, from the middle of the head.
+It tests what models learned from the first (``anatomy``, MNI152 maps) and ages like it; nothing
+trains on it. All numbers are our choice; lengths in mm, from the middle of the head.
 """
 
 from functools import cache
@@ -13,10 +12,7 @@ from moecore.data.layouts.volumes import BRAIN
 from moecore.data.phantom import anatomy
 from moecore.data.phantom.simulated_person import LifelongTraits
 from moecore.data.thread_map import one_blas_thread
-from moecore.data.volumes.volume_preparation import (
-    VolumeWithTissueShares,
-    pack_stored_volume,
-)
+from moecore.data.volumes.volume_preparation import VolumeWithTissueShares, pack_stored_volume
 
 # semi-axes along right, anterior, superior
 HEAD = (72.0, 88.0, 76.0)
@@ -41,11 +37,7 @@ _STREAM = 5  # random stream of the site; the first generator's streams are 1 to
 
 
 def simulate_shell_scan(age: float, sex: str, seed: int) -> VolumeWithTissueShares:
-    """Simulate a scan of person ``seed`` at an age in years; sex: F or M.
-
-    Stored as ``prepare`` stores the first generator's: image float16 (1, D, H, W) in [0, 1],
-    regions uint8 (3, D, H, W) of wm, gm, csf, share × 255. A function of its arguments alone.
-    """
+    """Simulate a scan of person ``seed`` at an age (years); sex: F or M."""
     site = FIRST_SITE + int(np.random.default_rng([seed, _STREAM]).integers(SITES))
     with one_blas_thread():
         brain = LifelongTraits.draw(seed, "realistic").at(age, sex, base=folded_brain_template())
@@ -83,10 +75,7 @@ def folded_brain_template() -> anatomy.Template:
 def ellipsoid_distance(
     points: np.ndarray, axes: tuple[float, ...], at: tuple[float, ...] = (0.0, 0.0, 0.0)
 ) -> np.ndarray:
-    """Return the distance in mm to an ellipsoid, negative inside, to first order near the surface.
-
-    points: (3, …) mm; axes: semi-axes; at: centre.
-    """
+    """Return distances in mm to an ellipsoid, negative inside; to first order near it."""
     shape = (3, *(1,) * (points.ndim - 1))
     centred = points - np.reshape(at, shape)
     size = np.reshape(axes, shape)

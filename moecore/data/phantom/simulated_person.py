@@ -99,10 +99,7 @@ def shift_tissue_boundaries(
     thinning: np.ndarray,
     spots: np.ndarray,
 ) -> BrainMaps:
-    """Move tissue across its boundaries until grey and white matter have their shares of the head.
-
-    thinning, spots: (64, 64, 64), high where grey matter is lost first and where lesions lie.
-    """
+    """Move tissue across its boundaries until grey and white matter have their shares."""
     _, grey, white, fluid, ventricles, caps = placement
     head = _total(grey + white + fluid + ventricles)
     to_grey = tissue_exchange_map(
@@ -132,11 +129,7 @@ def shift_tissue_boundaries(
 def tissue_exchange_map(
     source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
 ) -> np.ndarray:
-    """Return the tissue moved from ``source`` to ``sink`` per voxel, ``amount`` voxels in all.
-
-    Proportional to ``where``; for a negative amount, tissue moves from sink to source in proportion
-    to ``back`` and the result is negative.
-    """
+    """Return what goes from source to sink, by ``where``; negative: back, by ``back``."""
     if amount > 0:
         return tissue_removal_map(source, where, amount)
     return -tissue_removal_map(sink, back, -amount)

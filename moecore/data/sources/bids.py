@@ -27,5 +27,4 @@ class Bids(FileCohort):
     )
 
     def read_rows(self, root: Path) -> CohortTable:
-        """Return participants.tsv with the sessions of each participant."""
         return read_participants_with_sessions(root, self.diagnoses)

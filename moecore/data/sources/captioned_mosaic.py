@@ -1,7 +1,4 @@
-"""Mosaics of 2 × 2 images with captions that describe their layout: pairs without a download.
-
-A caption describes one layout, and test mosaics have distinct layouts: a caption matches one image.
-"""
+"""Mosaics of 2 × 2 images whose captions name their layout, one test image per layout."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,7 +58,6 @@ class CaptionedMosaic(CellSourceUser):
         return self
 
     def describe(self) -> Card:
-        """Return what ``write`` would write, from the card of the cells' source."""
         source = self.source.describe()
         return source._replace(
             name=f"{source.name}, captioned mosaics",
@@ -71,7 +67,6 @@ class CaptionedMosaic(CellSourceUser):
         )
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write mosaics with captions."""
         names = source.task.classes
         card = self.describe()
         tokenizer = build_tokenizer(names)
@@ -109,14 +104,11 @@ def build_tokenizer(names: Sequence[str]) -> WordTokenizer:
 
 
 def draw_layouts(classes: int, settings: CaptionedMosaic) -> dict[str, np.ndarray]:
-    """Draw the classes of the cells (n, 4) of each split.
-
-    Test and validation have distinct layouts of their own; training draws from the remaining ones,
-    and repeats a layout only after all others.
-    """
+    """Draw classes of cells (n, 4) per split; layouts of test and validation occur once."""
     random = np.random.default_rng([settings.seed, STREAM + len(SPLITS)])
     order = random.permutation(classes**4)
     test, validation, rest = np.split(order, [settings.test, settings.test + settings.validation])
+    # Training repeats a layout only after all others.
     rounds = -(-settings.train // len(rest))
     train = np.concatenate([random.permutation(rest) for _ in range(rounds)])[: settings.train]
     powers = classes ** np.arange(3, -1, -1)

@@ -1,7 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), *binary* version: 50,000 + 10,000, 32×32.
-
-A file consists of records of label bytes and 3×32×32 pixel bytes.
-"""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), *binary* version: 50,000 + 10,000, 32×32 pixels."""
 
 import tarfile
 from pathlib import Path, PurePosixPath
@@ -20,7 +17,7 @@ from moecore.data.files.published_image_sets import (
 )
 
 URL = "https://www.cs.toronto.edu/~kriz/"
-PIXELS = 3 * 32 * 32
+PIXELS = 3 * 32 * 32  # bytes of a record, after its label bytes
 
 
 class CifarArchiveSpec(NamedTuple):
@@ -38,11 +35,7 @@ class CifarArchiveSpec(NamedTuple):
 def read_binary(
     place: Path, spec: CifarArchiveSpec, files: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read ``files`` as images uint8 (N, 3, 32, 32) and labels int64 (N,).
-
-    place: a folder, or the authors' archive, which is not unpacked. Raises UserError naming the
-    file on a wrong length, and on an archive that is not the published one.
-    """
+    """Read images uint8 (N, 3, 32, 32) and labels int64 (N,) from a folder or archive, checked."""
     if place.is_file():
         check_digest(place, "md5", spec.md5, str(place))
         contents = _read_archive(place, files)
@@ -138,7 +131,6 @@ class Cifar(PublishedSource):
     )
 
     def facts(self) -> PublishedSetFacts:
-        """Return the facts of the set."""
         spec = SETS[self.classes]
         name = f"CIFAR-{self.classes}"
         train, test = (sum(files.values()) for files in (spec.train, spec.test))
@@ -146,16 +138,13 @@ class Cifar(PublishedSource):
         return PublishedSetFacts(name, spec.names, 3, licence, PAGE, train, test)
 
     def fetch_files(self, root: Path) -> Path:
-        """Download the archive into ``root``, checked."""
         return fetch_archive(SETS[self.classes], root)
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """Return the authors' training and test sets. Raises UserError on damaged files."""
         spec = SETS[self.classes]
         return read_binary(place, spec, spec.train), read_binary(place, spec, spec.test)
 
     def find_files(self, roots: list[Path]) -> Path | None:
-        """Return the first folder with all .bin files, or archive."""
         spec = SETS[self.classes]
         for root in roots:
             for folder in (root, root / spec.folder):
@@ -166,7 +155,6 @@ class Cifar(PublishedSource):
         return None
 
     def describe_absence(self, roots: list[Path]) -> str:
-        """Return which files are missing, and how to get them."""
         spec = SETS[self.classes]
         needed = f"{spec.archive}, or its {', '.join(spec.train | spec.test)}"
         candidates = [root / name.format(self.classes) for root in roots for name in PYTHON]

@@ -1,7 +1,4 @@
-"""Text in ciphers: dialects of words, for which the right expert of every word is known.
-
-V words of the vocabulary, D dialects.
-"""
+"""Text in ciphers: dialects of words, for which the right expert of every word is known."""
 
 from typing import Literal
 
@@ -24,23 +21,19 @@ class Ciphers(DocstringSource):
 
     kind: Literal["ciphers"] = "ciphers"
     words: int | None = Field(
-        None,
-        ge=3,
-        description="Vocabulary size V: the most frequent words, others are <unk>; null: all",
+        None, ge=3, description="Vocabulary size V; less frequent words are <unk>; null: all"
     )
     dialects: int = Field(12, ge=1, le=255, description="Number of ciphers D")
     zipf: float = Field(
-        0.0, ge=0, description="Exponent z: cipher n occurs in proportion to n^−z; 0: equally often"
+        0.0, ge=0, description="Cipher n occurs in proportion to n^−zipf; 0: equally often"
     )
     seed: int = Field(0, ge=0, description="Draws the ciphers, and the cipher of each paragraph")
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; the number of words is not known yet."""
         card = super().describe()
         return card._replace(name=f"{card.name} in {self.dialects} ciphers", truth=self.dialects)
 
     def read(self) -> NumberedText:
-        """Return the encrypted text of all splits. Raises UserError for a missing package."""
         return self.encrypt(super().read())
 
     def identify_paragraph(self, paragraph: str) -> str:

@@ -1,7 +1,4 @@
-"""Clusters whose centre says which feature matters (Chen et al. 2022, definition 3.1).
-
-K clusters, P = g² patches of d = p² pixels, n images.
-"""
+"""Clusters whose centre says which feature matters (Chen et al. 2022, definition 3.1)."""
 
 from typing import ClassVar, Literal, NamedTuple
 
@@ -25,8 +22,9 @@ class ClusterDirections(NamedTuple):
 class Clusters(DrawnSource):
     """Images of a cluster k, disturbed by the feature of another cluster k'; y and ε are −1 or 1.
 
-    One patch is y·α times the feature of k, one β times the centre of k, one ε·γ times the feature
-    of k', the others are noise; the order of patches is random. The label is y, the truth k.
+    Of P = g² patches of d = p² pixels, one is y·α times the feature of k, one β times the centre of
+    k, one ε·γ times the feature of k', the others are noise, in random order. The label is y, the
+    truth k.
     """
 
     paper: ClassVar[str] = "drawn; Chen et al. 2022 (arXiv 2208.02813), definition 3.1"
@@ -41,17 +39,14 @@ class Clusters(DrawnSource):
 
     @property
     def title(self) -> str:
-        """Title of the data."""
         return f"{self.clusters} clusters"
 
     @property
     def side(self) -> int:
-        """Pixels per side of an image."""
         return self.grid * self.patch
 
     @property
     def kinds(self) -> int:
-        """Number of kinds: the clusters."""
         return self.clusters
 
     @property

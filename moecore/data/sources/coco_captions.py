@@ -21,17 +21,14 @@ class CocoCaptions(captioned_source.CaptionedSource):
         None, description="dataset_coco.json: the split into 113,287, 5,000 and 5,000 images"
     )
     folders: tuple[str, ...] = Field(
-        ("train2014", "val2014"),
-        description="Folder below the root with the images of each annotation file",
+        ("train2014", "val2014"), description="Image folders, one per annotation file"
     )
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         return "COCO captions", "CC BY 4.0; images: Flickr's terms", "https://cocodataset.org"
 
     def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
-        """Return the images of each split. Raises UserError for files that are not COCO's."""
         if (self.karpathy is None) == (not self.annotations):
             raise UserError("coco_captions: give `annotations` or `karpathy`, one of them")
         if self.karpathy is not None:

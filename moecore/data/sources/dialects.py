@@ -1,10 +1,9 @@
 """Images in dialects: data for which routing matters, and the right route is known.
 
 A dialect is a fixed change of images and a fixed permutation of the class names, so that what is
-learned of one dialect does not help with another. Images are real, their combinations are drawn.
+learned of one dialect does not help with another. Images are real, their combinations drawn.
 
-n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families of equally many
-dialects with adjacent numbers. A function of the seed.
+n images uint8 (n, C, S, S); d (n,) the dialect of each, 0 to D − 1; F families of dialects.
 """
 
 from collections.abc import Iterator
@@ -112,7 +111,6 @@ class ShiftedColour(Colour):
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":
-        """Return equidistant hues on the colour circle."""
         return cls(colours_of_hues((np.arange(number) + 0.5) / number))
 
 
@@ -139,17 +137,15 @@ class Rotation(NamedTuple):
 
 
 class WalshProduct(NamedTuple):
-    """Each dialect multiplies the image by a different Walsh function, with 127.5 as zero.
-
-    The image's Walsh coefficient of sequence k becomes that of k XOR the dialect's sequence: the
-    coarse bands, which hold most of an image, move to the dialect's bands.
-    """
+    """Each dialect multiplies the image by a different Walsh function, with 127.5 as zero."""
 
     negative: np.ndarray  # bool (D, S, S), where the function is −1
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "WalshProduct":
         """Draw different functions for ``number`` dialects."""
+        # The Walsh coefficient of sequence k becomes that of k XOR the dialect's: the coarse bands,
+        # which hold most of an image, move to the dialect's bands.
         bits = (size - 1).bit_length()
         random = np.random.default_rng([seed, size])
         functions = random.choice(4**bits, number, replace=False)
@@ -210,10 +206,7 @@ MAX_DIALECTS = {  # numbers of different dialects
 def draw_change(
     change: Change, number: int, size: int, seed: int, channels: int, families: int | None = None
 ) -> DialectChange:
-    """Draw the change of ``number`` dialects of ``size``² pixels; families: F, a divisor.
-
-    Raises UserError for more dialects than the change has, and for colours of non-grey images.
-    """
+    """Draw the change of all dialects. Raises UserError for more dialects than it has."""
     kinds = families or number
     limits = {**MAX_DIALECTS, "frequency": 4 ** (size - 1).bit_length()}
     limit = limits.get(change, kinds)
@@ -278,14 +271,11 @@ class Dialects(CellSourceUser):
         "names, a change, and half of the pixels' places; null: dialects share nothing",
     )
     form: Literal["image", "mosaic", "cells"] = Field(
-        "image",
-        description="One image; a mosaic with one marked cell; a mosaic with a label per cell",
+        "image", description="One image; a mosaic with one marked cell, or with a label per cell"
     )
     grid: int = Field(2, ge=1, le=8, description="Cells along each side of a mosaic")
     zipf: float = Field(
-        0.0,
-        ge=0,
-        description="Exponent z: dialect n occurs in proportion to n^−z; 0: equally often",
+        0.0, ge=0, description="Dialect n occurs in proportion to n^−zipf; 0: equally often"
     )
     train: int = Field(60000, ge=1, description="Number of images for training")
     validation: int = Field(5000, ge=1, description="Number of images for validation")
@@ -330,7 +320,6 @@ class Dialects(CellSourceUser):
         return f"in {self.dialects} dialects{families} ({self.change}){form}"
 
     def describe(self) -> Card:
-        """Return what ``write`` would write, from the card of the cells' source."""
         source = self.source.describe()
         card = source._replace(
             name=f"{source.name} {self.title}",
@@ -351,7 +340,6 @@ class Dialects(CellSourceUser):
         return card.complete_with(count)
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write each split in dialects. Raises UserError for too many dialects."""
         card = source.card
         change, names = self._vocabulary(card["channels"], card["size"], source.task.outputs)
         parts = {name: self._part(getattr(source, name), name, change, names) for name in SPLITS}
@@ -365,10 +353,7 @@ class Dialects(CellSourceUser):
     def _vocabulary(
         self, channels: int, size: int, classes: int
     ) -> tuple[DialectChange, np.ndarray]:
-        """Return the dialects' change, and each dialect's names of the classes, int64 (D, K).
-
-        Raises UserError where there are too many dialects, or too few images of one.
-        """
+        """Return the dialects' change, and their names of the classes, int64 (D, K)."""
         check_rarest_dialect(self.zipf, self.shares, self.train * self.cells)
         change = draw_change(self.change, self.dialects, size, self.seed, channels, self.families)
         random = np.random.default_rng([self.seed, NAMES])

@@ -1,7 +1,4 @@
-"""The prose in docstrings of installed packages: English text that needs no download.
-
-Files are parsed with ``ast`` and never imported.
-"""
+"""The prose in docstrings of installed packages, which are parsed and never imported."""
 
 import ast
 import hashlib
@@ -42,7 +39,6 @@ class DocstringSource(TextSource):
     test: float = Field(0.05, gt=0, lt=0.5, description="share of the files")
 
     def read(self) -> NumberedText:
-        """Return the text of all splits. Raises UserError for a missing package."""
         lines: dict[str, list[list[str]]] = {split: [] for split in SPLITS}
         identities: set[str] = set()
         versions = {name: find_distribution(name).version for name in self.packages}
@@ -55,14 +51,10 @@ class DocstringSource(TextSource):
         vocabulary = build_vocabulary(lines["train"], MIN_COUNT)
         numbers = {word: number for number, word in enumerate(vocabulary)}
         tokens = {split: number_tokens(part, numbers) for split, part in lines.items()}
-        more = {
-            "packages": versions,
-            "lines": {split: len(part) for split, part in lines.items()},
-        }
+        more = {"packages": versions, "lines": {split: len(part) for split, part in lines.items()}}
         return NumberedText(tokens, vocabulary, more)
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; the number of words is not known yet."""
         licence = "BSD and MIT; matplotlib: its own, Apache-2.0: timm"
         card = self.text_card("Docstrings", licence, "docstrings of installed packages")
 
@@ -123,10 +115,7 @@ def read_python_files(name: str) -> Iterator[tuple[str, str]]:
 
 
 def extract_docstring_prose(source: str, path: str = "source") -> Iterator[str]:
-    """Yield paragraphs of prose in a Python file's docstrings, with single blanks.
-
-    Raises UserError that names ``path`` for text that this version of Python cannot parse.
-    """
+    """Yield paragraphs of prose in a file's docstrings. Raises UserError for invalid Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # deep nesting, too

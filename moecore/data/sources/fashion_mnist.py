@@ -1,7 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of clothes, 28×28, 10 classes.
-
-MNIST's IDX format: magic (0, 0, type, dimensions), big-endian sizes, values.
-"""
+"""Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of clothes, 28×28, 10 classes."""
 
 import gzip
 import hashlib
@@ -55,26 +52,21 @@ class FashionMnist(PublishedSource):
     )
 
     def facts(self) -> PublishedSetFacts:
-        """Return the facts of the set."""
         source = "https://github.com/zalandoresearch/fashion-mnist"
         return PublishedSetFacts("Fashion-MNIST", CLASSES, 1, "MIT", source, 60_000, 10_000)
 
     def find_files(self, roots: list[Path]) -> Path | None:
-        """Return the first folder with all four files."""
         return next((root for root in roots if not _missing_files(root)), None)
 
     def fetch_files(self, root: Path) -> Path:
-        """Download the files into ``root``, checked."""
         for name in _missing_files(root):
             download_file(f"{URL}{name}.gz", root / f"{name}.gz", partial(_read_file, name))
         return root
 
     def read_sets(self, place: Path) -> tuple[LabelledImages, LabelledImages]:
-        """Return the authors' training and test sets. Raises UserError on damaged files."""
         return _read_part(place, "train"), _read_part(place, "t10k")
 
     def describe_absence(self, roots: list[Path]) -> str:
-        """Return which files are missing, and how to get them."""
         gaps = []
         for root in roots:
             names = _missing_files(root)
@@ -113,11 +105,7 @@ MAX_BYTES = 2**26  # decompressed; the largest published file has 47 million
 
 
 def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
-    """Read a uint8 IDX file, plain or gzip, as an array with ``dimensions`` axes.
-
-    sha256: of the *decompressed* content, equal for plain and compressed copies. Raises UserError
-    naming the file where it cannot be read or its content differs.
-    """
+    """Read a uint8 IDX file, plain or gzip; sha256: of the decompressed content, checked."""
     try:
         with open(path, "rb") as file:
             is_packed = file.read(2) == GZIP
@@ -132,5 +120,6 @@ def read_idx(path: Path, dimensions: int, sha256: str) -> np.ndarray:
             f"{path}: its content has sha256 {digest}; the published file has {sha256}. Fetch the "
             "file again"
         )
+    # IDX: magic (0, 0, type, dimensions), big-endian sizes, values
     shape = np.frombuffer(content, ">u4", dimensions, 4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions).reshape(shape)

@@ -1,7 +1,4 @@
-"""Cohorts of T1-weighted MRI, whatever their layout: each subject's files are read once.
-
-The volumes prepared from a subject's files are cached for the next ``write``.
-"""
+"""Cohorts of T1-weighted MRI of any layout: each subject's files are read once, and cached."""
 
 import hashlib
 import json
@@ -41,10 +38,9 @@ VERSION = 2  # of the cache; raise it when reading a subject gives different val
 
 
 class VolumeCache(NamedTuple):
-    """One .npz file per subject, named by a hash of settings and files.
+    """One .npz file per subject, named by a hash of settings and of files' path, size and time.
 
-    The hash is of path, size and modification time of the subject's files. Entries of other
-    settings stay; the folder may be deleted at any time.
+    Entries of other settings stay; the folder may be deleted at any time.
     """
 
     folder: Path
@@ -138,14 +134,13 @@ class FileCohort(CohortSettings, Grid, Source):
     )
     cache: str = Field(
         ".state/volumes",
-        description="Folder of prepared volumes; the next run reads only changed files",
+        description="Folder of prepared volumes; only changed files are read again",
     )
     name: str = Field("cohort", description="Name of the cohort in the card and the report")
     licence: str = Field("not stated", description="Licence of the data, for the card")
 
     @property
     def allowed_diagnoses(self) -> tuple[str, ...] | None:
-        """Diagnoses of the participants that may be in any split; None: all."""
         return self.train_diagnoses
 
     @model_validator(mode="after")
@@ -169,8 +164,6 @@ class FileCohort(CohortSettings, Grid, Source):
         return age_cohort_card(self.name, self.size, self.voxel_mm, self.regions, about)
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; tables are read and files are searched."""
-
         def count() -> dict[str, Any]:
             usable, table = self.find_subjects()
             rows = split_cohort(usable, self, table.splits, table.places)
@@ -179,11 +172,6 @@ class FileCohort(CohortSettings, Grid, Source):
         return self.uncounted_card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card.
-
-        Raises UserError that lists every problem of the cohort (unless ``on_error`` is ``skip``),
-        or for an empty split.
-        """
         cached, table = self.read_volumes()
         subjects = [entry.subject for entry in cached]
         rows_of_split = split_cohort(subjects, self, table.splits, table.places)
@@ -191,11 +179,7 @@ class FileCohort(CohortSettings, Grid, Source):
         return write_cohort(folder, self, self.uncounted_card, table.problems, parts)
 
     def read_volumes(self) -> tuple[list[CachedSubject], CohortTable]:
-        """Read every subject into the cache; return the usable ones, and the table.
-
-        Raises UserError that lists every problem, unless ``on_error`` is ``skip``: then the table
-        has them.
-        """
+        """Read subjects into the cache; return the usable ones, and the table with all problems."""
         root = self._root()
         table = self.read_rows(root)
         problems = table.problems
@@ -260,10 +244,7 @@ class FileCohort(CohortSettings, Grid, Source):
         )
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """Return the subject's files below ``root``: t1 and, if set, mask, wm, gm, csf, dseg.
-
-        Raises UnusableVolume with a line for each that is missing or ambiguous.
-        """
+        """Return the subject's files by kind. Raises UnusableVolume, one line per problem."""
         patterns = {"t1": self.t1}
         if self.mask:
             patterns["mask"] = self.mask
@@ -299,10 +280,7 @@ def write_cohort(
     problems: Sequence[SubjectProblem],
     parts: Mapping[str, Sequence[CachedSubject]],
 ) -> dict[str, Any]:
-    """Write the prepared layout of cached subjects, by split; return the card.
-
-    settings: of the whole source; problems: of the subjects that were left out.
-    """
+    """Write the prepared layout of cached subjects; problems: of those that were left out."""
     splits = {}
     for split, part in parts.items():
         # A generator: volumes are loaded one by one, when written.

@@ -21,12 +21,10 @@ class Flickr30k(captioned_source.CaptionedSource):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         source = "https://shannon.cs.illinois.edu/DenotationGraph"
         return "Flickr30k", "Flickr's terms, for research and education", source
 
     def read(self) -> dict[str, list[captioned_source.ImageCaptions]]:
-        """Return the images of each split. Raises UserError for files that are not Flickr30k's."""
         if (self.karpathy is None) == (self.captions_file is None):
             raise UserError("flickr30k: give `captions_file` or `karpathy`, one of them")
         if self.karpathy is not None:
@@ -50,9 +48,7 @@ def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
         name, mark, place = key.rpartition("#")
         if not (tab and mark and place.isdigit() and name and caption.strip()):
             raise UserError.at(
-                f"{path}:{number}",
-                found=repr(line[:60]),
-                allowed="name.jpg#0, a tab, a caption",
+                f"{path}:{number}", found=repr(line[:60]), allowed="name.jpg#0, a tab, a caption"
             )
         if key in keys:
             raise UserError(f"{path}:{number}: {key} is there twice; allowed: once")

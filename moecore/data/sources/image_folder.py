@@ -25,20 +25,16 @@ class ImageFolder(image_files.ImageFilesSource):
         0.2, gt=0, lt=1, description="Share of each class for the test split, without a test folder"
     )
     name: str | None = Field(
-        None,
-        min_length=1,
-        description="Name of the data set, on card and page; null: the folder's name",
+        None, min_length=1, description="Name on card and page; null: the folder's name"
     )
     licence: str = Field("not stated", description="Licence of the images, for the card")
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         name = self.name or os.path.basename(os.path.realpath(candidate_folders(self.root)[0]))
         return name, self.licence, self.root
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
-        """Return the classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         train = root / "train"
         fixed = {}

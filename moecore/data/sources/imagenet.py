@@ -22,8 +22,7 @@ class Imagenet(image_files.ImageFilesSource):
 
     kind: Literal["imagenet"] = "imagenet"
     root: str = Field(
-        "data/raw/imagenet",
-        description="Folder with train/ and val/, each with one folder per wnid",
+        "data/raw/imagenet", description="Folder with train/ and val/, one folder per wnid in each"
     )
     cache: str = Field(
         ".state/imagenet", description="Folder for unfinished work, on the artifacts' disk"
@@ -35,17 +34,14 @@ class Imagenet(image_files.ImageFilesSource):
 
     @property
     def about(self) -> tuple[str, str, str]:
-        """Name, licence and source."""
         licence = "non-commercial research and education only (terms at image-net.org)"
         return "ImageNet", licence, "https://image-net.org"
 
     def scratch_folder(self, folder: Path) -> Path:
-        """Return the cache, which outlives a killed stage."""
         caches = candidate_folders(self.cache)
         return next((path for path in caches if path.is_dir()), Path(self.cache))
 
     def list_splits(self) -> tuple[tuple[str, ...], dict[str, image_files.LabelledFiles]]:
-        """Return the classes and the files of each split. Raises UserError on wrong folders."""
         root = self.root_folder()
         classes = image_files.class_names(root / "train")
         train = image_files.list_labelled_images(root, root / "train", classes)
@@ -61,7 +57,6 @@ class Imagenet(image_files.ImageFilesSource):
         }
 
     def root_folder(self) -> Path:
-        """Return the folder with train/ and val/. Raises UserError where it is not in order."""
         roots = candidate_folders(self.root)
         halves = ("train", "val")
         root = next((path for path in roots if all((path / h).is_dir() for h in halves)), None)

@@ -36,7 +36,6 @@ class CellSourceUser(Source):
         """Write the prepared layout from the other source's images; return the card."""
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return its card; UserError where the source fails."""
         scratch = folder / ".source"
         self.source.write(scratch)
         card = self.write_from(Prepared.open(scratch), folder)
@@ -45,10 +44,7 @@ class CellSourceUser(Source):
 
 
 class Mosaic(CellSourceUser):
-    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur.
-
-    The source's ``size`` is that of a cell.
-    """
+    """``grid`` × ``grid`` images of one split of ``source``; labels are all classes that occur."""
 
     task: ClassVar[type[MultiLabel]] = MultiLabel
 
@@ -60,7 +56,6 @@ class Mosaic(CellSourceUser):
     seed: int = Field(0, ge=0, description="Draws the images of each mosaic")
 
     def describe(self) -> Card:
-        """Return what ``write`` would write, from the card of the cells' source."""
         source = self.source.describe()
         card = source._replace(
             name=f"{source.name}, mosaics of {self.grid}×{self.grid}",
@@ -71,7 +66,6 @@ class Mosaic(CellSourceUser):
         return card.complete_with(lambda: check_cells_suffice(source, self.grid**2))
 
     def write_from(self, source: Prepared, folder: Path) -> dict[str, Any]:
-        """Write mosaics of each split."""
         classes = source.task.outputs
         parts = {name: self._part(getattr(source, name), name, classes) for name in SPLITS}
         return write_images(folder, self, self.describe(), parts)
@@ -93,12 +87,9 @@ class Mosaic(CellSourceUser):
 def draw_mosaic_members(
     total: int, number: int, cells: int, seed: list[int], name: str = "split"
 ) -> np.ndarray:
-    """Draw which of ``total`` images form each of ``number`` mosaics; int64 (number, cells).
-
-    Mosaics are cut from random permutations, so every image is used equally often, up to
-    remainders. A function of the seed; a larger ``number`` only appends mosaics. Raises UserError
-    where ``total`` is smaller than ``cells``.
-    """
+    """Draw which of ``total`` images form each of ``number`` mosaics; int64 (number, cells)."""
+    # Cut from random permutations: images are used equally often, and a larger number of mosaics
+    # begins with the same ones.
     check_images_fill_mosaic(total, cells, name)
     random = np.random.default_rng(seed)
     per_order = total // cells

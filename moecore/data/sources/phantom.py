@@ -76,8 +76,8 @@ def simulate_scan(
 class Phantom(CohortSettings, Source):
     """Simulated people: results say nothing about real brains.
 
-    Ages, head size, tissue volumes, ventricles, lesions and scanners vary independently, except
-    with age and sex.
+    Head size, tissue volumes, ventricles, lesions and scanners vary independently, given age and
+    sex.
     """
 
     regions: ClassVar[tuple[str, ...]] = REGIONS
@@ -92,7 +92,6 @@ class Phantom(CohortSettings, Source):
     )
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; nothing is simulated."""
         side = round(SIDE * VOXEL_MM / self.voxel_mm)
         name = f"Simulated ageing cohort (phantom, {self.preset})"
         card = age_cohort_card(
@@ -130,7 +129,6 @@ class Phantom(CohortSettings, Source):
         return self.seed * MAX_SUBJECTS + number
 
     def visits(self) -> list[Visit]:
-        """Return every scan of the cohort, in the order of the people."""
         return [self._visit(number) for number in range(self.subjects)]
 
     def _visit(self, number: int) -> Visit:

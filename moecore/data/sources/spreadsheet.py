@@ -1,7 +1,4 @@
-"""A cohort of T1-weighted MRI in folders of any layout, with a spreadsheet: IXI, UK Biobank.
-
-The spreadsheet is a .csv or .tsv with columns of any name.
-"""
+"""A cohort of T1-weighted MRI in any folders, with a .csv or .tsv table: IXI, UK Biobank."""
 
 import re
 from collections import Counter, defaultdict
@@ -42,11 +39,7 @@ class SpreadsheetReading(NamedTuple):
 
 
 def read_spreadsheet(root: Path, name: str, reading: SpreadsheetReading) -> cohorts.CohortTable:
-    """Read the subjects of the table root/name; each problem has file and line.
-
-    Raises UserError where the file is missing, not .csv or .tsv, or lacks a column, and where no
-    row has one of the diagnoses.
-    """
+    """Read the subjects of the table root/name; each problem has file and line."""
     path = root / name
     rows = _rename_columns(path, _read_rows(root, path), reading)
     problems = []
@@ -122,14 +115,10 @@ class Spreadsheet(FileCohort):
         {}, description="The table's code of a sex → F or M, such as {1: M, 2: F}"
     )
     digits: int = Field(
-        0,
-        ge=0,
-        le=20,
-        description="Digits of an id in file names; shorter ids are padded with zeros",
+        0, ge=0, le=20, description="Digits of an id in file names; shorter ids get zeros"
     )
     site_in_name: str | None = Field(
-        None,
-        description="A regular expression for the T1's file name, whose group is the site",
+        None, description="A regular expression for the T1's file name, whose group is the site"
     )
 
     @model_validator(mode="after")

@@ -1,7 +1,4 @@
-"""Points near random subspaces; the label is a direction within the point's subspace.
-
-D subspaces of rank r in d = S² dimensions, n images.
-"""
+"""Points near random subspaces; the label is a direction within the point's subspace."""
 
 from typing import ClassVar, Literal
 
@@ -33,17 +30,14 @@ class Subspaces(DrawnSource):
 
     @property
     def title(self) -> str:
-        """Title of the data."""
         return f"{self.subspaces} subspaces of rank {self.rank}"
 
     @property
     def side(self) -> int:
-        """Pixels per side of an image."""
         return self.size
 
     @property
     def kinds(self) -> int:
-        """Number of kinds: the subspaces."""
         return self.subspaces
 
     @property

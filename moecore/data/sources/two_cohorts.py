@@ -59,8 +59,6 @@ class TwoCohorts(CohortSettings, Source):
         )
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; tables are read and files are searched."""
-
         def count() -> dict[str, Any]:
             train_subjects, train_table = self.first.find_subjects()
             test_subjects, test_table = self.second.find_subjects()
@@ -70,10 +68,6 @@ class TwoCohorts(CohortSettings, Source):
         return self._card.complete_with(count)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout to ``folder`` and return its card.
-
-        Raises UserError as each cohort does, and where they share a site or a volume.
-        """
         train_volumes, train_table = self.first.read_volumes()
         test_volumes, test_table = self.second.read_volumes()
         rows_of_split = self._split(

@@ -33,13 +33,11 @@ class Wikitext(TextSource):
     kind: Literal["wikitext"] = "wikitext"
     root: str = Field(description="folder with the three files")
     name: str = Field(
-        "wikitext",
-        description="Name; of wikitext-103 the published numbers of words and tokens are checked",
+        "wikitext", description="wikitext-103: its numbers of words and tokens are checked"
     )
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
     def describe(self) -> Card:
-        """Return what ``write`` would write; words are not counted yet."""
         words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
         card = self.text_card(self.name, self.licence, self.root, words)
 
@@ -50,7 +48,6 @@ class Wikitext(TextSource):
         return card.complete_with(check_files)
 
     def read(self) -> NumberedText:
-        """Return the text of all splits. Raises UserError for invalid files."""
         files = self._files()
         numbers: dict[str, int] = {}
         tokens = {split: read_and_number_words(files[split], numbers) for split in SPLITS}
@@ -87,10 +84,7 @@ class Wikitext(TextSource):
 
 
 def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:
-    """Return token numbers int32 (n,) of a file; new words are added to ``numbers``.
-
-    Raises UserError where it is empty or not UTF-8.
-    """
+    """Return a file's token numbers int32 (n,); new words are added to ``numbers``."""
     tokens = array("i")
     lines = 0
     try:

@@ -1,7 +1,4 @@
-"""Tokenizers of captions: a vocabulary of words, or byte pairs from a file, such as CLIP's.
-
-M tokens per caption.
-"""
+"""Tokenizers of captions, M tokens each: words, or byte pairs of a file such as CLIP's."""
 
 import hashlib
 import shutil
@@ -81,9 +78,7 @@ class BpeTokenizer:
         self.words = self.loaded.get_vocab_size()
         if self.words != words:
             raise UserError.at(
-                path,
-                found=f"{self.words:,} words",
-                allowed=f"{words:,}, as tokenizer.words says",
+                path, found=f"{self.words:,} words", allowed=f"{words:,}, as tokenizer.words says"
             )
         self.start, self.end = (self._number(special) for special in CLIP)
 
@@ -151,10 +146,7 @@ AnyTokenizer = Annotated[WordSettings | BpeFileSettings, Field(discriminator="ki
 
 
 def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
-    """Load the tokenizer stored in ``folder``, that of a data set or of a model.
-
-    Raises UserError where it is missing or not the task's.
-    """
+    """Load the tokenizer in ``folder``. Raises UserError where it is missing or not the task's."""
     path = folder / THEIRS
     if path.is_file():
         tokenizer: Tokenizer = BpeTokenizer(path, task.words)

@@ -51,7 +51,6 @@ class TextSource(Source):
         """Return the text of all splits. Raises UserError where it is missing or invalid."""
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the prepared layout and return the card."""
         return write_text(folder, self, self.describe(), self.read())
 
 
@@ -61,10 +60,7 @@ def lower_words(text: str) -> list[str]:
 
 
 def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
-    """Split a prompt into words as a source with this reading does.
-
-    ``<eos>`` is put before every paragraph (prose) or line (blanks), and not at the end.
-    """
+    """Split a prompt into words; ``<eos>`` before every paragraph (prose) or line (blanks)."""
     if reading == "prose":
         parts = [lower_words(part) for part in re.split(r"\n\s*\n", text.strip())]
     else:
@@ -93,10 +89,7 @@ def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) ->
 
 
 def read_vocabulary(folder: Path, words: int) -> list[str]:
-    """Read the words of a prepared text, or of a text model, in the order of their numbers.
-
-    Raises UserError where the file is missing, not UTF-8, or not of ``words`` words.
-    """
+    """Read the words in the order of their numbers; UserError unless ``words`` of them."""
     path = folder / "vocabulary.txt"
     try:
         vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -111,11 +104,7 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
 
 
 def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
-    """Return 1 for each stop word, 0 for other words, −1 for punctuation and special tokens, (V,).
-
-    Stop words are scikit-learn's English ones: articles, prepositions, pronouns, conjunctions,
-    auxiliaries and a few content words.
-    """
+    """Label words (V,): 1 for scikit-learn's English stop words, 0 others, −1 no words."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
     return np.array(

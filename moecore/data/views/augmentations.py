@@ -60,7 +60,6 @@ def solarize(pixels: Tensor, threshold: Tensor) -> Tensor:
 
 
 def invert(pixels: Tensor, strength: Tensor) -> Tensor:
-    """Return the negative."""
     return 255 - pixels
 
 
@@ -111,7 +110,6 @@ class ColourJitter(Config):
 
     @property
     def is_identity(self) -> bool:
-        """True where no colour is changed."""
         return not (self.brightness or self.contrast or self.saturation)
 
 
@@ -126,7 +124,6 @@ class DrawnJitter(NamedTuple):
 
 
 def draw_jitter(settings: ColourJitter, draws: BatchDraws) -> DrawnJitter:
-    """Draw the jitter of each image, on the CPU."""
     order = draws.rand(len(JITTERED)).argsort(dim=1)
     factors = [
         warping.uniform_draws(draws, max(0.0, 1 - value), 1 + value)
@@ -147,8 +144,7 @@ def jitter_colours(pixels: Tensor, jitter: DrawnJitter) -> Tensor:
             factors = jitter.factors[rows, index].to(torch.float32).view(-1, 1, 1, 1)
             device_rows = warping.to_device_async(rows, pixels.device)
             changed = operation(
-                pixels.index_select(0, device_rows),
-                warping.to_device_async(factors, pixels.device),
+                pixels.index_select(0, device_rows), warping.to_device_async(factors, pixels.device)
             )
             pixels.index_copy_(0, device_rows, changed)
     return pixels
@@ -203,10 +199,7 @@ class RandAugment(Config):
         2, ge=0, le=16, description="Operations per image, drawn with replacement"
     )
     magnitude: float = Field(
-        9,
-        ge=0,
-        le=30,
-        description="Strength; 10 is the full range of each operation, others in proportion",
+        9, ge=0, le=30, description="Strength; 10 is the full range of each, others in proportion"
     )
     names: tuple[Geometric | Colour, ...] = Field(
         STANDARD, min_length=1, description="Operations to draw from; all but invert by default"
@@ -220,7 +213,6 @@ class RandAugment(Config):
 
     @property
     def moves(self) -> bool:
-        """True where any operation is geometric."""
         return any(name in get_args(Geometric) for name in self.names)
 
 
@@ -233,7 +225,6 @@ class DrawnOperations(NamedTuple):
 
 
 def draw_operations(settings: RandAugment, draws: BatchDraws) -> DrawnOperations:
-    """Draw the operations of each image, on the CPU."""
     choices = draws.integers(0, len(settings.names), settings.operations)
     signs = draws.integers(0, 2, settings.operations) * 2 - 1
     return DrawnOperations(

@@ -43,10 +43,7 @@ TRANSFORMS = {  # names as in the table; translations are (horizontal, vertical)
 
 
 def draw_affines(name: str, count: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Draw ``count`` affines (count, 3, 3) of TRANSFORMS[name] for ``size`` (height, width).
-
-    A function of the arguments alone, so that every model is measured on the same pictures.
-    """
+    """Draw affines (count, 3, 3) of TRANSFORMS[name] for (height, width), by the seed alone."""
     settings = TRANSFORMS[name]
     generator = generator_for(seed, *name.encode())
 

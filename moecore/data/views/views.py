@@ -63,12 +63,10 @@ class AffineRanges(Config):
 
     @property
     def is_identity(self) -> bool:
-        """True where no image is moved."""
         return not (self.degrees or self.translate or self.shear) and self.scale == (1, 1)
 
 
 def falsifies_truth(around: Surroundings) -> str:
-    """Return why pixels must not change in images with a truth channel."""
     return f"which would falsify the truth of {around.data}; allowed: leave it out"
 
 
@@ -97,8 +95,7 @@ class ViewSettings(Config):
         0.0, ge=0, le=1, description="Probability of a black rectangle of 2 to 33 % of the view"
     )
     fill: Literal["zeros", "border", "reflection"] = Field(
-        "zeros",
-        description="What is outside the image: black, the nearest pixel, the mirrored image",
+        "zeros", description="Outside the image: black, the nearest pixel, the mirrored image"
     )
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -157,10 +154,7 @@ class ViewSettings(Config):
 
 
 class ViewsWithAffines(NamedTuple):
-    """Views fp32 (B, C, H, W) in [0, 1] and affines fp32 (B, 3, 3) to them, on their device.
-
-    Of volumes: (B, C, D, H, W) and (B, 4, 4).
-    """
+    """Views fp32 (B, C, *pixels) in [0, 1], affines fp32 (B, 3, 3) or, of volumes, (B, 4, 4)."""
 
     images: Tensor
     affines: Tensor
@@ -173,9 +167,9 @@ def make_random_views(
 ) -> ViewsWithAffines:
     """Make one random view of each image.
 
-    images: uint8 (B, C, H, W) on any device; volumes floating point (B, C, D, H, W) in [0, 1];
-    images of different shapes, which need a crop. source: a generator on the CPU, or the draws of
-    these images. Raises UserError for settings that do not apply to volumes or to uneven images.
+    images: uint8 (B, C, H, W); volumes (B, C, D, H, W) in [0, 1]; or images of different shapes,
+    which need a crop. Raises UserError for settings that do not apply to volumes or to uneven
+    images.
     """
     draws = BatchDraws.of(source, len(images))
     if isinstance(images, Tensor) and images.ndim == 5:
@@ -272,10 +266,7 @@ def _check_range(ends: tuple[float, float], limit: float) -> tuple[float, float]
 
 
 class Mix(Config):
-    """Mixing of images: Mixup and CutMix.
-
-    Where both alphas are above 0, each image gets one of the two with probability one half.
-    """
+    """Mixup and CutMix; where both alphas are above 0, each image gets one of the two by a coin."""
 
     mixup: float = Field(0.0, ge=0, description="alpha of mixup's Beta(alpha, alpha); 0 = off")
     cutmix: float = Field(0.0, ge=0, description="alpha of CutMix's Beta(alpha, alpha); 0 = off")
@@ -285,7 +276,6 @@ class Mix(Config):
 
     @property
     def active(self) -> bool:
-        """True where any image may be mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     def misfits(self, around: Surroundings) -> Misfits:
@@ -306,11 +296,9 @@ def mix_images(
 ) -> tuple[Tensor, Tensor]:
     """Mix each image with a random partner of the batch: images (B, C, H, W), soft labels (B, K).
 
-    images: fp32 (B, C, H, W) in [0, 1]; labels: int64 (B,); soft labels are fp32. task: of the
-    labels. source: a generator on the CPU, or the draws of these images. others: returns images and
-    labels at positions (B,) of the whole batch, where these images are a part of it. λ is drawn per
-    image; CutMix's λ is the exact share of unreplaced pixels. Raises UserError for a task whose
-    labels are not one class each.
+    images: fp32 in [0, 1]. others: returns images and labels at positions (B,) of the whole batch,
+    where these images are a part of it. λ is drawn per image; CutMix's λ is the exact share of
+    unreplaced pixels.
     """
     if why := task.needs_classes("mix"):
         raise UserError(f"mix: found mixup or cutmix, but {why}; allowed: mix: null")

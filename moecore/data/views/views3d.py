@@ -30,11 +30,7 @@ FLAT_VIEWS = ("crop", "randaugment", "jitter", "erasing")  # not for volumes
 def make_random_volume_views(
     volumes: Tensor, settings: Any, draws: BatchDraws
 ) -> tuple[Tensor, Tensor]:
-    """Make one random view of each volume, fp32, and affines fp32 (B, 4, 4), on their device.
-
-    volumes: floating point (B, C, D, H, W) in [0, 1] on any device; settings: ViewSettings; draws:
-    of these volumes. Raises UserError for settings that do not apply to volumes.
-    """
+    """Make one random view of each volume, fp32, and affines fp32 (B, 4, 4), on their device."""
     _refuse(settings)
     size = list(volumes.shape[2:])
     shifts = draws.integers(-settings.shift, settings.shift + 1, 3)
@@ -49,11 +45,7 @@ def make_random_volume_views(
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
-    """Sample views fp32 of volumes (B, C, D, H, W) trilinearly; affines to the view, fp64, CPU.
-
-    Outside the volume: 0 (zeros), the nearest voxel (border) or the mirrored volume (reflection).
-    Strong shrinking is not smoothed.
-    """
+    """Sample views fp32 of (B, C, D, H, W) trilinearly; affines fp64, CPU, no smoothing."""
     half = torch.tensor(volumes.shape[2:], dtype=torch.float64) / 2
     unit = torch.diag(torch.cat([half, half.new_ones(1)]))  # from −1 … 1 about the middle to voxels
     unit[:3, 3] = half
@@ -134,12 +126,10 @@ def _shift_and_flip(volumes: Tensor, shifts: Tensor, mirrored: Tensor, fill: str
 
 
 def volume_identities(count: int) -> Tensor:
-    """Return identities (count, 4, 4), fp64."""
     return torch.eye(4, dtype=torch.float64).repeat(count, 1, 1)
 
 
 def volume_translations(moves: Tensor) -> Tensor:
-    """Move by ``moves`` (B, 3) voxels."""
     affines = volume_identities(len(moves))
     affines[:, :3, 3] = moves.to(torch.float64)
     return affines

@@ -80,10 +80,8 @@ def draw_crop_windows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draw windows as (top, left, height, width), each (B,) in pixels, fractions allowed.
 
-    size: height and width of all images, or fp64 (B,) of each. Area is uniform in ``scale`` (share
-    of the image), width / height log-uniform in ``ratio``; a side longer than the image's is cut to
-    it (our choice: Inception draws again up to ten times). The position is uniform inside the
-    image.
+    Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
+    side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
     """
     area = uniform_draws(draws, *scale) * (size[0] * size[1])
     aspect = uniform_draws(draws, math.log(ratio[0]), math.log(ratio[1])).exp()
@@ -186,11 +184,7 @@ def warp_uneven_images(
 def cut_parts_seen_by_views(
     images: MixedSizeImageList, affines: Tensor, size: tuple[int, int], fill: str
 ) -> tuple[Tensor, Tensor]:
-    """Cut out the part of each image that its view of ``size`` reaches, padded by ``fill``.
-
-    Returns parts uint8 (B, H, W, C) on the CPU, pinned if the views' device is a GPU, and affines
-    (B, 3, 3) from the parts to the views.
-    """
+    """Cut out what views reach, padded by ``fill``: uint8 (B, H, W, C), CPU; affines to views."""
     corners = torch.tensor([[0, 0, size[0], size[0]], [0, size[1], 0, size[1]], [1, 1, 1, 1]])
     reached = (invert_affines(affines) @ corners.to(torch.float64))[:, :2]
     low = reached.amin(-1).floor().to(torch.int64) - 1  # one more pixel, for the interpolation

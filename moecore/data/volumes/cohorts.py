@@ -1,8 +1,4 @@
-"""Cohorts: tables of participants and sessions, and the split of each participant.
-
-A table is read with all problems of its rows. Splits are stratified by age and sex, and never
-separate the sessions of a participant.
-"""
+"""Cohorts: tables of participants and sessions, and splits by age and sex per participant."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,8 +44,7 @@ def read_participants_with_sessions(
     """Read root/participants.tsv, and each participant's sessions.tsv if it exists.
 
     A sessions table gives session_id and, if it has the columns, age and diagnosis; otherwise
-    participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped. Raises UserError
-    where participants.tsv is missing or lacks a column, or no row has one of the diagnoses.
+    participants.tsv does. Rows of a diagnosis outside ``diagnoses`` are skipped.
     """
     path = root / "participants.tsv"
     people = defaultdict(list)
@@ -131,10 +126,7 @@ def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, 
 def read_delimited_table(
     path: Path, separator: str = "\t"
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns of a table with a header, and its rows, stripped of blanks around values.
-
-    Raises UserError where it is not UTF-8, or not a table.
-    """
+    """Return the columns of a table with a header, and its rows, stripped of blanks."""
     import pandas  # takes a second to import
 
     try:
@@ -169,10 +161,7 @@ def _visit_rows(
 
 
 def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, list[str]]:
-    """Parse a row to a subject, and the reasons why it cannot be used.
-
-    row: participant_id, age, sex, and optionally session_id, site and diagnosis.
-    """
+    """Parse a row to a subject, and the reasons why it cannot be used."""
     reasons = []
     session = row.get("session_id", "")
     if session and (reason := id_problem("session_id", session)):
@@ -198,7 +187,6 @@ def parse_subject_with_problems(row: dict[str, str]) -> tuple[VolumeSubject, lis
 
 
 def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[SubjectProblem]:
-    """Return a problem for each duplicate pair of participant and session."""
     return [
         SubjectProblem(
             *who,
@@ -241,10 +229,7 @@ class CohortSettings(Config):
     )
     test: float = Field(0.25, gt=0, lt=1, description="Share of the participants for the test")
     age_groups: int = Field(
-        8,
-        ge=1,
-        le=100,
-        description="Number of equally large age groups by which splits are stratified, with sex",
+        8, ge=1, le=100, description="Age groups of equal size that stratify the splits, per sex"
     )
     test_sites: tuple[str, ...] = Field(
         (), description="Sites whose participants are the test set; empty: the test set is drawn"
@@ -265,9 +250,8 @@ def split_cohort(
     """Return the rows of ``subjects`` in each split, all volumes of a participant in one split.
 
     A function of the seed and the participants, not of their order. given: participant → split, set
-    by the user; ``test_sites`` and ``train_diagnoses`` hold others out for the test, the remaining
-    ones are drawn. places: participant → file:line, for messages. Raises UserError for an empty
-    split, and where ``given`` contradicts what is held out.
+    by the user. places: participant → file:line, for messages. Raises UserError for an empty split,
+    and where ``given`` contradicts ``test_sites`` or ``train_diagnoses``.
     """
     # A participant is stratified by the youngest age, which overwrites the others.
     oldest_first = sorted(subjects, key=lambda subject: -subject.age)
@@ -292,11 +276,7 @@ def split_cohort(
 def held_out_participants(
     subjects: Sequence[VolumeSubject], settings: CohortSettings, places: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return participants that may only be in the test, with the reason.
-
-    Reasons are ``test_sites`` and ``train_diagnoses``. Raises UserError for an unknown site, and
-    for a participant with visits both at test sites and at others.
-    """
+    """Return participants that may only be in the test, with the reason."""
     sites = set(settings.test_sites)
     cohort_sites = {subject.site for subject in subjects}
     if unknown := sorted(sites - cohort_sites):
@@ -367,7 +347,7 @@ def draw_splits(people: Sequence[VolumeSubject], settings: CohortSettings) -> di
 
 
 def _age_sex_groups(people: Sequence[VolumeSubject], age_groups: int) -> np.ndarray:
-    """Number each person's group by quantile of age, and sex; int64 (N,)."""
+    """Return a group number for each person, by quantile of age, and sex; int64 (N,)."""
     ages = np.array([person.age for person in people])
     rank = np.argsort(np.argsort(ages, kind="stable"), kind="stable")
     sexes = np.unique([person.sex for person in people], return_inverse=True)[1]

@@ -42,7 +42,6 @@ def read_subject_rows(path: Path) -> list[dict[str, str]]:
 
 
 def sex_counts(sexes: Sequence[str]) -> dict[str, int]:
-    """Count the volumes of women (F), men (M) and people of unknown sex."""
     counts = {name: list(sexes).count(code) for code, name in SEXES.items()}
     return {name: number for name, number in counts.items() if number or name != "unknown"}
 

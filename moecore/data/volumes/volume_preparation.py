@@ -42,11 +42,7 @@ class Volume(NamedTuple):
 
 
 def load_volume(path: Path) -> Volume:
-    """Read a NIfTI or .mgz file and turn it to canonical axes, without interpolation.
-
-    Raises UnusableVolume on files that are missing, damaged or truncated, not 3-D, without an
-    orientation, or with values that are not finite.
-    """
+    """Read a NIfTI or .mgz file on canonical axes. Raises UnusableVolume on damaged files."""
     import nibabel  # takes a third of a second to import
 
     if not path.is_file():  # reading a pipe would never end
@@ -170,10 +166,7 @@ class Grid(Config):
 
 
 def resample_volume(volume: np.ndarray, zooms: tuple[float, ...], voxel_mm: float) -> np.ndarray:
-    """Resample a volume from ``zooms`` to ``voxel_mm``: linear, smoothed before shrinking; fp32.
-
-    Both grids have the same centre. A volume with this voxel size is returned unchanged.
-    """
+    """Resample to ``voxel_mm``, same centre: linear, smoothed before shrinking; fp32."""
     factors = voxel_mm / np.asarray(zooms, np.float64)  # old voxels per new one
     if np.all(np.abs(factors - 1) * voxel_mm < VOXEL_TOLERANCE_MM):
         return volume.astype(np.float32, copy=False)
@@ -198,10 +191,7 @@ def resample_masked_volume(
 
 
 def brain_window_start(mask: np.ndarray, size: tuple[int, int, int]) -> tuple[int, ...]:
-    """Return the first index per axis of ``size`` voxels around the mask's middle.
-
-    Negative indices mean padding. Zeros for a volume of this size: it is not moved.
-    """
+    """Return the first index per axis of ``size`` voxels around the mask's middle; < 0: padding."""
     if mask.shape == tuple(size):
         return (0, 0, 0)
     bounds = [np.flatnonzero(mask.any(axis=axes))[[0, -1]] for axes in ((1, 2), (0, 2), (0, 1))]
@@ -338,11 +328,7 @@ def read_subject_volumes(
 
 
 def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) -> np.ndarray:
-    """Read one T1-weighted volume as a model takes it: float16 (1, D, H, W) in [0, 1].
-
-    The brain is ``mask``, else where the volume is above 0. Raises UnusableVolume that lists
-    everything that is wrong with it.
-    """
+    """Read one T1-weighted volume as models take it: float16 (1, D, H, W) in [0, 1]."""
     files = {"t1": Path(path)}
     if mask:
         files["mask"] = Path(mask)
@@ -350,11 +336,7 @@ def read_volume(path: str | Path, grid: Grid, mask: str | Path | None = None) ->
 
 
 def normalise_intensities(volume: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Map the 1st to 99th percentile in ``mask`` to [0.01, 1], outside to 0; fp32 (D, H, W).
-
-    Invariant to positive gain and offset. Raises ValueError where intensities in the mask are
-    constant.
-    """
+    """Map the 1st to 99th percentile in ``mask`` to [0.01, 1], outside to 0; fp32 (D, H, W)."""
     inside = volume[mask].astype(np.float64)
     low, high = np.percentile(inside, PERCENTILES)
     if not high > low:
