@@ -66,8 +66,8 @@ def stratified_split(
         random.permutation(np.flatnonzero(labels == c))[:take]
         for c, take in zip(classes, class_quotas(counts, number), strict=True)
     ]
-    drawn = np.sort(np.concatenate(drawn_of_class))
-    return np.setdiff1d(np.arange(len(labels)), drawn), drawn
+    drawn_rows = np.sort(np.concatenate(drawn_of_class))
+    return np.setdiff1d(np.arange(len(labels)), drawn_rows), drawn_rows
 
 
 def class_quotas(counts: np.ndarray, number: int) -> np.ndarray:

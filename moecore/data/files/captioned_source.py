@@ -174,7 +174,7 @@ def read_karpathy_split(path: Path) -> dict[str, list[ImageCaptions]]:
             parts = (image.get("filepath", ""), image["filename"])
             captions = tuple(sentence["raw"] for sentence in image["sentences"])
             if not all(isinstance(text, str) for text in (*parts, *captions)):
-                raise TypeError("file name or caption, which is no text")
+                raise TypeError("file name or caption, which is not text")
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: images[{number}]: lacks or has an odd {error}") from None
         splits[split].append(ImageCaptions("/".join(part for part in parts if part), captions))
@@ -190,7 +190,7 @@ def check_captions(path: Path, images: list[ImageCaptions]) -> None:
         if not image.captions or not all(text.strip() for text in image.captions):
             raise UserError(f"{path}: {image.file!r}: has no caption, or an empty one")
         if image.file in files:
-            raise UserError(f"{path}: {image.file!r}: is there twice; allowed: once")
+            raise UserError(f"{path}: {image.file!r}: is listed twice; allowed: once")
         files.add(image.file)
 
 

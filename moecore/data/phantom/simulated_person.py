@@ -127,12 +127,12 @@ def shift_tissue_boundaries(
 
 
 def tissue_exchange_map(
-    source: np.ndarray, sink: np.ndarray, amount: float, where: np.ndarray, back: np.ndarray
+    source: np.ndarray, sink: np.ndarray, amount: float, weight: np.ndarray, back_weight: np.ndarray
 ) -> np.ndarray:
-    """Return what goes from source to sink, by ``where``; negative: back, by ``back``."""
+    """Move ``amount`` voxels to ``sink`` by ``weight``; if negative, back by ``back_weight``."""
     if amount > 0:
-        return tissue_removal_map(source, where, amount)
-    return -tissue_removal_map(sink, back, -amount)
+        return tissue_removal_map(source, weight, amount)
+    return -tissue_removal_map(sink, back_weight, -amount)
 
 
 def tissue_removal_map(source: np.ndarray, weight: np.ndarray, amount: float) -> np.ndarray:

@@ -49,23 +49,27 @@ class Ciphers(DocstringSource):
         ciphers = draw_word_ciphers(self.dialects, len(vocabulary), special, self.seed)
         tokens, truth = {}, {}
         for stream, split in enumerate(SPLITS):
-            words = np.where(plain.tokens[split] < len(vocabulary), plain.tokens[split], unknown)
-            ends = words == end
+            plain_words = np.where(
+                plain.tokens[split] < len(vocabulary), plain.tokens[split], unknown
+            )
+            ends = plain_words == end
             paragraphs = ends.cumsum() - ends
             random = np.random.default_rng([self.seed, STREAM + stream])
             cipher_of_word = random.choice(self.dialects, size=paragraphs[-1] + 1, p=shares)[
                 paragraphs
             ]
-            tokens[split] = ciphers[cipher_of_word, words]
+            tokens[split] = ciphers[cipher_of_word, plain_words]
             truth[split] = np.where(ends, 0, cipher_of_word + 1).astype(np.uint8)
         return NumberedText(tokens, vocabulary, plain.more, truth)
 
 
-def draw_word_ciphers(dialects: int, words: int, special: list[int], seed: int) -> np.ndarray:
+def draw_word_ciphers(
+    dialects: int, vocabulary_size: int, special: list[int], seed: int
+) -> np.ndarray:
     """Draw the word that replaces each word in each cipher, int32 (D, V); special ones stay."""
     random = np.random.default_rng([seed, NAMES])
-    ordinary = np.setdiff1d(np.arange(words), special)
-    ciphers = np.tile(np.arange(words, dtype=np.int32), (dialects, 1))
+    ordinary = np.setdiff1d(np.arange(vocabulary_size), special)
+    ciphers = np.tile(np.arange(vocabulary_size, dtype=np.int32), (dialects, 1))
     for cipher in ciphers:
         cipher[ordinary] = random.permutation(ordinary)
     return ciphers

@@ -62,12 +62,12 @@ def read_coco_annotation_file(path: Path, folder: str) -> list[captioned_source.
         raise UserError(f"{path}: no captions of COCO's: lacks or has an odd {error}") from None
     if len(files) != len(numbers):
         duplicate = Counter(numbers).most_common(1)[0][0]
-        raise UserError(f"{path}: the image id {duplicate} is there twice; allowed: once")
+        raise UserError(f"{path}: the image id {duplicate} is listed twice; allowed: once")
     return captioned_source.group_captions(path, files, iter(captions))
 
 
 def _text_at(entry: Any, key: str) -> str:
-    """Return ``entry[key]``. Raises KeyError where it is missing, TypeError where it is no text."""
+    """Return ``entry[key]``. Raises KeyError where it is missing, TypeError for other types."""
     if not isinstance(entry[key], str):
-        raise TypeError(f"{key}, {entry[key]!r:.40}, which is no text")
+        raise TypeError(f"{key}, {entry[key]!r:.40}, which is not text")
     return entry[key]

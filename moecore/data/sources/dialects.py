@@ -107,7 +107,7 @@ class Colour(NamedTuple):
 
 
 class ShiftedColour(Colour):
-    """Like Colour, with hues halfway between those of ``colour``."""
+    """Like Colour, with hues halfway between the hues of ``colour``."""
 
     @classmethod
     def draw(cls, number: int, size: int, seed: int) -> "ShiftedColour":

@@ -51,6 +51,6 @@ def read_flickr_captions(path: Path) -> Iterator[tuple[str, str]]:
                 f"{path}:{number}", found=repr(line[:60]), allowed="name.jpg#0, a tab, a caption"
             )
         if key in keys:
-            raise UserError(f"{path}:{number}: {key} is there twice; allowed: once")
+            raise UserError(f"{path}:{number}: {key} is listed twice; allowed: once")
         keys.add(key)
         yield name, caption.strip()

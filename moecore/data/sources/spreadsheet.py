@@ -140,7 +140,7 @@ class Spreadsheet(FileCohort):
         return read_spreadsheet(root, self.table, reading)
 
     def complete_subject(self, subject: VolumeSubject, t1: Path) -> VolumeSubject:
-        """Return the subject with the site from the T1's file name, "" where it has none."""
+        """Return the subject with the site from the T1's file name, "" if none."""
         if self.site_in_name is None:
             return subject
         match = re.search(self.site_in_name, t1.name)

@@ -20,10 +20,10 @@ EQUAL_SETTINGS = ("voxel_mm", "size", "regions")  # of both cohorts
 
 
 class TwoCohorts(CohortSettings, Source):
-    """Usable participants of ``second`` are the test; those of ``first`` train and validate.
+    """Training and validation on participants of ``first``, testing on all of ``second``.
 
-    A site or a volume of one must not be in the other. This source's split settings count; those of
-    the two cohorts are ignored.
+    A site or a volume of one must not be in the other. This source's split settings count; the
+    settings of splits in ``first`` and ``second`` are ignored.
     """
 
     kind: Literal["two_cohorts"] = "two_cohorts"
@@ -96,7 +96,7 @@ class TwoCohorts(CohortSettings, Source):
         test_subjects: Sequence[VolumeSubject],
         test_table: CohortTable,
     ) -> dict[str, list[int]]:
-        """Return each split's rows in the subjects of ``first`` followed by those of ``second``."""
+        """Return each split's rows in the subjects of ``first`` followed by ``second``."""
         train_sites = {subject.site for subject in train_subjects} - {""}
         lines = [
             f"{test_table.places[subject.participant_id]}: {subject.participant_id}: "

@@ -38,8 +38,8 @@ class Wikitext(TextSource):
     licence: str = Field("CC BY-SA 3.0", description="licence of the text, for the card")
 
     def describe(self) -> Card:
-        words = PRINTED_COUNTS.get(self.name, (2, 0))[0]
-        card = self.text_card(self.name, self.licence, self.root, words)
+        vocabulary_size = PRINTED_COUNTS.get(self.name, (2, 0))[0]
+        card = self.text_card(self.name, self.licence, self.root, vocabulary_size)
 
         def check_files() -> dict[str, Any]:
             self._files()
@@ -91,8 +91,8 @@ def read_and_number_words(path: Path, numbers: dict[str, int]) -> np.ndarray:
         with open(path, encoding="utf-8", newline="\n") as file:
             for text in file:
                 lines += 1
-                words = [*text.split(), END]
-                tokens.extend([numbers.setdefault(word, len(numbers)) for word in words])
+                line_words = [*text.split(), END]
+                tokens.extend([numbers.setdefault(word, len(numbers)) for word in line_words])
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: after line {lines}: found {error}; allowed: UTF-8") from error
     if not lines:

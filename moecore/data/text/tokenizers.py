@@ -124,8 +124,8 @@ class WordSettings(Config):
 
     def build(self, training: Iterable[str]) -> WordTokenizer:
         """Return the vocabulary of these captions: most frequent first, ties alphabetical."""
-        words = frequent_words(map(lower_words, training), minimum=1)
-        return WordTokenizer([word for word in words if word not in SPECIAL])
+        frequent = frequent_words(map(lower_words, training), minimum=1)
+        return WordTokenizer([word for word in frequent if word not in SPECIAL])
 
 
 class BpeFileSettings(Config):
@@ -153,10 +153,10 @@ def load_tokenizer(folder: Path, task: ImageText) -> Tokenizer:
     else:
         path = folder / OURS
         try:
-            words = path.read_text(encoding="utf-8").split("\n")[:-1]
+            vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: {error}; run the stage `prepare` again") from error
-        tokenizer = WordTokenizer(words[len(SPECIAL) :])
+        tokenizer = WordTokenizer(vocabulary[len(SPECIAL) :])
     if tokenizer.digest != task.vocabulary:
         raise UserError(f"{path}: found another vocabulary than the model's; run `prepare` again")
     return tokenizer

@@ -70,8 +70,8 @@ def split_prompt_words(text: str, reading: ReadingStyle) -> list[str]:
 
 def build_vocabulary(train: Iterable[Sequence[str]], minimum: int) -> list[str]:
     """Return the vocabulary of training lines: ``<eos>``, ``<unk>``, and the frequent words."""
-    words = frequent_words(train, minimum)
-    return [END, UNKNOWN, *(word for word in words if word not in (END, UNKNOWN))]
+    frequent = frequent_words(train, minimum)
+    return [END, UNKNOWN, *(word for word in frequent if word not in (END, UNKNOWN))]
 
 
 def frequent_words(lines: Iterable[Sequence[str]], minimum: int) -> list[str]:

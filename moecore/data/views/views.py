@@ -266,7 +266,7 @@ def _check_range(ends: tuple[float, float], limit: float) -> tuple[float, float]
 
 
 class Mix(Config):
-    """Mixup and CutMix; where both alphas are above 0, each image gets one of the two by a coin."""
+    """Mixup and CutMix; with both alphas above 0, a fair coin picks one of the two per image."""
 
     mixup: float = Field(0.0, ge=0, description="alpha of mixup's Beta(alpha, alpha); 0 = off")
     cutmix: float = Field(0.0, ge=0, description="alpha of CutMix's Beta(alpha, alpha); 0 = off")
@@ -338,10 +338,8 @@ def _draw_shares(settings: Mix, draws: BatchDraws) -> tuple[Tensor, Tensor]:
         is_cutmix = random.random(draws.whole) < 0.5
     alphas = np.where(is_cutmix, settings.cutmix, settings.mixup)
     is_mixed = random.random(draws.whole) < settings.probability
-    shares = np.where(is_mixed, random.beta(alphas, alphas), 1.0)
-    return draws.select_rows(torch.from_numpy(shares)), draws.select_rows(
-        torch.from_numpy(is_cutmix)
-    )
+    shares = torch.from_numpy(np.where(is_mixed, random.beta(alphas, alphas), 1.0))
+    return draws.select_rows(shares), draws.select_rows(torch.from_numpy(is_cutmix))
 
 
 def _boxes(

@@ -45,7 +45,7 @@ def make_random_volume_views(
 
 
 def warp_volumes(volumes: Tensor, affines: Tensor, fill: str) -> Tensor:
-    """Sample views fp32 of (B, C, D, H, W) trilinearly; affines fp64, CPU, no smoothing."""
+    """Sample views fp32 of (B, C, D, H, W) trilinearly, without smoothing; affines fp64, CPU."""
     half = torch.tensor(volumes.shape[2:], dtype=torch.float64) / 2
     unit = torch.diag(torch.cat([half, half.new_ones(1)]))  # from −1 … 1 about the middle to voxels
     unit[:3, 3] = half

@@ -78,7 +78,7 @@ def draw_crop_windows(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw windows as (top, left, height, width), each (B,) in pixels, fractions allowed.
+    """Draw windows as (first row, first column, height, width), each (B,), fractions allowed.
 
     Area is uniform in ``scale`` (share of the image), width / height log-uniform in ``ratio``; a
     side longer than the image's is cut to it (our choice: Inception draws again up to ten times).
@@ -155,10 +155,8 @@ class MixedSizeImageList:
 
     def squares(self) -> Tensor:
         """Resize the largest centre squares: uint8 (B, C, size, size) on the device."""
-        squares = [
-            resize_centre_square(Image.fromarray(image.squeeze()), self.size)
-            for image in self.images
-        ]
+        pictures = [Image.fromarray(image.squeeze()) for image in self.images]
+        squares = [resize_centre_square(picture, self.size) for picture in pictures]
         return to_device_async(torch.from_numpy(np.stack(squares)), self.device).permute(0, 3, 1, 2)
 
 

@@ -97,9 +97,8 @@ def table_of_usable_rows(
 def describe_absent_diagnoses(diagnoses: tuple[str, ...] | None, counts: Counter[str]) -> str:
     """Say that no row has one of the diagnoses; counts: rows per diagnosis."""
     counted = ", ".join(f"{name} ({number})" for name, number in sorted(counts.items()))
-    return (
-        f"nobody's diagnosis is one of {', '.join(diagnoses or ())} (`diagnoses`); found: {counted}"
-    )
+    listed = ", ".join(diagnoses or ())
+    return f"no participant's diagnosis is one of {listed} (`diagnoses`); found: {counted}"
 
 
 def _read_rows(root: Path, path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
@@ -190,7 +189,7 @@ def _duplicate_problems(path: Path, subjects: list[VolumeSubject]) -> list[Subje
     return [
         SubjectProblem(
             *who,
-            f"{path}: {' '.join(who).strip()} stands there {number} times; "
+            f"{path}: {' '.join(who).strip()} is listed {number} times; "
             "allowed: once for each participant and session",
         )
         for who, number in Counter(subject[:2] for subject in subjects).items()
@@ -244,19 +243,19 @@ class CohortSettings(Config):
 def split_cohort(
     subjects: Sequence[VolumeSubject],
     settings: CohortSettings,
-    given: Mapping[str, str] | None = None,
+    splits_by_user: Mapping[str, str] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> dict[str, list[int]]:
     """Return the rows of ``subjects`` in each split, all volumes of a participant in one split.
 
-    A function of the seed and the participants, not of their order. given: participant → split, set
-    by the user. places: participant → file:line, for messages. Raises UserError for an empty split,
-    and where ``given`` contradicts ``test_sites`` or ``train_diagnoses``.
+    A function of the seed and the participants, not of their order. splits_by_user: participant →
+    split. places: participant → file:line, for messages. Raises UserError for an empty split, and
+    where ``splits_by_user`` contradicts ``test_sites`` or ``train_diagnoses``.
     """
     # A participant is stratified by the youngest age, which overwrites the others.
     oldest_first = sorted(subjects, key=lambda subject: -subject.age)
     people = {subject.participant_id: subject for subject in oldest_first}
-    splits_of = dict(given or {})
+    splits_of = dict(splits_by_user or {})
     held_out = held_out_participants(subjects, settings, places or {})
     _refuse_contradictions(splits_of, held_out, settings, places or {})
     splits_of |= dict.fromkeys(held_out, "test")
@@ -291,13 +290,13 @@ def held_out_participants(
         who = subject.participant_id
         visits.setdefault(who, set()).add(subject.site)
         if subject.site in sites:
-            reasons[who] = f"site {subject.site} is of test_sites"
+            reasons[who] = f"site {subject.site} is in test_sites"
         elif allowed is not None and subject.diagnosis not in allowed:
-            reasons[who] = f"diagnosis {subject.diagnosis or 'none'} is not of train_diagnoses"
+            reasons[who] = f"diagnosis {subject.diagnosis or 'none'} is not in train_diagnoses"
     if both := [who for who, visited in visits.items() if visited & sites and visited - sites]:
         lines = [
             f"{places.get(who, who)}: {who}: visits at {', '.join(sorted(visits[who]))}, some of "
-            "which are of test_sites; allowed: all, or none"
+            "which are in test_sites; allowed: all, or none"
             for who in both
         ]
         raise UserError("\n".join(lines))
@@ -317,7 +316,7 @@ def _refuse_contradictions(
     ]
     if settings.test_sites:
         lines += [
-            f"{places.get(who, who)}: {who}: split is test, but its site is none of test_sites; "
+            f"{places.get(who, who)}: {who}: split is test, but its site is not in test_sites; "
             "allowed: train, validation"
             for who, split in splits_of.items()
             if split == "test" and who not in held_out

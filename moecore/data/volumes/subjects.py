@@ -66,7 +66,7 @@ def find_only_file(root: Path, pattern: str, subject: VolumeSubject) -> Path:
         files = [join_below_root(root, path) for path in sorted(root.glob(filled))]
     except (ValueError, NotImplementedError) as error:
         raise UserError(
-            f"{root}: the pattern {pattern!r} is none below this folder: {error}"
+            f"{root}: {pattern!r} is not a pattern below this folder: {error}"
         ) from None
     if not files:
         raise UserError(f"{root / filled}: no such file")

@@ -305,7 +305,10 @@ def test_flickrs_token_file(tmp_path):
             lambda c: c["images"][0].update(file_name="../../../etc/passwd"),
             "leads out of this folder",
         ),
-        (lambda c: c["annotations"][0].update(caption=None), "odd caption, None, which is no text"),
+        (
+            lambda c: c["annotations"][0].update(caption=None),
+            "odd caption, None, which is not text",
+        ),
     ],
 )
 def test_odd_annotations_are_refused(tmp_path, edit, says):
