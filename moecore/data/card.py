@@ -95,7 +95,7 @@ def parse_card_task(settings: Any) -> Task:
 def count_classes(
     name: str, task: Task, labels: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
-    """Count images per class of each split; UserError for 0. labels: as the task stores them."""
+    """Count images per class of each split (labels as stored); UserError for an empty class."""
     counts = {split: tuple(task.counts(part)) for split, part in labels.items()}
     for split, numbers in counts.items():
         named_counts = zip(task.classes, numbers, strict=True)

@@ -136,7 +136,7 @@ def glass_blur(image: np.ndarray, severity: int, random: np.random.Generator) ->
 
 
 def motion_blur(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Smear along a line at −45° to 45° with Gaussian weights of sigma pixels, the parameter."""
+    """Smear along a line at −45° to 45°; the parameter is sigma of its Gaussian weights, pixels."""
     sigma = severity_length(image, severity, (1, 1.5, 2, 2.5, 3.2), (3, 5, 8, 12, 15))
     return apply_kernel(image, trail_kernel(sigma, random.uniform(-45, 45)))
 
@@ -248,7 +248,7 @@ def frost(image: np.ndarray, severity: int, random: np.random.Generator) -> np.n
 
 
 def fog(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Add a random cloud of some thickness and smoothness, then rescale: black stays black."""
+    """Add a random cloud and rescale so that black stays black; parameters: opacity, smoothness."""
     thick = severity_parameter(image, severity, (0.2, 0.5, 0.75, 1, 1.5), (1.5, 2, 2.5, 2.8, 3.2))
     roughness = severity_parameter(image, severity, (3, 3, 2.5, 2, 1.75), (2, 2, 1.7, 1.5, 1.4))
     # The benchmark's cloud is a diamond-square fractal, ours a sum of smooth noises.
@@ -302,7 +302,7 @@ def contrast(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def elastic_transform(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Displace pixels by a smooth random field of some root mean square and smoothing sigma."""
+    """Displace pixels by a smooth random field; parameters: its RMS and smoothing sigma."""
     # Our amplitude grows with the severity; the benchmark goes from wide to local warps, with a
     # random affine.
     amplitude = severity_length(image, severity, (0.4, 0.6, 0.85, 1.15, 1.5), (2, 3, 4.5, 6.5, 9))
@@ -337,7 +337,7 @@ def pixelate(image: np.ndarray, severity: int, random: np.random.Generator) -> n
 
 
 def jpeg_compression(image: np.ndarray, severity: int, random: np.random.Generator) -> np.ndarray:
-    """Encode as JPEG of a quality, the parameter: one colour file, or one grey file per channel."""
+    """Encode as JPEG of a quality (the parameter): three channels as one file, others one each."""
     quality = round(severity_parameter(image, severity, (80, 65, 58, 50, 40), (25, 18, 15, 10, 7)))
     if len(image) == 3:
         colour = Image.fromarray(to_uint8(image).transpose(1, 2, 0))

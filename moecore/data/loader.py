@@ -25,7 +25,7 @@ def _epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(n: int, batch: int, seed: int, step: int) -> Tensor:
-    """Return the images of a step of the whole training, int64 (batch,); drops epochs' ends."""
+    """Return the images of a step, int64 (batch,); the incomplete end of an epoch is dropped."""
     epoch, position = divmod(step, steps_per_epoch(n, batch))
     return _epoch_order(n, seed, epoch)[position * batch : (position + 1) * batch].clone()
 
@@ -98,7 +98,7 @@ def image_memory_budget(device: torch.device | str) -> int:
 def load_split_where_it_fits(
     split: Split, device: torch.device | str, limit_bytes: int | None = None
 ) -> Loaded:
-    """Load images onto the device if they take ``limit_bytes`` or less; else leave them on disk."""
+    """Load a split onto the device if its images fit ``limit_bytes``; else leave it on disk."""
     labels = torch.from_numpy(np.array(split.labels)).to(device)
     if isinstance(split.images, JpegImages):
         return EncodedOnDisk(split.images, labels)
@@ -112,7 +112,7 @@ def load_split_where_it_fits(
 def few_shot_indices(
     task: Task, labels: np.ndarray | Tensor, shots_per_class: int, seed: int
 ) -> Tensor:
-    """Return sorted indices of ``shots_per_class`` images per class; UserError for fewer."""
+    """Return sorted indices of ``shots_per_class`` images per class; UserError if one has fewer."""
     request = f"{shots_per_class} images per class asked for"
     if why := task.needs_classes("shots"):
         raise UserError(f"{request}, but {why}; allowed: null (all images)")

@@ -104,8 +104,8 @@ def ventricles_relative_to_25(age: float) -> float:
 
 
 def lesions_ml(age: float) -> float:
-    """Return white-matter lesions, mL (our choice): about 1, later doubling in every decade."""
-    return float(1.1 + 0.35 * np.exp((age - 50) / 14))
+    """Return white-matter lesions in mL (our choice): about 1 when young, then growing fast."""
+    return float(1.1 + 0.35 * np.exp((age - 50) / 14))  # the exponential doubles in 10 years
 
 
 SIDE = 64  # voxels along each axis

@@ -38,11 +38,9 @@ class DialectChange(Protocol):
 
     def apply(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         """Return images uint8 (n, C', S, S) in their dialects."""
-        ...
 
     def undo(self, images: np.ndarray, dialects: np.ndarray) -> np.ndarray:
         """Return the images (n, C, S, S) from which ``apply`` made these."""
-        ...
 
 
 class Permutation(NamedTuple):

@@ -244,7 +244,7 @@ class FileCohort(CohortSettings, Grid, Source):
         )
 
     def find_files(self, root: Path, subject: VolumeSubject) -> dict[str, Path]:
-        """Return the subject's files by kind. Raises UnusableVolume, one line per problem."""
+        """Return the subject's files by kind. Raises UnusableVolume with all problems."""
         patterns = {"t1": self.t1}
         if self.mask:
             patterns["mask"] = self.mask

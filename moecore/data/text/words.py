@@ -89,7 +89,7 @@ def number_tokens(lines: Iterable[Sequence[str]], numbers: Mapping[str, int]) ->
 
 
 def read_vocabulary(folder: Path, words: int) -> list[str]:
-    """Read the words in the order of their numbers; UserError unless ``words`` of them."""
+    """Read a vocabulary in order of the numbers. Raises UserError unless it has ``words`` words."""
     path = folder / "vocabulary.txt"
     try:
         vocabulary = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -104,7 +104,7 @@ def read_vocabulary(folder: Path, words: int) -> list[str]:
 
 
 def stop_word_labels(vocabulary: list[str]) -> np.ndarray:
-    """Label words (V,): 1 for scikit-learn's English stop words, 0 others, −1 no words."""
+    """Label words (V,): 1 for scikit-learn's English stop words, 0 for others, −1 for non-words."""
     from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS  # slow to import
 
     return np.array(
